@@ -12,6 +12,7 @@ import json
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,6 @@ import numpy as np
 from cosmos_core.parallel.mesh import is_first
 from cosmos_core.rollout.groups import reward_means
 from cosmos_core.run.files import telling_of_full_disk, write_text
-from cosmos_core.run.stage import Stage
 from cosmos_core.types import Completion, ScoredGroup
 
 logger = logging.getLogger(__name__)
@@ -36,9 +36,9 @@ _NGRAM = 4
 class CompletionLog:
     """Writes completions of each train step, on the first rank, and warns of those that teach the wrong thing."""
 
-    def __init__(self, stage: Stage) -> None:
-        """Without `logging.log_completions` it only watches."""
-        self._folder, self._writes = stage.path / FOLDER, stage.recipe.logging.log_completions
+    def __init__(self, folder: Path, *, writes: bool) -> None:
+        """Without `writes` it only watches."""
+        self._folder, self._writes = folder, writes
         self._rewards: deque[Mapping[str, float]] = deque(maxlen=_WINDOW)
         self._shapes: deque[Mapping[str, float]] = deque(maxlen=_WINDOW // 2)
         self._first: list[Mapping[str, float]] = []
@@ -54,7 +54,7 @@ class CompletionLog:
         self._watch(step, groups)
 
     def _write(self, step: int, groups: Sequence[ScoredGroup]) -> None:
-        self._folder.mkdir(exist_ok=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
         lines = [_line(step, scored, k) for scored in _chosen(groups) for k in _spread(scored)]
         text = "".join(json.dumps(line, ensure_ascii=True) + "\n" for line in lines)
         write_text(self._folder / f"step_{step:06d}.jsonl", text, durable=False)

@@ -6,7 +6,6 @@ state of the group source: a resumed run goes on with the same samples.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -26,8 +25,6 @@ from cosmos_core.data.sample import Sample, within_budget
 from cosmos_core.errors import DataError
 from cosmos_core.models.base import ModelAdapter
 
-logger = logging.getLogger(__name__)
-
 _DATA_TERM = 0x64617461
 """Keeps the order of a data term apart from that of the prompts."""
 _HELD_OUT = -1
@@ -40,6 +37,8 @@ class Feed:
     total_steps: int | None
     """Train steps until the data ends; None: unknown before it does."""
     steps_per_epoch: int
+    notice = ""
+    """What is to be said of rows that no step of an epoch trains on; empty: there are none."""
     step = 0
     """The next train step, counted from 0."""
 
@@ -83,6 +82,15 @@ def rows_per_step(recipe: Recipe) -> int:
     differs between steps."""
     size = recipe.train.train_batch_per_replica
     return -(-size // recipe.rollout.n_generation) if recipe.train.train_policy.has_rollouts else size
+
+
+def unused_rows(recipe: Recipe, num_rows: int) -> str:
+    """Return what is to be said of rows that fill no train step at the end of an epoch; empty: there are none.
+
+    Raises:
+        DataError: the rows do not fill one step.
+    """
+    return left_over(recipe.train, 1 if recipe.spreads_groups else rows_per_step(recipe), num_rows)
 
 
 def balanced_steps(rows: Sequences | Pairs | MediaRows, recipe: Recipe) -> BalancedSteps | None:
@@ -133,8 +141,7 @@ class RowFeed(Feed):
         if self._balanced:
             self.steps_per_epoch, self.total_steps = self._balanced.steps_per_epoch, self._balanced.total_steps
             return
-        if told := left_over(recipe.train, self._batch, len(rows)):
-            logger.warning("%s", told)
+        self.notice = unused_rows(recipe, len(rows))
         self.steps_per_epoch = batches_per_epoch(self._batch, len(rows), recipe.train.train_policy.drops_last)
         self.total_steps = total_steps(recipe, len(rows))
 

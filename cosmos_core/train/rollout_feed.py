@@ -18,7 +18,7 @@ from cosmos_core.rollout.groups import (
     SyncGroupSource,
     check_scores,
 )
-from cosmos_core.train.feeds import Feed, rows_per_step, total_steps
+from cosmos_core.train.feeds import Feed, rows_per_step, total_steps, unused_rows
 from cosmos_core.types import Prompt, Sampling, ScoredGroup
 
 
@@ -35,8 +35,10 @@ class RolloutFeed(Feed):
     ) -> None:
         """`log` is called with each train step, counted from 1, and the groups that it learns from first."""
         self._source, self._algorithm, self._log, self._steps = source, algorithm, log, step_groups(recipe)
+        self._policy = recipe.train.train_policy
         self.steps_per_epoch = max(1, len(prompts) * self._steps.size // self._steps.batch)
         self.total_steps = total_steps(recipe, len(prompts))
+        self.notice = unused_rows(recipe, len(prompts))
 
     def next(self) -> tuple[list[Any], dict[str, float]] | None:
         """See `Feed.next`; a source that drops groups may end before the last step that the prompts could fill, and of

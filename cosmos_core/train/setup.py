@@ -7,6 +7,7 @@ The hand-over is the model in full precision, proven to load, with its adapter m
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -68,6 +69,8 @@ from cosmos_core.train.trainer import Trainer
 from cosmos_core.train.validation_apart import ValidationApart, is_possible
 from cosmos_core.types import JsonValue, Outcome, Prompt
 
+logger = logging.getLogger(__name__)
+
 
 class Trained(NamedTuple):
     """What a training leaves in memory."""
@@ -77,6 +80,8 @@ class Trained(NamedTuple):
     metrics: dict[str, float]
     best: Best | None = None
     """The best step by validation; None: none was validated."""
+    notices: tuple[str, ...] = ()
+    """What is to be said of the rows."""
 
 
 def run(stage: Stage) -> Outcome:
@@ -94,6 +99,9 @@ def train(stage: Stage) -> Trained:
         generation = Generation(stage, trainer, stack)
         apart = _apart(stage, generation)
         feed = _feed(stage, trainer, algorithm, generation, apart)
+        notices = (feed.notice,) if feed.notice else ()
+        for notice in notices:
+            logger.warning("%s", notice)
         measure = _measure(stage, trainer, algorithm, generation)
         loop = Loop(
             stage, trainer, feed, algorithm, _checkpointer(stage, stack),
@@ -107,7 +115,7 @@ def train(stage: Stage) -> Trained:
             begin_from=named_checkpoint(stage),
         )  # fmt: skip
         metrics = loop.run()
-    return Trained(trainer.adapter, loop.step, metrics, loop.best)
+    return Trained(trainer.adapter, loop.step, metrics, loop.best, notices)
 
 
 def _with_data_term(algorithm: Algorithm, stage: Stage) -> Algorithm:
@@ -150,6 +158,8 @@ def hand_over(stage: Stage, trained: Trained) -> Outcome:
     }  # fmt: skip
     if export.adapter:
         info |= {"adapter": f"{folder}/{export.adapter}", "base": base_of(stage)}
+    if trained.notices:
+        info["notices"] = list(trained.notices)
     if trained.best is not None:
         info["best"] = asdict(trained.best)
     return Outcome(outputs=(folder, *others), metrics=trained.metrics, info=info)
@@ -183,7 +193,8 @@ def _feed(
     else:
         source = _in_turns(stage, order, generation)
     make_feed = SpreadRolloutFeed if recipe.spreads_groups else RolloutFeed
-    return make_feed(prompts, source, algorithm, recipe, CompletionLog(stage))
+    log = CompletionLog(stage.path / COMPLETIONS, writes=recipe.logging.log_completions)
+    return make_feed(prompts, source, algorithm, recipe, log)
 
 
 def _in_turns(stage: Stage, order: PromptOrder, generation: Generation) -> GroupSource:

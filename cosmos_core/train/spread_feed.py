@@ -7,20 +7,18 @@ completions that it would have without any being invalid, and one whose completi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, fields
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 
-from cosmos_core.algorithms.base import Algorithm
-from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.sample import Sample, within_budget
 from cosmos_core.errors import ConfigError
-from cosmos_core.rollout.groups import GroupSource
 from cosmos_core.train.rollout_feed import RolloutFeed
-from cosmos_core.types import ImageRef, Prompt, ScoredGroup
+from cosmos_core.types import ImageRef, ScoredGroup
 
 
 class CarriedSamples:
@@ -77,17 +75,9 @@ class CarriedSamples:
 class SpreadRolloutFeed(RolloutFeed):
     """A `RolloutFeed` of groups that are spread over train steps."""
 
-    def __init__(
-        self,
-        prompts: Sequence[Prompt],
-        source: GroupSource,
-        algorithm: Algorithm,
-        recipe: Recipe,
-        log: Callable[[int, Sequence[ScoredGroup]], None] = lambda step, groups: None,
-    ) -> None:
-        super().__init__(prompts, source, algorithm, recipe, log)
-        self._carried = CarriedSamples()
-        self._most_tokens = getattr(recipe.train.train_policy, "max_token_len_per_mini_batch", None)
+    @cached_property
+    def _carried(self) -> CarriedSamples:
+        return CarriedSamples()
 
     def next(self) -> tuple[list[Any], dict[str, float]] | None:
         """See `RolloutFeed.next`; the last step may have fewer completions."""
@@ -105,7 +95,7 @@ class SpreadRolloutFeed(RolloutFeed):
         self.step += 1
         if self._source.is_over and not self._carried:
             self.total_steps = self.step
-        return within_budget(samples, self._most_tokens), metrics | said
+        return within_budget(samples, getattr(self._policy, "max_token_len_per_mini_batch", None)), metrics | said
 
     def state_dict(self) -> dict[str, Any]:
         """See `Feed.state_dict`."""

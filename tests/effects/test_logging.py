@@ -74,7 +74,7 @@ def test_it_changes_whether_completions_are_written(change: Change, tmp_path: Pa
     completion = Completion((Segment((2,), True, (-1.0,), 0),), "stop", "42")
     scored = ScoredGroup(Group(Prompt(0, (1,), "6 * 7?", "42"), (completion,), 0), (Score(1.0),))
     for name, side in (("before", change.before), ("after", change.after)):
-        CompletionLog(stage_of(tmp_path / name, side, kind="rl"))(1, [scored])
+        CompletionLog(tmp_path / name / "completions", writes=side.logging.log_completions)(1, [scored])
     assert [(tmp_path / name / "completions").exists() for name in ("before", "after")] == [True, False]
 
 

@@ -14,7 +14,8 @@ from cosmos_core.errors import ConfigError, DataError, ModelError
 from cosmos_core.models.hf import load_tokenizer
 from cosmos_core.models.row_limits import check_rows
 from cosmos_core.run.files import read_json
-from cosmos_core.train import check
+from cosmos_core.train import check, setup
+from tasks.kinds import all_kinds
 from tests.unit.data_tokenizers import CHATML, byte_tokenizer, learned, unlearned
 from tests.unit.test_data_prepare import grpo, make_stage, sft
 from tests.unit.tiny_model import save_tiny_model
@@ -134,3 +135,14 @@ def test_rows_beyond_the_positions_are_told_and_refused_where_these_are_learned(
         else:
             assert check_rows(config, folder, build) == ""
     check_ids(folder, Qwen3Config(vocab_size=260).vocab_size)
+
+
+def test_a_training_names_the_rows_that_fill_no_batch_where_it_ends(tmp_path: Path) -> None:
+    at = tiny(tmp_path, 3, 2)
+    run(at)
+    at.data, at.kind = at.path / "data", all_kinds()["sft"]
+    outcome = setup.run(at)
+    assert outcome.info["notices"] == [
+        "1 of 3 rows fill no batch of 2 and are left out of an epoch (the same ones); "
+        "train.train_policy.dataloader_drop_last = false learns them in a smaller batch"
+    ]

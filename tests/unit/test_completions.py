@@ -16,7 +16,6 @@ from cosmos_core.observe.completions import shown
 from cosmos_core.run.directory import PIPELINE
 from cosmos_core.train.completions import CompletionLog
 from cosmos_core.types import Completion, Group, Prompt, Score, ScoredGroup, Segment
-from tests.effects.change import GRPO, recipe, stage_of
 
 
 def completion(text: str, ids: Sequence[int], logprob: float = -1.0) -> Completion:
@@ -30,7 +29,8 @@ def group(prompt: int, rewards: Sequence[float | None], **rest: float) -> Scored
 
 
 def opened(stage: Path, *, writes: bool = True) -> CompletionLog:
-    return CompletionLog(stage_of(stage, recipe({**GRPO, "logging.log_completions": writes}), kind="rl"))
+    stage.mkdir(parents=True, exist_ok=True)
+    return CompletionLog(stage / "completions", writes=writes)
 
 
 def lines(folder: Path, step: int) -> list[dict[str, object]]:
