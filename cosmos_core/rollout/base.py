@@ -145,6 +145,11 @@ class Around:
         """See `Engine.wake`."""
         self._inner.wake()
 
+    @property
+    def slept(self) -> int:
+        """Return the level of the deepest sleep since the last load, where the engine knows it."""
+        return getattr(self._inner, "slept", 0)
+
     def close(self) -> None:
         """See `Engine.close`."""
         self._inner.close()

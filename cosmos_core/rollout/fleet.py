@@ -13,6 +13,8 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager, suppress
 from typing import Any, Literal, NamedTuple
 
+import torch
+
 from cosmos_core.errors import BY_NAME, CosmosError, StageFailed, by_name
 from cosmos_core.parallel.mesh import broadcast_object, is_first
 from cosmos_core.rollout.base import Bucket, Loaded, WeightFormat
@@ -72,6 +74,8 @@ class Fleet:
         self._only_new = False
         self.has_new = False
         """Whether the newest weights were the first of an engine."""
+        self.slept = 0
+        """1: engines that take turns with the trainer have slept since the last load."""
         self.version = -1
         """Of the oldest weights that an engine with any has."""
         self.resync: Callable[[], object] = lambda: None
@@ -130,6 +134,7 @@ class Fleet:
 
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> Loaded:
         """See `Engine.load_weights`: every engine that is open takes them. One that dies meanwhile is left out."""
+        self._leave_memory()
         num_sent, loads = 0, self._begin_load(version) if is_first() else []
         has_new = any(process.member.version is None for process in loads)
         for bucket in buckets:
@@ -141,6 +146,7 @@ class Fleet:
             self._end_load(version, loads, num_sent)
         versions = [member.version for member in self._members.ready() if member.version is not None]
         self.version, self.has_new = broadcast_object((min(versions, default=version), has_new))
+        self.slept = 0
         return Loaded(version, num_sent)
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
@@ -161,11 +167,18 @@ class Fleet:
 
     def sleep(self, level: Literal[1, 2] = 1) -> None:
         """See `Engine.sleep`; engines that generate while others train stay awake."""
+        self.slept = max(self.slept, int(self._takes_turns))
         self._tell_all("sleep")
 
     def wake(self) -> None:
         """See `Engine.wake`."""
+        self._leave_memory()
         self._tell_all("wake")
+
+    def _leave_memory(self) -> None:
+        """Give back what torch has cached of GPUs that the engines share."""
+        if self._takes_turns:
+            torch.cuda.empty_cache()
 
     def close(self) -> None:
         """See `Engine.close`; the processes are left to who started them."""

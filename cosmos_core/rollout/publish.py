@@ -53,11 +53,12 @@ class WeightPublisher:
     whole: PreTrainedModel | None = None
     """The same model on the meta device, as it was before it was split; None: the model is whole."""
     probe_interval: int = 50
-    """Versions between two probes; the first load is probed too."""
+    """Versions between two probes; the first load is probed too, and the first after each level of sleep."""
     transfer_dtype: torch.dtype | None = None
     """What weights are cast to on their way; None: they travel as they are."""
     bucket_bytes: int = BUCKET_BYTES
-    _is_proven: bool = False
+    _proven: set[int] = field(default_factory=set)
+    """Levels of sleep after which a load was probed; 0: without any."""
     _weights: _Weights | None = None
 
     def publish(self, version: int) -> dict[str, float]:
@@ -84,6 +85,7 @@ class WeightPublisher:
             return {"sync/version": float(version), "sync/bytes": 0.0, "time/sync": seconds}
         if self._weights is None:
             self._weights = _Weights(self.model, self.whole, self.engine.weight_format, self.bucket_bytes)
+        slept = getattr(self.engine, "slept", 0)
         loaded = self.engine.load_weights(version, counted())
         if (loaded.version, loaded.num_tensors) != (version, num_sent):
             raise StageFailed(
@@ -92,9 +94,9 @@ class WeightPublisher:
             )
         has_new = isinstance(self.engine, Fleet) and self.engine.has_new
         is_due = version % self.probe_interval == 0  # by version, so that a resumed run does the same
-        if not self._is_proven or has_new or is_due:
+        if slept not in self._proven or has_new or is_due:
             self._probe(version)
-        self._is_proven = True
+        self._proven.add(slept)
         seconds = time.perf_counter() - began
         return {"sync/version": float(version), "sync/bytes": float(num_bytes), "time/sync": seconds}
 

@@ -1,7 +1,7 @@
 """Rollout with vLLM in this process, on a GPU or with the CPU build: the trainer's own, or one beside it (`replica`).
 
 In the trainer's process weights are handed over by reference and no child can outlive the stage; an engine beside it
-may have ranks of its own (`vllm_ranks`). vLLM changes much of the process that it starts in; `_process_kept` undoes
+may have ranks of its own (`vllm_ranks`). vLLM changes much of the process that it starts in; `process_kept` undoes
 that. vLLM's own weight transfer (NCCL, CUDA IPC) is not here. What concerns GPUs alone (sleep levels, CUDA graphs) was
 never run on one, and prompts with images were never given to it.
 """
@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import logging
 import os
-import random
-import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -42,6 +39,7 @@ from cosmos_core.rollout.mxfp4 import FORMAT, has_mxfp4, with_mxfp4
 from cosmos_core.rollout.sample_tokens import use_uniform_sampling
 from cosmos_core.rollout.vllm_adapter import adapter_of
 from cosmos_core.rollout.vllm_memory import drop_name, own_names
+from cosmos_core.rollout.vllm_process import process_group_kept, process_kept
 from cosmos_core.rollout.vllm_ranks import end_together, forget_weights, has_ranks, load_on_ranks, ranks_arguments
 from cosmos_core.types import Completion, Group, Prompt, Sampling
 
@@ -57,6 +55,9 @@ _CPU_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # bound threads would be the trainer's threads too
 }
+_OWN_GPU_ENVIRONMENT = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
+"""For ranks that see one GPU each: these look for their peers under numbers of their own."""
+_WEIGHTS, _KV_CACHE = "weights", "kv_cache"
 _CPU_PASS_TOKENS = 4096
 """Most of one forward pass."""
 
@@ -84,9 +85,12 @@ class VllmEngine:
         self._tokenizer = settings.tokenizer
         self._max_model_len = settings.max_model_len
         self._stop_ids = stop_token_ids(settings.model, settings.tokenizer)
-        self._vision = settings.vision
+        self._vision, self._is_apart = settings.vision, settings.is_apart
         self._version = 0
-        self._is_asleep = False
+        self._asleep: list[str] = []
+        """What has no memory until it is woken, by vLLM's names."""
+        self.slept: Literal[0, 1, 2] = 0
+        """Level of the deepest sleep since the last load; 0: there was none."""
         self._receiver = Receiver()
         self._as_held: Callable[[Bucket], Bucket] = with_mxfp4 if _holds_mxfp4(settings) else list
         self._in_flight: dict[str, tuple[_Unfinished, int]] = {}
@@ -94,7 +98,7 @@ class VllmEngine:
         self.weight_format: WeightFormat = "checkpoint"
         self._owns_process_group = not torch.distributed.is_initialized()
         _set_environment()
-        with _process_kept():
+        with process_kept():
             self._vllm = _import_vllm()
             _check_head_size(settings.model, settings.folder)
             self._adapter = adapter_of(settings)
@@ -126,7 +130,7 @@ class VllmEngine:
         parameters = [
             self._parameters(sampling, request_seed(sampling.seed, step, g.prompt.id, k)) for g, k in requests
         ]
-        with _process_kept():
+        with process_kept():
             if not self._in_flight:
                 self._llm.reset_prefix_cache()  # what was asked before must not decide which kernels run now
             ids = self._llm.enqueue(tokens, parameters, lora_request=self._request, use_tqdm=False)
@@ -144,13 +148,14 @@ class VllmEngine:
         """Run one forward pass, if anything is in flight; return the groups that are done with it."""
         done, self._ended_aside = self._ended_aside, []
         if self._in_flight and not done:
-            with _process_kept():
+            # An engine with a process of its own has nobody to keep it for, and this is once per token.
+            with nullcontext() if self._is_apart else process_kept():
                 done = [group for output in self._llm.llm_engine.step() for group in self._ended(output)]
         return done
 
     def abort(self) -> None:
         """Forget what is in flight."""
-        with _process_kept():
+        with process_kept():
             self._llm.llm_engine.abort_request(list(self._in_flight))
         self._in_flight, self._ended_aside = {}, []
 
@@ -160,17 +165,19 @@ class VllmEngine:
         vLLM takes one tensor at a time, and keeps those of a layer until it has all of them. Of what is in flight the
         keys and values are computed again, so that each token is drawn from one version's distribution.
         """
-        self.wake()
-        with _process_kept():
+        self._wake(_WEIGHTS)
+        with process_kept():
             if self._adapter is None:
                 self._reload(buckets)
             else:
                 self._adapter.load(self._llm, self._receiver.tensors(buckets))
+        self._wake(_KV_CACHE)  # not before: a load needs memory beside the weights
+        with process_kept():
             self._llm.reset_prefix_cache(reset_running_requests=bool(self._in_flight))
             for state in self._llm.llm_engine.output_processor.request_states.values():
                 group, k = self._in_flight[state.external_req_id]
                 group.earlier.setdefault(k, []).append((state.detokenizer.num_output_tokens(), self._version))
-        self._version = version
+        self._version, self.slept = version, 0
         return self._receiver.loaded(version)
 
     def _reload(self, buckets: Iterable[Bucket]) -> None:
@@ -190,7 +197,7 @@ class VllmEngine:
         """See `Engine.logprobs`; what is in flight goes on meanwhile."""
         parameters = self._vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         prompt = self._vllm.TokensPrompt(prompt_token_ids=list(token_ids))
-        with _process_kept():
+        with process_kept():
             [probe] = self._llm.enqueue([prompt], parameters, lora_request=self._request, use_tqdm=False)
             request: Any = None
             while request is None:
@@ -205,19 +212,27 @@ class VllmEngine:
     def sleep(self, level: Literal[1, 2] = 1) -> None:
         """See `Engine.sleep`; level 1 moves the weights to the host, and the CPU build has nothing to give back. Base
         weights below an adapter do not come again, so they are kept."""
-        if torch.cuda.is_available() and not self._is_asleep:
-            self._llm.sleep(level=level if self._adapter is None else 1)
-            self._is_asleep = True
+        if torch.cuda.is_available() and not self._asleep:
+            level = level if self._adapter is None else 1
+            self._llm.sleep(level=level)
+            self._asleep = [_WEIGHTS, _KV_CACHE]
+            self.slept = max(self.slept, level)
 
     def wake(self) -> None:
         """See `Engine.wake`."""
-        if self._is_asleep:
-            self._llm.wake_up()
-            self._is_asleep = False
+        self._wake(_WEIGHTS)
+        self._wake(_KV_CACHE)
+
+    def _wake(self, name: str) -> None:
+        """Give a part its memory again, which vLLM takes from the device and not from what torch has cached."""
+        if name in self._asleep:
+            torch.cuda.empty_cache()
+            self._llm.wake_up(tags=[name])
+            self._asleep.remove(name)
 
     def close(self) -> None:
         """See `Engine.close`."""
-        with nullcontext() if self._owns_process_group else _process_group_kept():
+        with nullcontext() if self._owns_process_group else process_group_kept():
             self._llm.llm_engine.engine_core.shutdown()
         del self._llm
 
@@ -341,6 +356,10 @@ def _engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         )
     elif rollout.quantization == "fp8":
         arguments["quantization"] = rollout.quantization
+    if has_gpu and arguments["distributed_executor_backend"] == "external_launcher":
+        arguments["disable_custom_all_reduce"] = True
+        for name, value in _OWN_GPU_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
     if has_gpu:
         arguments |= {"gpu_memory_utilization": rollout.gpu_memory_utilization, "enable_sleep_mode": True}
     else:
@@ -350,44 +369,3 @@ def _engine_arguments(settings: EngineSettings) -> dict[str, Any]:
             "max_num_batched_tokens": max(_CPU_PASS_TOKENS, settings.max_model_len),
         }
     return arguments
-
-
-@contextmanager
-def _process_group_kept() -> Iterator[None]:
-    """Keep the trainer's process group, which an engine that shuts down would destroy with its own."""
-    destroy = torch.distributed.destroy_process_group
-    torch.distributed.destroy_process_group = lambda group=None: group and destroy(group)
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group = destroy
-
-
-@contextmanager
-def _process_kept() -> Iterator[None]:
-    """Undo what vLLM does to its process: random states, threads, signal handlers, environment.
-
-    It seeds every generator at the start and draws from torch's global one in each step; it replaces
-    `torch.set_num_threads` by a function that refuses; and it puts libraries into LD_PRELOAD for its children, which
-    would reach the children of the trainer. Its own variables stay, because it reads them again.
-    """
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    environment = dict(os.environ)
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        torch.set_num_threads = set_num_threads
-        if torch.get_num_threads() != num_threads:
-            torch.set_num_threads(num_threads)
-        for number, handler in handlers.items():
-            if signal.getsignal(number) is not handler:
-                signal.signal(number, handler)
-        for name in set(os.environ) - set(environment):
-            if not name.startswith("VLLM_"):
-                del os.environ[name]
-        os.environ.update({name: value for name, value in environment.items() if not name.startswith("VLLM_")})

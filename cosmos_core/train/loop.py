@@ -215,6 +215,7 @@ class Loop:
                 self.average.update(self._num_updates)
             if self.utilization:
                 self.utilization.add(update)
+        self.trainer.drop_gradients()  # an engine may need their memory now
         metrics |= _over_updates(updates)
         metrics |= self.watch(self.step + 1, metrics)
         compiling = self.stage.progress.compile_seconds - compiled

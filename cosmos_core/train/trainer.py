@@ -96,6 +96,10 @@ class Trainer:
         self.optimizer.step()
         return {"loss": loss, "grad_norm": norm, **means(total), **_quantiles(values)}
 
+    def drop_gradients(self) -> None:
+        """Free the gradients, which nothing needs after the last update of a train step."""
+        self.optimizer.zero_grad(set_to_none=True)
+
     @torch.no_grad()
     def evaluate(
         self, samples: Sequence[Any], wants: Wants = None, *, weights: str = "policy", size: int | None = None

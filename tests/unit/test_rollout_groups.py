@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.models.hf import load_model, load_tokenizer
 from cosmos_core.rollout import publish
-from cosmos_core.rollout.base import Bucket, EngineSettings, Loaded, Receiver, generate
+from cosmos_core.rollout.base import Around, Bucket, EngineSettings, Loaded, Receiver, generate
 from cosmos_core.rollout.groups import FilteredGroupSource, SyncGroupSource
 from cosmos_core.rollout.publish import WeightPublisher, probe_tokens
 from cosmos_core.rollout.registry import make_engine
@@ -276,6 +277,27 @@ def test_a_receiver_notices_what_did_not_come_and_what_never_came_before() -> No
     with pytest.raises(StageFailed, match="1 tensors came for the first time, such as c"):
         load("a", "b", "c")
     assert load("b", "a") == Loaded(1, 2)
+
+
+def test_the_first_load_after_each_level_of_sleep_is_probed(folder: Path) -> None:
+    engine: Any = Recording()
+    sender = publisher(folder, engine, probe_interval=100)
+    probed = []
+    for version, engine.slept in enumerate((0, 1, 1, 2, 2, 0), start=1):
+        sender.publish(version)
+        probed.append(engine.probed)
+    assert probed == [1, 2, 2, 3, 3, 3]
+    inner: Any = SimpleNamespace(name="", weight_format="checkpoint", ranks_per_engine=1, slept=2)
+    assert Around(inner).slept == 2
+
+
+def test_an_engine_that_its_first_deep_sleep_spoils_is_seen_at_once(folder: Path) -> None:
+    engine: Any = Recording()
+    sender = publisher(folder, engine, probe_interval=100)
+    sender.publish(1)
+    engine.slept, engine.off = 2, 5.0
+    with pytest.raises(StageFailed, match="did not take all"):
+        sender.publish(2)
 
 
 def test_the_first_load_is_probed_and_then_one_in_so_many_versions(folder: Path) -> None:

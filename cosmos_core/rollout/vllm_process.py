@@ -1,0 +1,53 @@
+"""The process that vLLM shares with the trainer: what vLLM changes in it is undone."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+
+@contextmanager
+def process_group_kept() -> Iterator[None]:
+    """Keep the trainer's process group, which an engine that shuts down would destroy with its own."""
+    destroy = torch.distributed.destroy_process_group
+    torch.distributed.destroy_process_group = lambda group=None: group and destroy(group)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group = destroy
+
+
+@contextmanager
+def process_kept() -> Iterator[None]:
+    """Undo what vLLM does to its process: random states, threads, signal handlers, environment.
+
+    It seeds every generator at the start and draws from torch's global one in each step; it replaces
+    `torch.set_num_threads` by a function that refuses; and it puts libraries into LD_PRELOAD for its children, which
+    would reach the children of the trainer. Its own variables stay, because it reads them again.
+    """
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    environment = dict(os.environ)
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_num_threads = set_num_threads
+        if torch.get_num_threads() != num_threads:
+            torch.set_num_threads(num_threads)
+        for number, handler in handlers.items():
+            if signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+        for name in set(os.environ) - set(environment):
+            if not name.startswith("VLLM_"):
+                del os.environ[name]
+        os.environ.update({name: value for name, value in environment.items() if not name.startswith("VLLM_")})

@@ -1,0 +1,151 @@
+"""The vLLM engine as on a GPU, by an `LLM` that records what it is told, and by the source of the installed vLLM."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cosmos_core.config.schema.rollout import RolloutConfig
+from cosmos_core.parallel import mesh
+from cosmos_core.rollout import vllm
+from cosmos_core.rollout.base import Receiver
+from cosmos_core.rollout.vllm import VllmEngine
+
+SOURCE = importlib.util.find_spec("vllm")
+pytestmark = pytest.mark.skipif(SOURCE is None, reason="vLLM is not installed")
+
+
+class Recorder:
+    """An `LLM` that notes its calls."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+        self.llm_engine = SimpleNamespace(output_processor=SimpleNamespace(request_states={}))
+
+    def sleep(self, level: int) -> None:
+        self.calls.append(f"sleep {level}")
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.calls.append(f"wake {' '.join(tags)}")
+
+    def collective_rpc(self, method: str, kwargs: Any) -> None:
+        list(kwargs["weights_iterator"])
+        self.calls.append(method)
+
+    def reset_prefix_cache(self, **_: Any) -> None:
+        self.calls.append("reset")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    found: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: found.append("empty"))
+    return found
+
+
+def engine(calls: list[str]) -> VllmEngine:
+    made: Any = object.__new__(VllmEngine)
+    made._llm, made._adapter, made._has_ranks, made._as_held = Recorder(calls), None, False, list
+    made._receiver, made._in_flight, made._asleep, made._version, made.slept = Receiver(), {}, [], 0, 0
+    return made
+
+
+def test_a_load_wakes_the_weights_alone_and_the_cache_after_it_each_with_torchs_memory_given_back(
+    calls: list[str],
+) -> None:
+    made = engine(calls)
+    made.sleep(2)
+    assert made.slept == 2
+    made.load_weights(1, [[("weight", torch.ones(2))]])
+    assert calls == ["sleep 2", "empty", "wake weights", "reload_weights", "empty", "wake kv_cache", "reset"]
+    assert made.slept == 0
+    calls.clear()
+    made.sleep(1)
+    made.wake()
+    made.wake()
+    assert calls == ["sleep 1", "empty", "wake weights", "empty", "wake kv_cache"]
+
+
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_ranks_that_see_one_gpu_each_reduce_by_nccl_alone(
+    calls: list[str], is_apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
+    for name in vllm._OWN_GPU_ENVIRONMENT:
+        monkeypatch.setenv(name, "1")
+        monkeypatch.delenv(name)
+    rollout = RolloutConfig.model_validate({"parallelism": {"tp_size": 2}})
+    settings: Any = SimpleNamespace(
+        rollout=rollout, model=SimpleNamespace(config=SimpleNamespace()), folder="folder", is_apart=is_apart,
+        dtype=torch.bfloat16, max_model_len=64,
+    )  # fmt: skip
+    found = vllm._engine_arguments(settings)
+    assert mesh.is_alone() is False
+    assert found["distributed_executor_backend"] == ("mp" if is_apart else "external_launcher")
+    assert found.get("disable_custom_all_reduce", False) is not is_apart
+    assert {os.environ.get(name) for name in vllm._OWN_GPU_ENVIRONMENT} == {None if is_apart else "0"}
+
+
+def parameters(module: str, function: str) -> list[str]:
+    """Names of the parameters of `Class.method` in a module of vLLM, which is not imported for it."""
+    scope: Any = ast.parse(source(module))
+    for name in function.split("."):
+        [scope] = [node for node in scope.body if getattr(node, "name", "") == name]
+    rest = [argument for argument in (scope.args.vararg, scope.args.kwarg) if argument]
+    return [argument.arg for argument in (*scope.args.args, *scope.args.kwonlyargs, *rest)]
+
+
+def source(module: str) -> str:
+    assert SOURCE is not None and SOURCE.origin is not None
+    return (Path(SOURCE.origin).parent / module).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "used"),
+    [
+        ("entrypoints/llm.py", "LLM.sleep", {"level"}),
+        ("entrypoints/llm.py", "LLM.wake_up", {"tags"}),
+        ("entrypoints/llm.py", "LLM.enqueue", {"prompts", "sampling_params", "lora_request", "use_tqdm"}),
+        ("entrypoints/llm.py", "LLM.collective_rpc", {"method", "args", "kwargs"}),
+        ("entrypoints/llm.py", "LLM.reset_prefix_cache", {"reset_running_requests"}),
+        ("v1/worker/gpu_worker.py", "Worker.reload_weights", {"kwargs"}),
+        ("v1/worker/gpu/model_runner.py", "GPUModelRunner.reload_weights", {"kwargs"}),
+        ("v1/worker/gpu_model_runner.py", "GPUModelRunner.reload_weights", {"weights_iterator"}),
+        ("model_executor/model_loader/reload/layerwise.py", "initialize_layerwise_reload", {"model"}),
+        ("model_executor/model_loader/reload/layerwise.py", "finalize_layerwise_reload", {"args"}),
+        ("model_executor/model_loader/reload/layerwise.py", "finalize_layerwise_processing", {"model", "model_config"}),
+    ],
+)
+def test_vllm_has_what_we_call(module: str, function: str, used: set[str]) -> None:
+    assert used <= set(parameters(module, function))
+
+
+def test_vllm_knows_the_arguments_and_variables_that_we_set() -> None:
+    [arguments] = [
+        node for node in ast.parse(source("engine/arg_utils.py")).body if getattr(node, "name", "") == "EngineArgs"
+    ]
+    fields = {
+        node.target.id
+        for node in arguments.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    assert fields >= {
+        "model", "revision", "dtype", "max_model_len", "tensor_parallel_size", "enforce_eager",
+        "distributed_executor_backend", "logprobs_mode", "generation_config", "skip_tokenizer_init",
+        "disable_log_stats", "use_tqdm_on_load", "max_num_seqs", "quantization", "gpu_memory_utilization",
+        "enable_sleep_mode", "enable_chunked_prefill", "max_num_batched_tokens", "disable_custom_all_reduce",
+        "worker_extension_cls", "enable_lora", "max_loras", "max_lora_rank",
+    }  # fmt: skip
+    known = source("envs.py")
+    ours = {**vllm._ENVIRONMENT, **vllm._CPU_ENVIRONMENT, **vllm._OWN_GPU_ENVIRONMENT}
+    assert [name for name in ours if f'"{name}"' not in known] == []
+    assert all(f'"{tag}"' in source("v1/worker/gpu_worker.py") for tag in (vllm._WEIGHTS, vllm._KV_CACHE))
