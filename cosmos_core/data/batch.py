@@ -23,6 +23,16 @@ class Rows(NamedTuple):
     """Index of the first predicted token (the second token) of each row in the flat BS grid, or 1S when packed."""
 
 
+class Bounds:
+    """Where packed sequences begin and end, on the host; torch.compile takes no part of it for an input."""
+
+    __slots__ = ("ends",)
+
+    def __init__(self, ends: np.ndarray) -> None:
+        """`ends`: int32, B + 1, from 0 on."""
+        self.ends = ends
+
+
 def rows_of(
     rows: Sequence[np.ndarray], pad_id: int, *, packed: bool, filled: Callable[[int], int] = lambda length: length
 ) -> Rows:
@@ -56,13 +66,13 @@ def rows_of(
 def packed_bounds(bounds: np.ndarray) -> dict[str, Any]:
     """Return where packed sequences begin and end, as attention is told it by keyword.
 
-    `sequence_bounds` (int32, B + 1) stay on the host, so that no layer has to wait for the device to know them;
+    `sequence_bounds` (`Bounds`) stay on the host, so that no layer has to wait for the device to know them;
     `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and `max_length_k` are what transformers gives to flash attention.
     """
     bounds = np.asarray(bounds, dtype=np.int32)
     longest, on_device = int(np.diff(bounds).max()), torch.from_numpy(bounds)
     return {
-        "sequence_bounds": bounds,
+        "sequence_bounds": Bounds(bounds),
         "cu_seq_lens_q": on_device,
         "cu_seq_lens_k": on_device,
         "max_length_q": longest,

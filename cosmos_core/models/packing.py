@@ -27,7 +27,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from cosmos_core.data.batch import rows_of, to_device
+from cosmos_core.data.batch import Bounds, rows_of, to_device
 from cosmos_core.models.scorer import has_no_data
 from cosmos_core.models.shapes import rounded_length
 from cosmos_core.parallel.mesh import any_on_ranks
@@ -191,7 +191,7 @@ def _is_whole(kwargs: dict[str, Any]) -> bool:
     return kwargs.get("attention_mask") is None and kwargs.get("q_length") == kwargs.get("kv_length")
 
 
-def _each(bounds: np.ndarray | None, attend: Callable[..., Tensor], *states: Tensor) -> Tensor:
+def _each(bounds: Bounds | None, attend: Callable[..., Tensor], *states: Tensor) -> Tensor:
     """Compute the attention of each sequence of a row: BPKD. `bounds` None: the row is one sequence.
 
     Sequences of about the same length are computed together, filled up behind, where no token looks. The row is taken
@@ -199,7 +199,7 @@ def _each(bounds: np.ndarray | None, attend: Callable[..., Tensor], *states: Ten
     """
     if bounds is None:
         return attend(*states)
-    lengths = np.diff(bounds).tolist()
+    lengths = np.diff(bounds.ends).tolist()
     slices = [state.squeeze(0).split(lengths, dim=1) for state in states]  # K, tokens of the sequence, D
     together: dict[int, list[int]] = {}
     for index, length in enumerate(lengths):

@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
-from transformers.distributed.tensor_parallel import EpDispatchExpertsParallel
 
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.errors import ModelError
@@ -35,6 +34,8 @@ def apply_ep(model: PreTrainedModel, mesh: Mesh, train: TrainConfig) -> None:
     Raises:
         ModelError: no plan sends tokens to the experts, an adapter is around them, or they do not divide.
     """
+    from transformers.distributed.tensor_parallel import EpDispatchExpertsParallel  # transformers 5.17 has none
+
     assert mesh.expert is not None
     plan = [pattern for pattern, style in model.ep_plan.items() if style == _DISPATCHED]
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")}

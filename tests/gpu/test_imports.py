@@ -10,6 +10,8 @@ import pytest
 PROGRAM = """
 import sys
 sys.modules.update(dict.fromkeys(("ray", "vllm", "prefect", "datasets", "diffusers")))  # an import of them fails
+import transformers.distributed.tensor_parallel as older
+del older.EpDispatchExpertsParallel  # transformers 5.17 has none
 import tests.gpu.test_one_gpu, benchmarks.gpu, benchmarks.gpu_diffusion, cosmos_core.train.setup
 """
 

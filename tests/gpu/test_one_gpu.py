@@ -22,8 +22,9 @@ from cosmos_core.data.batch import rows_of, to_device
 from cosmos_core.data.sample import Sample
 from cosmos_core.models import packing
 from cosmos_core.models.causal_lm import CausalLM, Reading
+from cosmos_core.models.compiled import compile_blocks
 from cosmos_core.models.packing import enable_packing
-from cosmos_core.models.recompute import recompute
+from cosmos_core.models.recompute import Recompute, recompute
 from cosmos_core.models.scorer import Scorer, Wants
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.trainer import Trainer
@@ -100,6 +101,17 @@ def test_packed_rows_have_the_scores_and_gradients_of_padded_ones(
     assert len(calls) == count, "one call of the kernel per layer and pass; float32 has none"
     torch.testing.assert_close(packed, padded, rtol=0, atol=10 * BAR[dtype])
     assert_near(ours, theirs, BAR[dtype])
+
+
+@pytest.mark.parametrize("how", [False, True, "selective"])
+def test_compiled_packed_blocks_have_the_gradients_of_padded_ones(how: Recompute) -> None:
+    model = make().train()
+    _, theirs = scored(model, torch.bfloat16, packed=False)
+    recompute(model, how)
+    assert enable_packing(model, compute_dtype=torch.bfloat16) == ""
+    compile_blocks(model)
+    _, ours = scored(model, torch.bfloat16, packed=True)
+    assert_near(ours, theirs, BAR[torch.bfloat16])
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
