@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Container
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from cosmos_core.checkpoint.state import (
 )
 from cosmos_core.errors import ModelError
 from cosmos_core.models.disk import loading
-from cosmos_core.parallel.mesh import broadcast_object, is_first, num_ranks, rank_number
+from cosmos_core.parallel.mesh import all_gather_object, broadcast_object, is_first, num_ranks, rank_number
 from cosmos_core.run.files import read_json, sha256
 
 MANIFEST = "manifest.json"
@@ -100,7 +100,9 @@ def newest_whole(folder: Path, fingerprint: str, hashed: Container[int] = ()) ->
     return None
 
 
-def load_latest(folder: Path, state: TrainState, fingerprint: str) -> int | None:
+def load_latest(
+    folder: Path, state: TrainState, fingerprint: str, beat: Callable[[], None] = lambda: None
+) -> int | None:
     """Fill `state` from the newest whole checkpoint and return its step; None when there is none.
 
     `state.extra` is replaced, by what this rank saved; of another number of ranks by what the first did, without its
@@ -110,10 +112,37 @@ def load_latest(folder: Path, state: TrainState, fingerprint: str) -> int | None
     Raises:
         ModelError: the checkpoint is of another model, or of Cosmos-RL.
     """
-    step = broadcast_object(newest_whole(folder, fingerprint) if is_first() else None)
+    step = _newest_whole_on_ranks(folder, fingerprint, beat)
     if step is not None:
         _fill(state, step_folder(folder, step) / "policy")
     return step
+
+
+def _newest_whole_on_ranks(folder: Path, fingerprint: str, beat: Callable[[], None]) -> int | None:
+    """Do what `newest_whole` does, on all ranks together: each computes digests of its share of the files. One rank
+    alone would keep the others waiting for longer than a collective may take."""
+    for step in broadcast_object(saved_steps(folder)[::-1]):
+        if is_first():
+            refuse_pickled_shards(step_folder(folder, step) / "policy")
+        reason = broadcast_object(problem(folder, step, fingerprint, is_hashed=True) if is_first() else None)
+        if reason is None:
+            own = damage(step_folder(folder, step) / "policy", rank_number(), num_ranks(), beat)
+            reason = next(filter(None, all_gather_object(own)), None)
+        if reason is None:
+            return step
+        if is_first():
+            logger.warning("checkpoint %s is passed over: %s", step_folder(folder, step), reason)
+    return None
+
+
+def damage(policy: Path, rank: int, num_ranks: int, beat: Callable[[], None] = lambda: None) -> str | None:
+    """Return what is wrong with a rank's share of the files of a checkpoint, by their digests; `beat` is called before
+    each file."""
+    for name, record in sorted(read_manifest(policy)["files"].items())[rank::num_ranks]:
+        beat()
+        if reason := _file_problem(policy / name, record, is_hashed=False):
+            return reason
+    return None
 
 
 def load_from(policy: Path, state: TrainState) -> int:

@@ -54,13 +54,14 @@ class Checkpointer:
         max_keep: int,
         asynchronous: bool,
         on_saved: Callable[[int], None] | None = None,
+        beat: Callable[[], None] = lambda: None,
     ) -> None:
         """`max_keep` -1 keeps all. Where a checkpoint was completed, on the first rank, its writer calls
         `on_saved(step)`."""
         self._folder = folder
         self._fingerprint = fingerprint
         self._max_keep = max_keep
-        self._on_saved = on_saved
+        self._on_saved, self._beat = on_saved, beat
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
         self._pending: Future[None] | None = None
         self._hashed: set[int] = set()  # steps whose bytes this object hashed while it wrote them
@@ -110,7 +111,7 @@ class Checkpointer:
         Raises:
             ModelError: the checkpoint is of another model, or of Cosmos-RL.
         """
-        return resume.load_latest(self._folder, state, self._fingerprint)
+        return resume.load_latest(self._folder, state, self._fingerprint, self._beat)
 
     def name_best(self, best: Best | None) -> None:
         """Say in `best.json`, beside the folder of checkpoints, which step it is; None: there is none."""

@@ -16,6 +16,13 @@ from typing import Any
 from cosmos_core.cluster.join import joined
 from cosmos_core.facts import Facts, measure
 
+_NAMES = frozenset({
+    "CUBLAS_WORKSPACE_CONFIG", "HF_HOME", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_HUB_OFFLINE", "MKL_NUM_THREADS",
+    "OMP_NUM_THREADS", "PYTHONHASHSEED", "PYTHONPATH", "PYTHONUNBUFFERED", "TOKENIZERS_PARALLELISM",
+    "TRANSFORMERS_OFFLINE",
+})  # fmt: skip
+_PREFIXES = ("GLOO_", "NCCL_", "TORCH", "VLLM_")
+
 
 def measure_cluster(libraries: Sequence[str]) -> Facts:
     """Return the facts of a machine of the cluster, with the GPUs of all of them."""
@@ -35,9 +42,9 @@ def measure_cluster(libraries: Sequence[str]) -> Facts:
 
 
 def variables_of_ranks() -> dict[str, str]:
-    """Return what processes on other machines need of this one's environment."""
-    names = ("OMP_NUM_THREADS", "HF_HUB_OFFLINE", "HF_HOME", "TRANSFORMERS_OFFLINE", "PYTHONPATH")
-    return {name: os.environ[name] for name in names if name in os.environ}
+    """Return what processes on other machines need of this one's environment: what a worker sets for its stage, and
+    what its user set for the libraries that compute."""
+    return {name: value for name, value in os.environ.items() if name in _NAMES or name.startswith(_PREFIXES)}
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import logging
@@ -19,7 +20,7 @@ import pytest
 import torch
 
 from cosmos_core.checkpoint.best import BEST, Best
-from cosmos_core.checkpoint.resume import problem
+from cosmos_core.checkpoint.resume import MANIFEST, damage, problem
 from cosmos_core.checkpoint.save import Checkpointer
 from cosmos_core.checkpoint.state import TrainState, capture_rng, restore_rng
 from cosmos_core.config.schema.train import TrainConfig
@@ -381,3 +382,15 @@ def test_after_a_kill_at_any_moment_the_newest_and_the_best_checkpoint_have_the_
         assert problem(folder, best, "f") is None
         loaded_steps.append(step)
     assert len(names(folder)) <= 4
+
+
+def test_ranks_share_the_digests_of_a_checkpoint_and_one_of_them_finds_what_was_altered(tmp_path: Path) -> None:
+    files = {f"file_{i}": {"size": 4, "sha256": hashlib.sha256(b"four").hexdigest()} for i in range(10)}
+    for name in files:
+        (tmp_path / name).write_bytes(b"four")
+    (tmp_path / MANIFEST).write_text(json.dumps({"files": files}))
+    counts: list[list[None]] = [[] for _ in range(4)]
+    assert [damage(tmp_path, rank, 4, lambda rank=rank: counts[rank].append(None)) for rank in range(4)] == [None] * 4
+    assert [len(each) for each in counts] == [3, 3, 2, 2]
+    (tmp_path / "file_6").write_bytes(b"five")
+    assert [damage(tmp_path, rank, 4) for rank in range(4)] == [None, None, "file_6 was altered", None]

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from cosmos_core import facts
+from cosmos_core.cluster.facts import variables_of_ranks
 from cosmos_core.errors import ConfigError
 from cosmos_core.facts import Facts, facts_of_workers, measure
+from cosmos_core.launch import worker
 from cosmos_core.run.digests import Digests
 from cosmos_core.run.fingerprint import fingerprint
 from tasks.kinds import all_kinds
@@ -143,3 +145,17 @@ def test_a_fingerprint_is_made_of_the_gpus_of_the_machine_that_runs_the_stage(
         return found.ingredients["device"]
 
     assert [device(), device("H100"), device("H100", "H100")] == ["cpu", "H100", "H100"]
+
+
+def test_ranks_of_a_cluster_see_what_a_worker_sets_for_its_stage(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    set_for_stage = worker._environment(worker.Launch(tmp_path / "run" / "stages" / "sft"))
+    users = {"NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth0", "VLLM_BATCH_INVARIANT": "1", "WANDB_API_KEY": "secret"}
+    for name, value in {**set_for_stage, **users}.items():
+        monkeypatch.setenv(name, value)
+    found = variables_of_ranks()
+    not_theirs = {"PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING", worker.LOCK_DESCRIPTORS}
+    assert found.keys() >= (set_for_stage.keys() | users.keys()) - not_theirs - {"WANDB_API_KEY"}
+    assert not found.keys() & (not_theirs | {"WANDB_API_KEY"})
+    assert found["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
