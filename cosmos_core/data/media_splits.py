@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -35,6 +35,9 @@ R = TypeVar("R")
 
 class Encoders(Protocol):
     """What turns text and pixels into what a diffusion model is trained on: a part of its adapter."""
+
+    residence: Any
+    """A `models.offload.Residence`."""
 
     def text_embedding(self, prompts: list[str]) -> dict[str, Tensor]:
         """Return the embeddings of prompts, each with a dimension of the batch."""

@@ -172,8 +172,10 @@ class _Work:
             DataError: too many rows cannot be used, or none is left.
         """
         is_media = is_learned(name, split, self._kind)
-        texts = self._entries(split, is_media=False, folder=folder)
-        media = self._entries(split, is_media=True, folder=folder) if is_media else _Entries({}, {}, {})
+        with self._source.encoders.residence.staying():
+            texts = self._entries(split, is_media=False, folder=folder)
+        with self._source.encoders.residence.staying():
+            media = self._entries(split, is_media=True, folder=folder) if is_media else _Entries({}, {}, {})
         skipped = list(split.skipped)
         records = []
         for row in split.kept:

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cosmos_core.config.schema.diffusers import DiffusersConfig
 from cosmos_core.errors import ConfigError
 from cosmos_core.models import flow
+from cosmos_core.models.offload import Residence
 from cosmos_core.models.pipeline_folder import PipelineFolder
 
 Text = dict[str, Tensor]
@@ -53,6 +54,7 @@ class DiffusionModel:
 
     def __init__(self, folder: PipelineFolder, config: DiffusersConfig, device: torch.device | str = "cpu") -> None:
         self.folder, self.config, self.device = folder, config, torch.device(device)
+        self.residence = Residence(self.device, is_offloaded=config.offload)
         if config.min_given_frames > self.max_given:
             raise ConfigError(
                 f"policy.diffusers.min_given_frames = {config.min_given_frames}: {type(self).__name__} can be given "
@@ -375,18 +377,12 @@ class DiffusionModel:
     @contextmanager
     def _working(self, *names: str) -> Iterator[Any]:
         """Have components of the pipeline on the device, without gradients, inside the block; the last of them is what
-        the block gets. With `policy.diffusers.offload` they go back to the host's memory after it."""
+        the block gets. With `policy.diffusers.offload` they go back to the host's memory after it, or at the end of
+        `residence.staying`."""
         found = [self.vae if name == "vae" else getattr(self.pipeline, name, None) for name in names]
         components = [each for each in found if each is not None]
-        for component in components:
-            component.to(self.device)
-        try:
-            with torch.no_grad():
-                yield components[-1] if components else None
-        finally:
-            if self.config.offload:
-                for component in components:
-                    component.to("cpu")
+        with torch.no_grad(), self.residence.working(components):
+            yield components[-1] if components else None
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -182,10 +182,16 @@ class FlowSamplerEngine:
 
         with self._source.weights(settings.weights), torch.no_grad():
             path = model.pipeline_with_logprob(sample, self._source.predict)
-            pixels = to_bytes(model.decode(path.latents))
+            pixels = decoded(model, path.latents)
         if num_frames == 1 and pixels.ndim == 5:
             pixels = pixels[:, 0]
         return [path.drawn(b, pixels[b].clone(), sigmas_N, self._version) for b in range(len(rows))]
+
+
+def decoded(model: Any, latents: Tensor) -> Tensor:
+    """Return latents as pixels, see `to_bytes`; on a GPU one by one, because a VAE takes gigabytes for each sample."""
+    size = 1 if latents.is_cuda else len(latents)
+    return torch.cat([to_bytes(model.decode(each)) for each in latents.split(size)])
 
 
 def to_bytes(pixels: Tensor) -> Tensor:

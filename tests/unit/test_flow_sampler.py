@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from cosmos_core.models import flow
 from cosmos_core.models.flow_steps import Levels, log_prob, transition
 from cosmos_core.rollout.base import EngineSettings, generate
 from cosmos_core.rollout.flow_path import Given, denoise, num_given, stochastic_steps
-from cosmos_core.rollout.flow_sampler import FlowSamplerEngine
+from cosmos_core.rollout.flow_sampler import FlowSamplerEngine, decoded, to_bytes
 from cosmos_core.rollout.flow_source import FlowSource
 from cosmos_core.types import FlowSampling, Group, Prompt, Sampling, Window
 
@@ -258,3 +259,22 @@ def test_given_frames_stay_as_they_are_and_the_others_are_drawn(kernel: str) -> 
     assert num_given((0, 0), 2, 0, 0, 0) == 0
     other = generate(engine(Denoiser(), is_video=True), prompts(), sampling(**settings), 0)
     assert all(completion.drawn.num_given == 0 for group in other for completion in group.completions)
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(("kind", "sizes"), [(torch.Tensor, [3]), (OnGpu, [1, 1, 1])])
+def test_samples_are_decoded_one_by_one_on_a_gpu(kind: type[torch.Tensor], sizes: list[int]) -> None:
+    seen: list[int] = []
+
+    def decode(latents: torch.Tensor) -> torch.Tensor:
+        seen.append(len(latents))
+        return latents.as_subclass(torch.Tensor)[:, :3]
+
+    latents = torch.linspace(-1, 1, 3 * 4 * 2 * 2).reshape(3, 4, 2, 2)
+    model = SimpleNamespace(decode=decode)
+    assert torch.equal(decoded(model, latents.as_subclass(kind)), to_bytes(latents[:, :3])) and seen == sizes

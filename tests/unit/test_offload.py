@@ -1,6 +1,8 @@
-"""Which tensors wait in host memory, and that the gradient does not notice."""
+"""Which tensors wait in host memory, and that the gradient does not notice; which encoders do."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
 from cosmos_core.models import offload
-from cosmos_core.models.offload import SMALLEST, activations_on_cpu
+from cosmos_core.models.offload import SMALLEST, Residence, activations_on_cpu
 
 
 def test_activations_are_moved_and_parameters_and_small_tensors_stay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,3 +34,33 @@ def test_activations_are_moved_and_parameters_and_small_tensors_stay(monkeypatch
     assert all(torch.equal(parameter.grad, other) for parameter, other in zip(model.parameters(), theirs, strict=True))
     assert [tuple(tensor.shape) for tensor in moved] == [(32, 64)] * len(moved) and SMALLEST <= 32 * 64
     assert len(moved) >= 4, "inputs, two activations, the norm's input, the last activation"
+
+
+class Encoder(nn.Linear):
+    """Notes where it goes, without going there; its weights are new memory then, as on a device."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.moves: list[str] = []
+
+    def to(self, device: Any) -> Encoder:  # type: ignore[override]
+        self.moves.append(str(device))
+        if device != "cpu":
+            self.weight.data = self.weight.data.clone()
+        return self
+
+
+@pytest.mark.parametrize("is_offloaded", [True, False])
+def test_a_component_stays_through_a_run_of_calls_and_leaves_without_a_copy(is_offloaded: bool) -> None:
+    encoder, residence = Encoder(), Residence(torch.device("cuda"), is_offloaded=is_offloaded)
+    on_host, back = encoder.weight.data_ptr(), ["cpu"] * is_offloaded
+    with residence.working([encoder]):
+        assert encoder.weight.data_ptr() != on_host
+    assert encoder.moves == ["cuda", *back]
+    assert (encoder.weight.data_ptr() == on_host) is is_offloaded
+    encoder.moves.clear()
+    with residence.staying():
+        for _ in range(3):
+            with residence.working([encoder]):
+                pass
+    assert encoder.moves == ["cuda"] * 3 + back
