@@ -12,6 +12,7 @@ from cosmos_core.config.compose import Pipeline, source_of
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.config.schema.table import InStage
 from cosmos_core.errors import DataError, StageFailed
 from cosmos_core.launch.companion import service_named
 from cosmos_core.launch.processes import LOOK, sweep
@@ -56,10 +57,7 @@ def check_in_worker(pipeline: Pipeline, num_shown: int = 0) -> Iterator[str]:
         rows = "" if data else stage.data
         result = look(pipeline, stage, _PROGRAM, model=model, data=rows, recipe=recipe, prompts=prompts.get(data))
         prompts[stage.name] = result["info"].get("prompts")
-        readers = [each for each in pipeline.stages if source_of(each.data) == stage.name]
-        trained = next((each.name for each in readers if pipeline.kind_of(each).trains), None)
-        if trained and (reason := result["info"].get("too_few")):
-            raise DataError(f"{pipeline.source}: stage {trained!r}: {reason}")
+        check_readers(pipeline, stage.name, result["info"])
         told = "" if base is stage else f" (looked at with the model that stage {base.name!r} starts from)"
         yield f"{stage.name}: {result['info']['found']}{told}"
         starts = 0
@@ -67,6 +65,23 @@ def check_in_worker(pipeline: Pipeline, num_shown: int = 0) -> Iterator[str]:
             starts += not line.startswith(" ")
             if starts <= num_shown:
                 yield line
+
+
+def check_readers(pipeline: Pipeline, name: str, info: dict[str, JsonValue]) -> None:
+    """Refuse rows that stages behind a data stage could not begin with; `info`: what was found out about them.
+
+    Raises:
+        DataError: they fill no train step, or none are held out.
+    """
+    for stage in (each for each in pipeline.stages if source_of(each.data) == name):
+        kind = pipeline.kind_of(stage)
+        reasons: list[JsonValue] = []
+        if kind.trains:
+            reasons.append(info.get("too_few"))
+        if InStage(pipeline.recipes[stage.name], kind).measures:
+            reasons.append(info.get("no_held_out"))
+        if any(reasons):
+            raise DataError(f"{pipeline.source}: stage {stage.name!r}: {next(filter(None, reasons))}")
 
 
 def look_at_rows(pipeline: Pipeline) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Container
 from contextlib import nullcontext
 from pathlib import Path
 from typing import cast
@@ -20,7 +21,6 @@ from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.config.schema.table import InStage
 from cosmos_core.data import prepare
 from cosmos_core.data.chat import ToolText, chat_of
-from cosmos_core.data.order import left_over
 from cosmos_core.data.prepare import end_ids
 from cosmos_core.data.shown import shown_rows
 from cosmos_core.errors import DataError, ModelError, RewardError
@@ -43,8 +43,8 @@ from cosmos_core.rewards.wan_latents import look_at
 from cosmos_core.run.stage import Stage
 from cosmos_core.tools.base import tool_names
 from cosmos_core.train.check_rewards import call_rewards, first_prompts
-from cosmos_core.train.feeds import rows_per_step
-from cosmos_core.train.measure import Rewards, reward_weights, trained_rewards
+from cosmos_core.train.feeds import unused_rows
+from cosmos_core.train.measure import HELD_OUT_REMEDY, Rewards, reward_weights, trained_rewards
 from cosmos_core.types import JsonValue, Outcome
 
 _MOST_SHOWN = 5  # rows
@@ -72,7 +72,7 @@ def run(stage: Stage) -> Outcome:
         found += [*_rows(stage), *cast(list[str], outcome.info.get("notices", []))]
         found += filter(None, [check_rows(config, stage.path / "data", lambda: _empty(stage))])
         statistics = json.loads((stage.path / "data" / "statistics.json").read_text(encoding="utf-8"))
-        info |= _batches(stage, statistics["train"]["rows"], found)
+        info |= _batches(stage, statistics["train"]["rows"], found) | _held_out(statistics)
         info["prompts"] = first_prompts(stage.path / "data")
         info["shown"] = cast(list[JsonValue], shown_rows(stage.path / "data", tokenizer, _MOST_SHOWN))
     else:
@@ -104,11 +104,15 @@ def _empty(stage: Stage) -> PreTrainedModel:
 def _batches(stage: Stage, num_rows: int, found: list[str]) -> dict[str, JsonValue]:
     """Say which rows fill no batch; where there is not even one, a stage that trains on them could not begin."""
     try:
-        size = 1 if stage.recipe.spreads_groups else rows_per_step(stage.recipe)
-        found += filter(None, [left_over(stage.recipe.train, size, num_rows)])
+        found += filter(None, [unused_rows(stage.recipe, num_rows)])
     except DataError as error:
         return {"too_few": str(error)}
     return {}
+
+
+def _held_out(splits: Container[str]) -> dict[str, JsonValue]:
+    """Say where no row is held out; a stage that measures could not begin."""
+    return {} if "validation" in splits else {"no_held_out": f"no row is held out; {HELD_OUT_REMEDY}"}
 
 
 def _check_model(stage: Stage) -> list[str]:
@@ -156,7 +160,8 @@ def _of_diffusion(stage: Stage) -> dict[str, JsonValue]:
         looked = importlib.import_module("cosmos_core.data.prepare_media").look(stage)
         found += [line for line, *_ in looked.values()]
         prompts: JsonValue = {name: first for name, (*_, first) in looked.items()}
-        return _batches(stage, looked["train"][1], found) | {"found": "; ".join(found), "prompts": prompts}
+        info = _batches(stage, looked["train"][1], found) | _held_out(looked)
+        return info | {"found": "; ".join(found), "prompts": prompts}
     if stage.kind.has_mesh and policy.parallelism.cp_size > 1:
         family.check_context(policy.parallelism.cp_size)
     if stage.kind.trains:

@@ -56,6 +56,7 @@ Rewards = dict[str, float] | RemoteRewardConfig
 """Reward functions with their weights, or what is asked of a reward service."""
 
 SAMPLES = "samples.jsonl"
+HELD_OUT_REMEDY = "name validation.dataset, or split some off with train.train_policy.dataset.test_size"
 PREFIX = "validation/"
 _NUM_SAMPLES = 24
 _SEED_STEP = 0
@@ -334,10 +335,7 @@ def held_out(folder: Path) -> Prompts | Pairs | Sequences | MediaRows | DrawnPro
         DataError: there are none.
     """
     if not has_split(folder, "validation"):
-        raise DataError(
-            f"{folder} has no held-out rows; name validation.dataset, or split some off with "
-            f"train.train_policy.dataset.test_size"
-        )
+        raise DataError(f"{folder} has no held-out rows; {HELD_OUT_REMEDY}")
     kind = rows_kind(folder, "validation")
     if kind == "prompts":
         return open_prompts(folder, "validation")
