@@ -106,8 +106,7 @@ def gpu_entries() -> dict[str, str]:
 
 
 def _visible_gpus() -> tuple[tuple[str, str], ...]:
-    """Return model and id of each GPU."""
-    """Return the models of the GPUs that CUDA would show this process: those of the driver that are not hidden."""
+    """Return model and id of each GPU that CUDA shows this process: those of the driver that are not hidden."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if hidden is not None and hidden.strip() in {"", "-1"}:
         return ()

@@ -108,7 +108,7 @@ def _expanded(pipeline: Pipeline, head: StageConfig, sweep: SweepConfig, tables:
             recipe = pipeline.recipes[member]
             if given:
                 settings = "".join(f" with {key} = {value!r}" for key, value in given.items())
-                laid = of_algorithm(_laid_over(tables[owner], given), [])
+                laid = of_algorithm(merge(tables[owner], _nested(given)), [])
                 recipe = parse(Recipe, laid, source=f"{where}{settings}", notices=[])
             recipes[name] = _renamed_teacher(recipe, names)
             stage = _renamed(pipeline.stage(member), names)
@@ -226,10 +226,6 @@ def _nested(settings: Values) -> Values:
     for key, value in settings.items():
         values = merge(values, nested(key.split("."), value))
     return values
-
-
-def _laid_over(table: Values, settings: Values) -> Values:
-    return merge(table, _nested(settings))
 
 
 def _renamed(stage: StageConfig, names: Mapping[str, str]) -> StageConfig:

@@ -179,13 +179,14 @@ def reap(stage_path: Path) -> bool:
 
 def _environment(launch: Launch) -> dict[str, str]:
     threads = str(launch.threads)
+    compiled = launch.stage_path.absolute().parents[2] / SHARED / "compiled"
     return {
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONHASHSEED": "0",
         # Kept for other attempts and runs, unlike what is below TMPDIR.
-        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(_compiled(launch.stage_path))),
+        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(compiled)),
         **dict.fromkeys(("PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING"), ""),  # nothing for user code
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it torch refuses deterministic matrix products on a GPU
         "PYTHONUNBUFFERED": "1",
@@ -193,10 +194,6 @@ def _environment(launch: Launch) -> dict[str, str]:
         LOCK_DESCRIPTORS: ",".join(map(str, launch.locks)),
         **launch.environment,
     }
-
-
-def _compiled(stage_path: Path) -> Path:
-    return stage_path.absolute().parents[2] / SHARED / "compiled"
 
 
 def _follow(launch: Launch, child: Child, log: Path) -> tuple[int, str]:

@@ -62,7 +62,7 @@ def balance_of(model: PreTrainedModel, coefficient: float) -> Balance | None:
 
 
 def sequences_of(inputs: dict[str, Any], lengths: Sequence[int]) -> dict[str, Any]:
-    """Return what a scorer is told of the sequences in the `inputs` of a model, padded or packed."""
+    """Return the arguments that tell a scorer the sequence of each token of its `inputs`, padded or packed."""
     numbers = torch.arange(len(lengths))
     if "attention_mask" in inputs:
         of_token_BT = torch.where(inputs["attention_mask"].bool(), numbers.unsqueeze(-1), len(lengths))
@@ -79,7 +79,8 @@ def balance_loss(balance: Balance, logits: Sequence[Tensor], sequence_of_M: Tens
     """
     shape = (num_sequences + 1, balance.num_experts)
     logits = [logits_ME.flatten(0, -2) for logits_ME in logits]
-    chosen_RE, probability_RE = (logits[0].new_zeros(shape, dtype=_wide(logits[0])) for _ in range(2))
+    dtype = torch.promote_types(logits[0].dtype, torch.float32)
+    chosen_RE, probability_RE = (logits[0].new_zeros(shape, dtype=dtype) for _ in range(2))
     for logits_ME in logits:
         probability_ME = logits_ME.softmax(-1, dtype=chosen_RE.dtype)
         chosen_MK = probability_ME.detach().topk(balance.num_chosen, dim=-1).indices
@@ -90,7 +91,3 @@ def balance_loss(balance: Balance, logits: Sequence[Tensor], sequence_of_M: Tens
     rows_R = (len(logits) * tokens_R).clamp(min=1)
     products_R = (chosen_RE * probability_RE).sum(-1)[:num_sequences] / rows_R.square()
     return balance.coefficient * balance.num_experts * (tokens_R * products_R).sum()
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)

@@ -38,7 +38,7 @@ def choose_trained(model: nn.Module, policy: PolicyConfig, targets: Sequence[str
         with placeholders(model):
             add_adapter(model, policy.lora, targets)
         return
-    names = _names(model)
+    names = dict(model.named_parameters(remove_duplicate=False))  # a shared weight has several names
     for patterns, is_trained in ((policy.freeze_pattern, False), (policy.trainable_pattern, True)):
         if patterns:
             key = "policy.trainable_pattern" if is_trained else "policy.freeze_pattern"
@@ -51,7 +51,7 @@ def choose_trained(model: nn.Module, policy: PolicyConfig, targets: Sequence[str
 
 
 def _apply_map(names: dict[str, nn.Parameter], trainable_map: dict[str, bool]) -> None:
-    """The longer name, which is the inner module, has the last word."""
+    """Apply the map from outer to inner modules: the setting of the longest matching name holds."""
     for wanted in sorted(trainable_map, key=len):
 
         def is_inside(name: str, wanted: str = wanted) -> bool:
@@ -63,19 +63,14 @@ def _apply_map(names: dict[str, nn.Parameter], trainable_map: dict[str, bool]) -
 def _set(
     names: dict[str, nn.Parameter], key: str, wanted: str, matches: Callable[[str], object], is_trained: bool
 ) -> None:
-    found = [parameter for name, parameter in names.items() if matches(name)]
-    if not found:
+    parameters = [parameter for name, parameter in names.items() if matches(name)]
+    if not parameters:
         raise ConfigError(f"{key}: {wanted!r} matches no weight{suggestion(wanted, _offered(names))}")
-    for parameter in found:
+    for parameter in parameters:
         parameter.requires_grad_(is_trained)
 
 
-def _names(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Every weight under every name of it."""
-    return dict(model.named_parameters(remove_duplicate=False))
-
-
 def _offered(names: Iterable[str]) -> list[str]:
-    """Modules and weights, for a message: each prefix of a name up to the number of its layer."""
+    """Return names for a suggestion: each weight's name up to the number of its layer."""
     short = {re.split(r"\.\d+\.", name)[0] for name in names}
     return sorted(short)
