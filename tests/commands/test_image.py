@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import DEMOS
+
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "deploy" / "Containerfile"
 SHORT = """
@@ -27,7 +29,7 @@ train_policy = { type = "sft", mini_batch = 8, conversation_column_name = "messa
 [[pipeline.stages]]
 name = "task"
 kind = "custom"
-entry = "cosmos_core.data.arithmetic:make"
+entry = "DEMOS/arithmetic.py:make"
 arguments = { train_rows = 64, heldout_rows = 8 }
 [[pipeline.stages]]
 name = "sft"
@@ -35,7 +37,7 @@ kind = "sft"
 after = ["task"]
 model = "stage:task"
 data = "stage:task"
-"""
+""".replace("DEMOS", str(DEMOS))
 PLACES = ("/opt/cosmos-posttrain", "/opt/cosmos", "/runs")
 
 
