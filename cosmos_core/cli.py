@@ -16,8 +16,8 @@ import typer  # noqa: E402
 from cosmos_core.cli_config import config_app, note  # noqa: E402
 from cosmos_core.cli_doctor import doctor  # noqa: E402
 from cosmos_core.cli_models import check_model, promote, rollback  # noqa: E402
-from cosmos_core.cli_runs import compare, report, runs, samples, watch  # noqa: E402
-from cosmos_core.cli_server import bootstrap, clean, reap  # noqa: E402
+from cosmos_core.cli_runs import compare, report, runs, samples, status, watch  # noqa: E402
+from cosmos_core.cli_server import bootstrap, clean, reap, worker  # noqa: E402
 from cosmos_core.cli_train import diffusion_sft, dpo, grpo, init, sft, try_model  # noqa: E402
 from cosmos_core.environment import masked  # noqa: E402
 from cosmos_core.errors import EXIT_CRASH, EXIT_PREEMPTED, EXIT_USAGE, ConfigError, CosmosError  # noqa: E402
@@ -217,15 +217,6 @@ def check(
 
 
 @app.command()
-def status(run_name: RunName = "", output_dir: OutputDir = Path("outputs")) -> None:
-    """Show where every stage of a run stands, from its directory alone."""
-    from cosmos_core.observe.console import print_status
-    from cosmos_core.run.directory import find_run
-
-    print_status(find_run(run_name, output_dir))
-
-
-@app.command()
 def logs(
     run_name: RunName = "",
     stage: Annotated[str, typer.Argument(help="Stage; empty: the one that was active last.")] = "",
@@ -294,7 +285,21 @@ def reward_service(
 app.command("try")(try_model)
 for _command in (sft, dpo, grpo, diffusion_sft, init, check_model):
     app.command()(_command)
-for _command in (runs, compare, report, samples, watch, promote, rollback, bootstrap, doctor, reap, clean):
+for _command in (
+    status,
+    runs,
+    compare,
+    report,
+    samples,
+    watch,
+    promote,
+    rollback,
+    bootstrap,
+    worker,
+    doctor,
+    reap,
+    clean,
+):
     app.command()(_command)
 
 

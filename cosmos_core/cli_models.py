@@ -16,15 +16,21 @@ def promote(
     target: Where,
     version: Annotated[str, typer.Argument(help="Version to publish; empty: list what was published.")] = "",
 ) -> None:
-    """Make a version that is there the published one; without one, list them, the published one last."""
+    """Make a version that is there the published one; without one, list all that are there, by age, the published one
+    marked."""
     opened = _opened(target)
+    history = opened.history()
+    there = opened.versions() if hasattr(opened, "versions") else list(dict.fromkeys(history))
     if not version:
-        history = opened.history()
-        if not history:
+        names = list(dict.fromkeys([*(name for name in history if name not in there), *there]))
+        if not names:
             raise ConfigError(f"{target}: nothing was published; give the target of an upload stage")
-        for name in history:
-            typer.echo(f"{name}  {_measured(opened, name)}".rstrip())
+        for name in names:
+            mark = "  (published)" if [name] == history[-1:] else ""
+            typer.echo(f"{name}  {_measured(opened, name)}".rstrip() + mark)
         return
+    if version not in there:
+        raise ConfigError(f"{target}: there is no version {version!r}; there are: {', '.join(there) or 'none'}")
     opened.point_to(version)
     typer.echo(f"published: {opened.where(version)}")
 

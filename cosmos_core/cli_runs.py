@@ -1,7 +1,8 @@
-"""`cosmos runs`, `compare`, `report`, `samples` and `watch`: runs as people look at them."""
+"""`cosmos status`, `runs`, `compare`, `report`, `samples` and `watch`: runs as people look at them."""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -13,6 +14,22 @@ OutputDir = Annotated[Path, typer.Option(help="Folder of runs, where run ids are
 RunName = Annotated[str, typer.Argument(help="Run id or path; empty: the newest.")]
 _WIDTH = 160
 _LOOK_SECONDS = 1.0
+
+
+def status(run_name: RunName = "", output_dir: OutputDir = Path("outputs")) -> None:
+    """Show where every stage of a run stands, from its directory; and whether the Prefect server says that a run which
+    goes on was cancelled."""
+    from cosmos_core.observe.console import print_status
+    from cosmos_core.observe.record import read_run
+    from cosmos_core.run.directory import find_run
+
+    path = find_run(run_name, output_dir)
+    print_status(path)
+    if os.environ.get("PREFECT_API_URL") and read_run(path).outcome == "running":
+        from cosmos_core.launch.reap import cancelled_flow_run
+
+        if name := cancelled_flow_run(path.parent, path.name):
+            typer.echo(f"flow run {name} was cancelled, but the run goes on; if it still does in a minute: cosmos reap")
 
 
 def runs(

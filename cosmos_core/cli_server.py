@@ -1,7 +1,9 @@
-"""`cosmos bootstrap`, `cosmos reap` and `cosmos clean`: what a team's server and machines need now and then."""
+"""`cosmos bootstrap`, `worker`, `reap` and `clean`: what a team's server and machines need now and then."""
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +24,17 @@ def bootstrap(
     wanted = [server.Pool(name, type_, limit or None, template) for name in pools or server.POOLS]
     for line in server.bootstrap(wanted):
         typer.echo(line)
+
+
+def worker(
+    pool: Annotated[str, typer.Option(help="Work pool whose flow runs it takes.")],
+    limit: Annotated[int, typer.Option(min=0, help="Most flow runs at once; 0: no limit.")] = 0,
+    name: Annotated[str, typer.Option(help="Name of the worker; empty: Prefect makes one.")] = "",
+) -> None:
+    """Start a Prefect worker whose polling, also for cancelled flow runs, outlasts an outage of the server."""
+    arguments = ["worker", "start", "--pool", pool]
+    arguments += ["--limit", str(limit)] * bool(limit) + ["--name", name] * bool(name)
+    os.execv(sys.executable, [sys.executable, "-m", "cosmos_core.launch.prefect", *arguments])
 
 
 def reap(

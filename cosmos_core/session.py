@@ -43,6 +43,8 @@ def session(output_dir: Path, standby: Standby | None) -> Iterator[Callable[...,
     os.environ.update(quiet_environment(os.environ))
     # The display says what matters; Prefect's own lines go to its server.
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
+    if os.environ.get("PREFECT_API_URL"):  # a server for many may be busy for minutes and say 503
+        os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "8")
     adopt_orphans()  # of a supervisor that is killed
     with ExitStack() as server:
         yield partial(run_session, server, server.enter_context(prefect_server(output_dir / SHARED, standby)))
@@ -133,6 +135,8 @@ def _run_flow(run: Run, from_stage: str, verify: bool) -> str:
         # At exit Prefect would look for a server that has gone by then, and wait a minute for it.
         APILogWorker.drain_all(timeout=_DRAIN_SECONDS)
         EventsWorker.drain_all(timeout=_DRAIN_SECONDS)
+    if state.is_cancelled():
+        raise Preempted("its flow run was cancelled")
     return "" if state.is_completed() else str(state.message)
 
 

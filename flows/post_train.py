@@ -19,8 +19,15 @@ from cosmos_core.config.capabilities import notices_of
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.config.mesh import on_these_gpus
 from cosmos_core.errors import ConfigError
-from cosmos_core.run.directory import Run, claim, open_or_create_run, open_run, supersede
-from cosmos_core.run.files import write_text
+from cosmos_core.run.directory import (
+    Run,
+    claim,
+    flow_run_notes,
+    note_flow_run,
+    open_or_create_run,
+    open_run,
+    supersede,
+)
 from cosmos_core.run.state import read_state, update_state
 from cosmos_core.upload.artifact_store import check_store
 from cosmos_core.upload.base import check_targets
@@ -79,13 +86,12 @@ def open_or_create(config: str, overrides: Sequence[str], run_id: str, request: 
     check_targets(pipeline)
     check_store(pipeline)
     # A flow run that Prefect retries goes on with the run that it began.
-    note = pipeline.output_dir.expanduser().absolute() / ".cosmos" / "flow_runs" / request
+    note = flow_run_notes(pipeline.output_dir.expanduser().absolute()) / request
     if request and not run_id and note.is_file():
         run_id = note.read_text(encoding="utf-8")
     run = open_or_create_run(pipeline, run_id=run_id)
     if request:
-        note.parent.mkdir(parents=True, exist_ok=True)
-        write_text(note, run.id)
+        note_flow_run(run, request)
     return run
 
 

@@ -11,7 +11,7 @@ import base64
 import logging
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from uuid import UUID
@@ -28,11 +28,12 @@ from prefect.runtime import flow_run
 
 from cosmos_core.observe import gallery, wording
 from cosmos_core.observe.plots import curves
-from cosmos_core.observe.record import RunRecord, loading_line, read_run
+from cosmos_core.observe.record import Condition, RunRecord, loading_line, read_run
 from cosmos_core.observe.report import PAGE, build
-from cosmos_core.run.files import write_text
+from cosmos_core.run.files import parsed, read_json, write_text
 from cosmos_core.run.manifest import Result
 from cosmos_core.run.progress import MetricsReader, Position
+from cosmos_core.run.stage import CONDITIONS
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,15 @@ class StageArtifacts:
             self._show_metrics()
             self._show_drawings()
             create_markdown_artifact(_card(result), key=f"{self._key}-card", description=f"Result of {result['name']}")
+
+    def show_refusal(self) -> None:
+        """Show the conditions of a gate that refused; of one that passed `finish` does."""
+        with _never_costs_the_run():
+            found = parsed(read_json(self._stage_path / CONDITIONS), Condition)
+            text = f"# {self._stage_path.name}: refused\n\n{conditions_table(found)}"
+            create_markdown_artifact(
+                text, key=f"{self._key}-card", description=f"Conditions of {self._stage_path.name}"
+            )
 
     def _show_drawings(self) -> None:
         """Show what a diffusion model drew last, of held-out prompts."""
@@ -136,6 +146,16 @@ def _key(*parts: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", "-".join(parts).lower())
 
 
+def conditions_table(conditions: Sequence[Condition]) -> str:
+    """Return the conditions of a gate as a table in Markdown."""
+    head = "| condition | measured | bound | holds |\n|---|---|---|---|\n"
+    bounds = ["–" if each.bound is None else f"{each.bound:.6g}" for each in conditions]
+    return head + "".join(
+        f"| {each.condition} | {each.value:.6g} | {bound} | {'yes' if each.passed else '**no**'} |\n"
+        for each, bound in zip(conditions, bounds, strict=True)
+    )
+
+
 def _run_card(run: RunRecord) -> str:
     lines = [f"# {run.name} {run.path.name}: {run.outcome}", "", "| stage | kind | state | time | metrics |"]
     lines.append("|---|---|---|---|---|")
@@ -144,6 +164,11 @@ def _run_card(run: RunRecord) -> str:
         metrics = ", ".join(f"{key} {wording.number(value)}" for key, value in shown)
         time_ = wording.duration(stage.seconds)
         lines.append(f"| {stage.name} | {stage.kind.name} | {stage.status} | {time_} | {metrics} |")
+    for stage in run.stages:
+        if stage.conditions:
+            lines += ["", f"gate **{stage.name}**", "", conditions_table(stage.conditions)]
+        elif stage.status == "failed":
+            lines += ["", f"**{stage.name}**: {stage.state.error}"]
     lines += ["", f"run directory `{run.path}`"]
     if run.model is not None:
         lines += ["", f"model `{run.model}`", "", "```python", loading_line(run.model), "```"]
@@ -158,4 +183,6 @@ def _card(result: Result) -> str:
         for file in result["outputs"][:_ROWS]
     )
     head = f"# {result['name']} ({result['kind']})\n\n| metric | value |\n|---|---|"
-    return f"{head}\n{rows}\n\n{files}\n\nfingerprint `{result['fingerprint'][:16]}`\n"
+    gate = conditions_table(parsed(result["info"].get("conditions", []), Condition))
+    shown = f"\n\n{gate}" if "conditions" in result["info"] else ""
+    return f"{head}\n{rows}{shown}\n\n{files}\n\nfingerprint `{result['fingerprint'][:16]}`\n"

@@ -27,7 +27,8 @@ from cosmos_core.launch.worker import grace_of, sleep_unless_stopping
 from cosmos_core.run.directory import Run
 from cosmos_core.run.files import Document, read_document, write_json
 from cosmos_core.run.manifest import Result, problem
-from cosmos_core.run.state import FINISHED, read_state, record_event
+from cosmos_core.run.state import FINISHED, read_state, record_event, update_state
+from tasks.reuse import existing_of_pool
 from tasks.stored import Stored
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ logger = logging.getLogger(__name__)
 NOTE = "pool.json"
 _POLL_SECONDS = 1.0
 _MIRROR_SECONDS = 5.0
-_UNTAKEN_SECONDS = 60.0
+_WORKERS_SECONDS = 10.0
 _UNHEARD_SECONDS = 600.0
 _MAX_BACKOFF_SECONDS = 60.0
 _FINAL = {StateType.COMPLETED, StateType.FAILED, StateType.CANCELLED, StateType.CRASHED}
@@ -56,15 +57,20 @@ class Child(Document):
     """Step of the newest checkpoint then."""
 
 
-def perform_elsewhere(run: Run, stage: StageConfig) -> tuple[Result, bool]:
-    """Let the stage's work pool bring it to its result; return that and whether it was there already.
+def perform_elsewhere(
+    run: Run, stage: StageConfig, on_line: Callable[[str], None] = logger.info
+) -> tuple[Result, bool]:
+    """Let the stage's work pool bring it to its result, unless it is there; return it and whether it was there already.
+    `on_line` is told what the pool is waited for.
 
     Raises:
         CosmosError: what ended the child, or there is no such deployment.
     """
     path, stored = run.stage_path(stage.name), Stored(run, stage)
+    if found := existing_of_pool(run, stage):
+        return found, True
     try:
-        ended = _ended(run, stage, stored)
+        ended = _ended(run, stage, stored, on_line)
     except httpx.HTTPError as error:
         said = " ".join(str(error).split()) or type(error).__name__
         where = f"stage {stage.name!r} on {stage.work_pool!r}"
@@ -77,12 +83,13 @@ def perform_elsewhere(run: Run, stage: StageConfig) -> tuple[Result, bool]:
     raise _why(stage, path, ended)
 
 
-def _ended(run: Run, stage: StageConfig, stored: Stored) -> FlowRun:
+def _ended(run: Run, stage: StageConfig, stored: Stored, on_line: Callable[[str], None]) -> FlowRun:
     """Follow the flow run that an earlier parent began, or a new one, to its end."""
     with get_client(sync_client=True) as client:
         child = _going(client, run.stage_path(stage.name)) or _begin(run, stage, stored)
         try:
-            return _follow(client, stage, UUID(child.flow_run), stored.mirror())
+            wait = Wait(client, stage, run.stage_path(stage.name), on_line)
+            return _follow(client, stage, UUID(child.flow_run), stored.mirror(), wait)
         except Preempted:
             _cancel(client, child, grace_of(run.stage_path(stage.name), run.pipeline.config.grace_seconds))
             stored.mirror()()
@@ -150,11 +157,45 @@ def _asked(before: Child | None) -> Child:
     return before.model_copy(update={"flow_run": "", "attempt": before.attempt + 1, "token": uuid4().hex})
 
 
-def _follow(client: SyncPrefectClient, stage: StageConfig, flow_run: UUID, mirror: Callable[[], None]) -> FlowRun:
-    began, is_told, mirrored, heard = time.monotonic(), False, 0.0, time.monotonic()
+class Wait:
+    """What a stage waits for until a worker takes its flow run, for the log of the flow and for `state.json`."""
+
+    def __init__(
+        self, client: SyncPrefectClient, stage: StageConfig, path: Path, on_line: Callable[[str], None]
+    ) -> None:
+        self._client, self._pool, self._path, self._on_line = client, stage.work_pool, path, on_line
+        self._said, self._next = "", 0.0
+
+    def look(self) -> None:
+        """Say it once, and again when it changes."""
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + _WORKERS_SECONDS
+        said = self._words()
+        if said != self._said:
+            self._said = said
+            self._on_line(f"stage {self._path.name}: {said}")
+            update_state(self._path, state="waiting", error=said)
+
+    def _words(self) -> str:
+        workers = self._client.read_workers_for_work_pool(self._pool)
+        num_live = sum(getattr(worker.status, "value", worker.status) == "ONLINE" for worker in workers)
+        if self._client.read_work_pool(self._pool).is_paused:
+            return f"waits for work pool {self._pool}, which is paused"
+        if num_live:
+            return f"waits for a worker of pool {self._pool}: {num_live} live"
+        return f"waits for a worker of pool {self._pool}: none is live; start one: cosmos worker --pool {self._pool}"
+
+
+def _follow(
+    client: SyncPrefectClient, stage: StageConfig, flow_run: UUID, mirror: Callable[[], None], wait: Wait
+) -> FlowRun:
+    mirrored, heard = 0.0, time.monotonic()
     while True:
         try:
             found = client.read_flow_run(flow_run)
+            if found.state_type == StateType.SCHEDULED:
+                wait.look()
             heard = time.monotonic()
         except ObjectNotFound as error:  # somebody deleted it
             where = f"stage {stage.name!r} on {stage.work_pool!r}"
@@ -169,11 +210,6 @@ def _follow(client: SyncPrefectClient, stage: StageConfig, flow_run: UUID, mirro
             mirrored = time.monotonic()
         if found.state_type in _FINAL:
             return found
-        is_untaken = found.state_type == StateType.SCHEDULED and time.monotonic() - began > _UNTAKEN_SECONDS
-        if is_untaken and not is_told:
-            is_told = True
-            pool = stage.work_pool
-            logger.warning("%s: no worker of pool %s takes it: prefect worker start --pool %s", stage.name, pool, pool)
         sleep_unless_stopping(_POLL_SECONDS)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from cosmos_core.config.conditions import Condition, margin, parse_condition
 from cosmos_core.errors import ConfigError, GateFailed
-from cosmos_core.run.stage import Stage
+from cosmos_core.run.files import write_json
+from cosmos_core.run.stage import CONDITIONS, Stage
 from cosmos_core.types import JsonValue, Outcome, StageKind
 from cosmos_core.upload.base import open_target
 
@@ -47,6 +48,8 @@ def run(stage: Stage) -> Outcome:
         if not passed:
             bound = "" if limit is None else f", bound {limit:.6g}" + (f", noise {noise:.3g}" if noise else "")
             failed.append(f"{condition.text} does not hold: {condition.metric} = {value:.6g}{bound}")
+    stage.path.mkdir(parents=True, exist_ok=True)
+    write_json(stage.path / CONDITIONS, report)  # of a gate that refuses there is no result
     if failed:
         raise GateFailed(f"gate {stage.name!r}: {'; '.join(failed)}")
     return Outcome(metrics=metrics, info={"conditions": report})

@@ -11,6 +11,7 @@ from cosmos_core.types import StageKind
 
 _NOT_KINDS = {
     "kinds", "stage", "layout", "credentials", "elsewhere", "artifacts", "events", "reward_service", "stored",
+    "cancellation", "ending", "reuse",
 }  # fmt: skip
 
 

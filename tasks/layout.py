@@ -48,7 +48,7 @@ def lay_out(run: Run, stage: StageConfig, expected: Fingerprint) -> Stage:
     path = run.stage_path(stage.name)
     make_room(path, expected)
     (path / manifest.RESULT).unlink(missing_ok=True)
-    save_fingerprint(path, expected)
+    save_fingerprint(path, expected, stage.work_pool)
     inputs, sources = inputs_of(run, stage), _sources(run, stage, expected)
     its_origin = origin(run.pipeline, stage)
     stage, recipe = localised(run.pipeline, stage, partial(sleep_unless_stopping, 0))

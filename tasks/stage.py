@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,11 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.exceptions import TerminationSignal
-from prefect.futures import PrefectFuture, wait
+from prefect.futures import PrefectFuture
 from prefect.logging import get_run_logger
-from prefect.states import Completed, Failed
+from prefect.runtime import flow_run
+from prefect.states import Completed
+from prefect.utilities.annotations import allow_failure
 
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.environment import handed_on
@@ -32,6 +33,7 @@ from cosmos_core.errors import (
     Cancelled,
     CosmosError,
     DiskFull,
+    GateFailed,
     Preempted,
     StageFailed,
 )
@@ -40,21 +42,24 @@ from cosmos_core.launch.processes import sweep
 from cosmos_core.launch.slots import branch_slots, held
 from cosmos_core.registry import import_thing
 from cosmos_core.run import manifest
-from cosmos_core.run.directory import Run
+from cosmos_core.run.directory import Run, note_flow_run
 from cosmos_core.run.files import disk_full, room_may_be_missing
-from cosmos_core.run.fingerprint import Fingerprint, fingerprint, threads
+from cosmos_core.run.fingerprint import Fingerprint, threads
 from cosmos_core.run.lock import Lock, stage_lock
-from cosmos_core.run.manifest import Result, read_result
-from cosmos_core.run.plan import Decision, decide, fingerprint_folder, register, save_fingerprint
+from cosmos_core.run.manifest import Result
+from cosmos_core.run.plan import fingerprint_folder, register
 from cosmos_core.run.process import this_process
 from cosmos_core.run.progress import Position
 from cosmos_core.run.state import FINISHED, read_state, record_event, record_failure, update_state
 from cosmos_core.upload.saves import saves_url, sending
 from tasks import events
 from tasks.artifacts import StageArtifacts, name_flow_run, show_run, write_report
+from tasks.cancellation import is_cancelled, listen_for_stop, stop_stages, wait_unless_cancelled
 from tasks.credentials import lend_credentials
 from tasks.elsewhere import count_death, perform_elsewhere
-from tasks.layout import inputs_of, lay_out, make_room
+from tasks.ending import ended, has_result, of_flow, skipped
+from tasks.layout import lay_out
+from tasks.reuse import existing, fingerprint_of
 from tasks.reward_service import reward_service
 from tasks.stored import Stored
 
@@ -75,52 +80,48 @@ def run_stages(run: Run, names: Sequence[str], *, is_here: bool = False) -> Stat
     sweep()
     lend_credentials(run.pipeline)
     name_flow_run(run.pipeline.config.name, run.id, *(names if len(names) < len(run.pipeline.stages) else ()))
+    if flow_run.id and not is_here:
+        note_flow_run(run, flow_run.id)
     futures: dict[str, PrefectFuture[Any]] = {}
     slots = branch_slots(run.pipeline)
     try:
-        _listen_for_stop(run)
+        listen_for_stop(run)
         for name in names:
-            upstream = [futures[other] for other in run.pipeline.stage(name).after if other in futures]
-            futures[name] = stage_task(run, name, is_here=is_here, slot=slots.get(name)).submit(wait_for=upstream)
-        wait(list(futures.values()))
+            upstream = {other: futures[other] for other in run.pipeline.stage(name).after if other in futures}
+            task_of_stage = stage_task(run, name, upstream, is_here=is_here, slot=slots.get(name))
+            futures[name] = task_of_stage.submit(wait_for=[allow_failure(future) for future in upstream.values()])
+        was_cancelled = wait_unless_cancelled([future.wrapped_future for future in futures.values()])
+        if was_cancelled:
+            get_run_logger().warning("the flow run was cancelled: its stages are asked to stop")
+            stop_stages(run, list(futures.values()))
     except (TerminationSignal, KeyboardInterrupt):
         # Termination reaches this thread alone; the tasks wait in others and would not notice.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        worker.stop_all()
-        wait(list(futures.values()), timeout=max(run.pipeline.config.grace_seconds, worker.longest_grace()) + 5)
+        stop_stages(run, list(futures.values()))
         raise
+    state = of_flow(run, futures, is_cancelled=was_cancelled)
     if not is_here:
         write_report(run.path)
         show_run(run.path)
-    bad = {name: future.state for name, future in futures.items() if not future.state.is_completed()}
-    if not is_here:
-        events.run_ended(run, is_failed=bool(bad))
-    if bad:
-        errors = [state.data for state in bad.values() if isinstance(state.data, CosmosError)]
-        reasons = "".join(f"; {error}" for error in dict.fromkeys(map(str, errors)))
-        return Failed(message=f"run {run.id}: not completed: {', '.join(bad)}{reasons}")
-    return Completed(message=f"run {run.id}: {len(futures)} stages completed", data=str(run.path))
+        events.run_ended(run, is_failed=not state.is_completed())
+    return state
 
 
-def _listen_for_stop(run: Run) -> None:
-    """`train.signal_to_handle` stops the flow as SIGTERM does, for which Prefect listens itself."""
-
-    def terminate(number: int, frame: object) -> None:
-        raise TerminationSignal(signal=number)
-
-    if threading.current_thread() is threading.main_thread():
-        for name in {name for recipe in run.pipeline.recipes.values() for name in recipe.train.signal_to_handle}:
-            signal.signal(signal.Signals[name], terminate)
-
-
-def stage_task(run: Run, name: str, *, is_here: bool = False, slot: threading.Semaphore | None = None) -> Any:
-    """Return a Prefect task that brings the stage `name` of a run to its result; call `.submit()` on it.
+def stage_task(
+    run: Run,
+    name: str,
+    upstream: Mapping[str, PrefectFuture[Any]],
+    *,
+    is_here: bool = False,
+    slot: threading.Semaphore | None = None,
+) -> Any:
+    """Return a Prefect task that brings the stage `name` of a run to its result; call `.submit()` on it, which waits
+    for the futures of `upstream`, successful or not.
 
     The run is not among its parameters: opened again by each task, it made a run quadratic in its stages.
     """
 
     def condition(_task: object, _run: object, state: State[Any]) -> bool:
-        return should_retry(run, name, state.data)
+        return should_retry(run, name, getattr(state.data, "result", state.data))
 
     pool = run.pipeline.stage(name).work_pool
     decorate = task(
@@ -134,8 +135,11 @@ def stage_task(run: Run, name: str, *, is_here: bool = False, slot: threading.Se
     body = _run_elsewhere if pool and not is_here else _run_stage
 
     def hold_and_run() -> State[Any] | Result:
+        missing = [other for other, future in upstream.items() if not has_result(future)]
+        if missing:
+            return skipped(f"it starts from {', '.join(missing)}")
         with held(slot):
-            return body(run, name)
+            return skipped("the flow run was cancelled") if is_cancelled() else body(run, name)
 
     return decorate(hold_and_run)
 
@@ -159,9 +163,12 @@ def _run_stage(run: Run, name: str) -> State[Any] | Result:
     try:
         result, was_reused = perform(run, name, on_progress=artifacts.update, on_line=log.info)
     except CosmosError as error:
-        if not should_retry(run, name, error):
-            events.stage_failed(run, name, error)
-        raise
+        if should_retry(run, name, error):
+            raise
+        events.stage_failed(run, name, error)
+        if isinstance(error, GateFailed):
+            artifacts.show_refusal()
+        return ended(error)
     events.stage_completed(run, name, result, was_reused=was_reused)
     if was_reused:  # what it measured was shown by the run that made it
         return Completed(name="Reused", data=result, message=result["reused_from"] or "done in this run")
@@ -173,7 +180,7 @@ def _run_elsewhere(run: Run, name: str) -> State[Any] | Result:
     """Follow a stage on its work pool; what ends there without a word is one failed attempt."""
     stage, path = run.pipeline.stage(name), run.stage_path(name)
     try:
-        result, was_reused = perform_elsewhere(run, stage)
+        result, was_reused = perform_elsewhere(run, stage, lambda line: get_run_logger().info(line))
     except Exception as error:
         failure = _failure(error, path)
         if read_state(path).state not in {"failed", "stopped"}:
@@ -182,6 +189,8 @@ def _run_elsewhere(run: Run, name: str) -> State[Any] | Result:
                 update_state(path, failures=count_death(path))
             if not should_retry(run, name, failure):  # what the child could say it has said
                 events.stage_failed(run, name, failure)
+        if not should_retry(run, name, failure):
+            return ended(failure)
         if failure is error:
             raise
         raise failure from error
@@ -210,8 +219,8 @@ def perform(
             if not is_finished:
                 worker.reap(path)
                 _take_charge(path)
-            expected = _fingerprint(run, stage)
-            if found := _existing(run, stage, expected):
+            expected = fingerprint_of(run, stage)
+            if found := existing(run, stage, expected):
                 return stored.send(found), True
             if is_finished:
                 _take_charge(path)
@@ -238,11 +247,6 @@ def _failure(error: Exception, path: Path) -> CosmosError:
     return failure
 
 
-def _fingerprint(run: Run, stage: StageConfig) -> Fingerprint:
-    upstream = {name: result["digest"] for name, result in inputs_of(run, stage).items()}
-    return fingerprint(run.pipeline, stage, run.pipeline.kind_of(stage), upstream, run.digests)
-
-
 def _made_once(
     run: Run,
     stage: StageConfig,
@@ -259,7 +263,7 @@ def _made_once(
             update_state(path, state="waiting", error="another run is making the same result")
             shared.acquire(while_waiting=lambda: worker.sleep_unless_stopping(0))
         with stored.lease(expected) as is_new:
-            if (has_waited or is_new) and (found := _existing(run, stage, expected)):
+            if (has_waited or is_new) and (found := existing(run, stage, expected)):
                 return stored.send(found), True
             lay_out(run, stage, expected)
             launch = worker.Launch(
@@ -295,32 +299,6 @@ def _saves_of(run: Run, stage: StageConfig) -> str:
     ckpt = run.pipeline.recipes[stage.name].train.ckpt
     is_sent = ckpt.upload_s3 == "all" and run.pipeline.kind_of(stage).trains
     return saves_url(ckpt.s3_url(run.pipeline.config.name), stage.name, run.id) if is_sent else ""
-
-
-def _existing(run: Run, stage: StageConfig, expected: Fingerprint) -> Result | None:
-    """A verified result with this fingerprint, of this run or taken over from another."""
-    path = run.stage_path(stage.name)
-    state = read_state(path)
-    if not run.pipeline.kind_of(stage).is_reusable or (state.forced and read_result(path) is None):
-        return None
-    decision = decide(run.output_dir, path, expected, thorough=run.verify)
-    if decision is None or decision.action == "run":
-        result = Stored(run, stage).existing(expected)
-        decision = Decision("adopt", result["reused_from"]) if result else None
-    elif decision.action == "adopt":
-        assert decision.result is not None and decision.source is not None
-        make_room(path, expected)
-        result = manifest.adopt(decision.source, path, decision.result)
-        register(run.output_dir, path, expected.value)
-    else:
-        result = decision.result
-    if decision is None or result is None:
-        return None
-    if state.state not in FINISHED or decision.action == "adopt":
-        save_fingerprint(path, expected)
-        record_event(path, "reused", decision.reason)
-        update_state(path, state="reused", ended=time.time(), error="")
-    return result
 
 
 def _in_this_process(run: Run, stage: StageConfig, expected: Fingerprint) -> Result:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from cosmos_core.errors import ConfigError, DamagedRecord, UploadError
-from cosmos_core.launch.worker import sleep_unless_stopping
 from cosmos_core.run.files import files_below, read_object, sha256, write_json
 from cosmos_core.run.manifest import problem, read_result
 from cosmos_core.run.stage import Stage
@@ -42,6 +40,8 @@ def run(stage: Stage) -> Outcome:
         ConfigError: there is no model to publish.
         UploadError: the model was altered since it was made, or the target failed.
     """
+    from tasks.cancellation import publication_check  # which imports Prefect
+
     folder = Path(stage.model)
     if not folder.is_dir():
         raise ConfigError(
@@ -64,9 +64,10 @@ def run(stage: Stage) -> Outcome:
         # What another target says of the same model is no part of it.
         "files": {str(file.relative_to(folder)): sha256(file) for file in files},
     }
-    target = open_target(stage.config.target)
+    target, check = open_target(stage.config.target), publication_check()
+    check()
     if attend := getattr(target, "attend", None):
-        attend(stage.path, partial(sleep_unless_stopping, 0))
+        attend(stage.path, check)
     _send_saves(stage)
     if same := _there_already(stage, target, folder, record):
         return Outcome(metrics=metrics, info={"model": same, "published": same, "was_published": True})

@@ -1,8 +1,9 @@
 """What a Prefect server needs beside the deployments: work pools, an automation that notices dead flow runs, and the
 types of blocks that pipelines name.
 
-Everything is made once: a second call finds it and says so. GPUs are counted by the concurrency limit of a work pool,
-which says how many runs begin; a limit that a run holds as a lease would end a training that cannot renew it.
+What is there stays, and what an older version made is brought up to date. GPUs are counted by the concurrency limit of
+a work pool, which says how many runs begin; a limit that a run holds as a lease would end a training that cannot renew
+it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,11 @@ AUTOMATION = "cosmos: a flow run without a heartbeat has crashed"
 HEARTBEAT_SECONDS = 30
 """What the deployments ask of their flow runs; Prefect takes no less."""
 _MISSED = 3
+OUTCOMES = ("NothingNew", "StillTraining", "NotPromoted", "Declined", "Outdated", "Refused")
+"""Names of the final states that flows of this project return."""
+_ENDS = ("Completed", "Failed", "Cancelled", "Crashed", "TimedOut")
+_WITHOUT_PROCESS = ("Suspended", "Paused", "Resuming", "Scheduled", "AwaitingRetry", "AwaitingConcurrencySlot", "Late")
+"""States of a flow run that has no process, and so sends no heartbeat."""
 _RESERVED = "prefect"
 _NO_NAME = set("/%&<>")  # which Prefect takes in no name
 
@@ -128,13 +134,16 @@ def _limit(limit: int | None) -> str:
 
 
 def _automation(client: Any) -> str:
+    """Make the automation, or bring one that an older version made up to date; whether it is enabled stays."""
     from prefect.events.actions import ChangeFlowRunState
     from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 
-    ends = [f"prefect.flow-run.{name}" for name in ("Completed", "Failed", "Cancelled", "Crashed")]
+    ends = {f"prefect.flow-run.{name}" for name in (*_ENDS, *OUTCOMES, *_WITHOUT_PROCESS)}
+    there = client.read_automations_by_name(AUTOMATION)
     wanted = AutomationCore(
         name=AUTOMATION,
         description=f"After {_MISSED} heartbeats that did not come: its process or its machine is gone.",
+        enabled=there[0].enabled if there else True,
         trigger=EventTrigger(
             match={"prefect.resource.id": "prefect.flow-run.*"},  # type: ignore[arg-type]
             after={"prefect.flow-run.heartbeat"},
@@ -146,10 +155,14 @@ def _automation(client: Any) -> str:
         ),
         actions=[ChangeFlowRunState(state="CRASHED", message="no heartbeat: its process is gone; resume the run")],  # type: ignore[arg-type]
     )
-    if client.read_automations_by_name(AUTOMATION):
+    if not there:
+        client.create_automation(wanted)
+        return f"automation {AUTOMATION!r}: made"
+    if all(getattr(there[0], key) == getattr(wanted, key) for key in ("description", "trigger", "actions")):
         return f"automation {AUTOMATION!r}: there"
-    client.create_automation(wanted)
-    return f"automation {AUTOMATION!r}: made"
+    content = wanted.model_dump(mode="json", exclude={"owner_resource"})  # Prefect's own update omits types
+    client.request("PUT", "/automations/{id}", path_params={"id": there[0].id}, json=content).raise_for_status()
+    return f"automation {AUTOMATION!r}: changed"
 
 
 def _credentials(client: Any) -> str:

@@ -73,7 +73,7 @@ def begin_again(flow_run: FlowRun) -> Iterator[str]:
                 is_untaken = found.state_type == "SCHEDULED" and time.monotonic() - began > _UNTAKEN_SECONDS
                 if is_untaken and not is_told:
                     is_told = True
-                    yield f"no worker of pool {pool} takes it: prefect worker start --pool {pool}"
+                    yield f"no worker of pool {pool} takes it: cosmos worker --pool {pool}"
     except httpx.HTTPError as error:
         raise CosmosError(f"{where}: the Prefect server does not respond: {error}") from error
     except ObjectNotFound as error:

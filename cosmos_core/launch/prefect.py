@@ -10,6 +10,7 @@ import os
 import runpy
 import sys
 from contextlib import suppress
+from functools import partial
 
 from cosmos_core.imports import without_collection
 
@@ -35,9 +36,24 @@ def _wait_for_orders(descriptor: int) -> None:
     sys.argv[1:] = told["arguments"]
 
 
+_POLLING = ("prefect._internal.observers", "prefect.workers.base", "prefect.workers.process")
+"""Modules in which a worker polls its server: for cancelled flow runs, for new ones, and to say that it lives."""
+
+
+def keep_polling() -> None:
+    """Let the loops of a worker outlast its server: Prefect ends the one for cancelled flow runs after three failures
+    in a row, half a minute, while the worker goes on, and the others and the worker with them after twelve."""
+    for name in _POLLING:
+        module = importlib.import_module(name)
+        module.critical_service_loop = partial(module.critical_service_loop, backoff=sys.maxsize)  # type: ignore[attr-defined]
+
+
 if __name__ == "__main__":
     with without_collection():
         if "--told-by" in sys.argv:
             _wait_for_orders(int(sys.argv[-1]))
-        importlib.import_module("prefect.server.api.server")
+        if "worker" in sys.argv:
+            keep_polling()
+        else:
+            importlib.import_module("prefect.server.api.server")
     runpy.run_module("prefect", run_name="__main__", alter_sys=True)

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
 from cosmos_core.launch import worker
 from cosmos_core.launch.processes import SILENT_SECONDS, sweep
-from cosmos_core.run.directory import PIPELINE
-from cosmos_core.run.files import SHARED
+from cosmos_core.run.directory import PIPELINE, flow_run_notes
+from cosmos_core.run.liveness import read_holder
 from cosmos_core.run.lock import Lock
-from cosmos_core.run.process import is_alive
+from cosmos_core.run.process import is_alive, is_here
 from cosmos_core.run.state import ACTIVE, State, read_state, update_state
+
+_CANCELLED = ("CANCELLING", "CANCELLED")
 
 
 def reap(output_dir: Path) -> Iterator[str]:
@@ -39,6 +43,19 @@ def reap(output_dir: Path) -> Iterator[str]:
         yield from _on_the_server(output_dir, {run.name for run in abandoned})
 
 
+def cancelled_flow_run(output_dir: Path, run_id: str) -> str:
+    """Return the name of the flow run that works on a run, if the server says that it was cancelled; else an empty
+    string, also where no server responds."""
+    import httpx
+
+    newest = _newest(output_dir, run_id)
+    try:
+        found = [each for run, each in _flow_runs(output_dir) if run == run_id and each.id == newest]
+    except httpx.HTTPError:
+        return ""
+    return next((str(each.name) for each in found if each.state_type in _CANCELLED), "")
+
+
 def _elsewhere(state: State) -> str:
     """The other machine that runs the stage, with which this one shares the folder, or an empty string; of one that is
     silent nothing is left."""
@@ -53,22 +70,51 @@ def _is_abandoned(run: Path) -> bool:
 
 
 def _on_the_server(output_dir: Path, abandoned: set[str]) -> Iterator[str]:
-    """Flow runs that the server takes for running, of runs that nobody runs."""
+    """Correct flow runs of runs that no process runs, and stop the process of one that was cancelled."""
     from prefect.client.orchestration import get_client
-    from prefect.client.schemas.objects import StateType
-    from prefect.exceptions import ObjectNotFound
-    from prefect.states import Crashed
+    from prefect.states import Cancelled, Crashed, State
 
-    notes = output_dir / SHARED / "flow_runs"
+    for run, found in _flow_runs(output_dir):
+        is_cancelling, state = found.state_type == "CANCELLING", None
+        if run in abandoned and (is_cancelling or found.state_type == "RUNNING"):
+            message = "its process is gone; resume the run"
+            state = Cancelled(message=message) if is_cancelling else Crashed(message=message)
+        elif run not in abandoned and found.state_type in _CANCELLED and found.id == _newest(output_dir, run):
+            yield from _stop(output_dir / run, found.name)
+        if isinstance(state, State):
+            with get_client(sync_client=True) as client:
+                client.set_flow_run_state(found.id, state, force=True)
+            yield f"flow run {found.name}: was {found.state_name}, is {state.name}"
+
+
+def _stop(run: Path, flow_run: str) -> Iterator[str]:
+    """Let the process that runs a run save and end, if it is one of this machine."""
+    holder = read_holder(run)
+    if holder and is_here(holder.launcher_machine, holder.launcher_host):
+        if not holder.launcher_pid or not is_alive(holder.launcher_pid, holder.launcher_started):
+            return
+        os.kill(holder.launcher_pid, signal.SIGTERM)
+        yield f"flow run {flow_run}: it was cancelled; its process {holder.launcher_pid} is asked to save and end"
+    elif holder:
+        yield f"flow run {flow_run}: it was cancelled, but its process on {holder.launcher_host} goes on: reap there"
+
+
+def _newest(output_dir: Path, run: str) -> UUID | None:
+    """Return the flow run that worked on a run last."""
+    notes = [note for note in flow_run_notes(output_dir).glob("*") if note.read_text(encoding="utf-8") == run]
+    newest = max(notes, key=lambda note: note.stat().st_mtime, default=None)
+    with suppress(ValueError):
+        return UUID(newest.name) if newest else None
+    return None
+
+
+def _flow_runs(output_dir: Path) -> Iterator[tuple[str, Any]]:
+    """Yield each run and what the server says of a flow run that worked on it."""
+    from prefect.client.orchestration import get_client
+    from prefect.exceptions import ObjectNotFound
+
+    notes = flow_run_notes(output_dir)
     with get_client(sync_client=True) as client:
         for note in sorted(notes.glob("*")) if notes.is_dir() else []:
-            run = note.read_text(encoding="utf-8")
-            if run not in abandoned:
-                continue
-            try:
-                found: Any = client.read_flow_run(UUID(note.name))
-            except (ObjectNotFound, ValueError):
-                continue
-            if found.state_type == StateType.RUNNING:
-                client.set_flow_run_state(found.id, Crashed(message="its process is gone; resume the run"), force=True)
-                yield f"flow run {found.name}: was {found.state_name}, is Crashed"
+            with suppress(ObjectNotFound, ValueError):
+                yield note.read_text(encoding="utf-8"), client.read_flow_run(UUID(note.name))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.config.load import read_toml
-from cosmos_core.errors import ConfigError
+from cosmos_core.errors import EXIT_REFUSED, ConfigError
 from cosmos_core.launch.service_health import FILE as HEALTH
 from cosmos_core.run.directory import PIPELINE, Facts, read_facts
 from cosmos_core.run.files import Document, Seconds, json_objects, parsed, read_document, read_json, read_object
@@ -20,7 +20,7 @@ from cosmos_core.run.liveness import holder_died, is_dead, read_holder
 from cosmos_core.run.loading import pipeline_arguments, pipeline_needs
 from cosmos_core.run.manifest import STORED, Result, read_result
 from cosmos_core.run.progress import Position, read_metrics, read_progress
-from cosmos_core.run.stage import read_kind
+from cosmos_core.run.stage import CONDITIONS, read_kind
 from cosmos_core.run.state import ACTIVE, FINISHED, State, read_state
 from cosmos_core.run.tail import Tail
 from cosmos_core.types import StageKind
@@ -32,6 +32,16 @@ class Best(Document):
     step: int
     metric: str
     value: float
+
+
+class Condition(Document):
+    """A condition of a gate, with what was measured."""
+
+    condition: str
+    value: float
+    bound: float | None = None
+    """What the value was compared with; None: nothing, for nothing was published."""
+    passed: bool
 
 
 class Rank(Document):
@@ -153,6 +163,19 @@ class StageRecord:
         return dict(self.result["info"]) if self.result else {}
 
     @cached_property
+    def conditions(self) -> list[Condition]:
+        """Return the conditions of a gate that passed or refused."""
+        found = self.info.get("conditions")
+        if self.is_refusal:
+            found = read_json(self.path / CONDITIONS)
+        return parsed(found, Condition) if isinstance(found, list) else []
+
+    @property
+    def is_refusal(self) -> bool:
+        """Return whether this is a gate that refused."""
+        return self.state.state == "failed" and self.state.exit_code == EXIT_REFUSED
+
+    @cached_property
     def best(self) -> Best | None:
         """Return the best step by validation so far; None: none was validated."""
         if (found := self.info.get("best")) is None:
@@ -233,8 +256,14 @@ class RunRecord:
     @property
     def model(self) -> Path | None:
         """Return the folder of the model that the run ends with: the last export, else the last model of any stage.
-        None: there is none, or it lies in an artifact store alone."""
-        made = [stage for stage in self.stages if stage.kind.makes != "publication"]
+        None: there is none, a gate refused it, or it lies in an artifact store alone."""
+        after = {stage.name: stage.after for stage in self.stages}
+        refused: set[str] = set()
+        reached = [name for stage in self.stages if stage.is_refusal for name in stage.after]
+        while reached:
+            refused.add(name := reached.pop())
+            reached += [other for other in after.get(name, ()) if other not in refused]
+        made = [stage for stage in self.stages if stage.kind.makes != "publication" and stage.name not in refused]
         made = [stage for stage in made if "://" not in str(stage.info.get("model") or "://")]
         exports = [stage for stage in made if stage.kind.makes == "model" and not stage.kind.trains] or made
         found = exports[-1].path / exports[-1].info["model"] if exports else None

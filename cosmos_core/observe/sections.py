@@ -10,7 +10,7 @@ from typing import Any
 
 from cosmos_core.observe import gallery, wording
 from cosmos_core.observe.plots import REPORT_PANELS, curves_svg
-from cosmos_core.observe.record import RunRecord, Sample, StageRecord, overhead
+from cosmos_core.observe.record import Condition, RunRecord, Sample, StageRecord, overhead
 from cosmos_core.observe.sweeps import in_branches
 from cosmos_core.run.files import Document, parsed, read_json
 from cosmos_core.run.stage import PROFILES
@@ -23,14 +23,6 @@ _NUM_DRAWINGS = 4  # of one prompt
 _NUM_FILES = 40  # of a stage's outputs
 _OF_A_REWARD = ("items", "errors", "ready", "restarts", "retried", "seconds")
 _LOGPROB_DIFFERENCE = "rollout/logprob_difference_p95"
-
-
-class Condition(Document):
-    """One condition of a gate, with what was measured."""
-
-    condition: str
-    value: float
-    passed: bool
 
 
 def measured(run: RunRecord) -> list[StageRecord]:
@@ -100,12 +92,7 @@ def samples(run: RunRecord) -> dict[str, Any]:
 
 def gates(run: RunRecord) -> list[tuple[StageRecord, Condition]]:
     """Return every condition of every gate with what was measured."""
-    return [
-        (stage, condition)
-        for stage in run.stages
-        if isinstance(conditions := stage.info.get("conditions"), list)
-        for condition in parsed(conditions, Condition)
-    ]
+    return [(stage, condition) for stage in run.stages for condition in stage.conditions]
 
 
 def lineage(run: RunRecord) -> list[dict[str, Any]]:

@@ -175,6 +175,19 @@ def _protect(path: Path, pipeline: Pipeline) -> None:
             path.chmod(0o700)
 
 
+def flow_run_notes(output_dir: Path) -> Path:
+    """Return the folder of notes, one for each flow run, of which run it worked on."""
+    return output_dir / SHARED / "flow_runs"
+
+
+def note_flow_run(run: Run, flow_run: str) -> None:
+    """Note that a flow run works on a run, with which it goes on when it is retried; the newest note is the newest
+    flow run."""
+    notes = flow_run_notes(run.output_dir)
+    notes.mkdir(parents=True, exist_ok=True)
+    write_text(notes / flow_run, run.id)
+
+
 def claim(run: Run, since: float | None = None) -> Lock:
     """Take the right to run the stages of `run`, until released or until this process ends. `since`: the unix time at
     which the command began; None: now.

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from cosmos_core.config.compose import Pipeline
+from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.run.digests import shared_digests
 from cosmos_core.run.directory import RUNS
 from cosmos_core.run.files import SHARED, read_json, write_json
@@ -17,6 +18,8 @@ from cosmos_core.types import StageKind
 
 FINGERPRINT = "fingerprint.json"
 _MOST_COMPARED = 50  # runs, the newest ones
+_FACTS = frozenset({"device", "versions", "kernels"})
+"""Ingredients that are facts of the machine which runs the stage."""
 
 
 @dataclass(frozen=True)
@@ -95,19 +98,51 @@ def plan(
             decisions[stage.name] = Decision("run", "looks at the outside world, so it runs each time")
             continue
         found = fingerprint(pipeline, stage, kind, upstream, digests)
-        decision = decide(output_dir, None, found, thorough=thorough)
-        if (decision is None or decision.action == "run") and (result := stored(found.value)):
-            decision = Decision("adopt", f"same fingerprint in {result[STORED]}", result=result)
+        decision: Decision | None = None
+        for made in [*(made_on_pool(output_dir, pipeline, stage, found) if stage.work_pool else []), found]:
+            if decision is None or decision.action == "run":
+                decision = decide(output_dir, None, made, thorough=thorough)
+            if (decision is None or decision.action == "run") and (result := stored(made.value)):
+                decision = Decision("adopt", f"same fingerprint in {result[STORED]}", result=result)
         decisions[stage.name] = decision or Decision(
             "run", _why_new(output_dir, pipeline.config.name, stage.name, found)
         )
     return decisions
 
 
-def save_fingerprint(stage_path: Path, value: Fingerprint) -> None:
-    """Keep what went into the fingerprint, so that a later run can say what changed."""
+def save_fingerprint(stage_path: Path, value: Fingerprint, work_pool: str = "") -> None:
+    """Keep what went into the fingerprint, so that a later run can say what changed, and which pool made it."""
     content = {"value": value.value, "of_training": value.of_training, "ingredients": value.ingredients}
-    write_json(stage_path / FINGERPRINT, content)
+    write_json(stage_path / FINGERPRINT, content | ({"work_pool": work_pool} if work_pool else {}))
+
+
+def made_on_pool(output_dir: Path, pipeline: Pipeline, stage: StageConfig, here: Fingerprint) -> list[Fingerprint]:
+    """Return the fingerprints, the newest first, that machines of the stage's work pool gave it in runs of this
+    pipeline, where they differ from that of this machine, `here`, in facts of the machine alone."""
+
+    def without_facts(ingredients: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in ingredients.items() if name not in _FACTS}
+
+    found = [
+        Fingerprint(str(saved["value"]), saved["ingredients"])
+        for saved in map(dict, _saved(output_dir, pipeline.config.name, stage.name).values())
+        if saved.get("work_pool") == stage.work_pool
+        and without_facts(saved["ingredients"]) == without_facts(here.ingredients)
+    ]
+    return list({each.value: each for each in found}.values())
+
+
+def _saved(output_dir: Path, pipeline: str, stage: str) -> dict[str, dict[str, Any]]:
+    """Return what the newest runs of a pipeline noted of the fingerprint of a stage, by run, the newest first."""
+    runs = read_json(output_dir / RUNS)
+    found: dict[str, dict[str, Any]] = {}
+    for run in reversed(runs if isinstance(runs, list) else []):
+        if not isinstance(run, dict) or run.get("pipeline") != pipeline or len(found) == _MOST_COMPARED:
+            continue
+        saved = read_json(output_dir / str(run.get("run_id")) / "stages" / stage / FINGERPRINT)
+        if isinstance(saved, dict) and isinstance(saved.get("ingredients"), dict):
+            found[str(run["run_id"])] = saved
+    return found
 
 
 def _finished(output_dir: Path, value: str) -> list[Path]:
@@ -127,14 +162,8 @@ def _run_of(stage_path: Path) -> str:
 def _why_new(output_dir: Path, pipeline: str, stage: str, current: Fingerprint) -> str:
     """The difference to the stage of that name in the run of the pipeline that comes nearest, of several such runs the
     newest; or that none began it."""
-    runs = read_json(output_dir / RUNS)
-    found: dict[str, list[str]] = {}
-    for run in reversed(runs if isinstance(runs, list) else []):
-        if not isinstance(run, dict) or run.get("pipeline") != pipeline or len(found) == _MOST_COMPARED:
-            continue
-        saved = read_json(output_dir / str(run.get("run_id")) / "stages" / stage / FINGERPRINT)
-        if isinstance(saved, dict) and isinstance(saved.get("ingredients"), dict):
-            found[str(run["run_id"])] = current.difference(saved["ingredients"])
+    saved = _saved(output_dir, pipeline, stage)
+    found = {run: current.difference(each["ingredients"]) for run, each in saved.items()}
     if not found:
         return "never made before"
     run_id, difference = min(found.items(), key=lambda item: len(item[1]))

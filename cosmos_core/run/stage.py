@@ -26,6 +26,8 @@ ENGINES = "engines.json"
 """A number, which `cosmos scale` writes."""
 CHECKED_PROMPTS = "prompts.json"
 """In the folder of a check: the first prompts of each split of the rows that another stage prepares."""
+CONDITIONS = "conditions.json"
+"""In the folder of a gate: its conditions with what was measured, also where it refuses and has no result."""
 _OF_AN_INPUT = ("path", "kind", "fingerprint", "digest", "metrics", "info", "inputs")
 
 

@@ -23,10 +23,11 @@ class Target(Protocol):
 
     A target that can tell beforehand whether it can be written has a method `check`, which raises ConfigError. One that
     can go on with an interrupted upload has `attend(folder, pause)`: it keeps notes in the folder, and calls `pause`
-    now and then, which raises where the run is to stop. One with `where` and `damage(folder, version, record)`, which
-    returns what is wrong with the files of `record` in a version, or an empty string, is not sent weights a second time
-    that it has as its published version. One whose pointer can go back has `history`, `record_of`,
-    `where` and `point_to`, as `S3Target`.
+    now and then and before its pointer moves, which raises where the run is to stop. One with `where` and
+    `damage(folder, version, record)`, which returns what is wrong with the files of `record` in a version, or an empty
+    string, is not sent weights a second time that it has as its published version. One whose pointer can go back has
+    `history`, `record_of`, `where` and `point_to`, and `versions` if it can list those too that a rollback left behind,
+    as `S3Target`.
     One of ours is `SomeNameTarget` in `some_name.py`; a user's is `path/file.py:Class` or `path/file.py:Class://LOCATION`.
     """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,11 @@ class FileTarget:
 
     def __init__(self, location: str) -> None:
         self.folder = Path(location)
+        self._pause: Callable[[], None] = lambda: None
+
+    def attend(self, folder: Path, pause: Callable[[], None]) -> None:
+        """Call `pause` before the pointer moves; a copy that was interrupted is made again, so nothing is noted."""
+        self._pause = pause
 
     def check(self) -> None:
         """Find out whether the folder can be written or made, and change nothing.
@@ -58,6 +64,11 @@ class FileTarget:
         names = [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
         return moved(names, now) if now else []
 
+    def versions(self) -> list[str]:
+        """Return all versions that are there, by the time at which they arrived."""
+        records = [file for file in self.folder.glob(f"*/{RECORD}") if not file.parent.is_symlink()]
+        return [file.parent.name for file in sorted(records, key=lambda file: (file.stat().st_mtime, file))]
+
     def where(self, version: str) -> str:
         """Return the folder of a version."""
         return str(self.folder / version)
@@ -92,6 +103,7 @@ class FileTarget:
                     write_json(building / RECORD, record)
             if damage := self._damage(path, record):
                 raise UploadError(f"{path}: {damage} after the copy; the pointer was not moved")
+            self._pause()
             self._move(version, moved(self.history(), version))
         except OSError as error:
             # copytree collects (source, copy, reason) of every file in one error without a reason of its own

@@ -51,7 +51,7 @@ class HubTarget:
             self._again(self.api.whoami)
 
     def attend(self, folder: Path, pause: Callable[[], None]) -> None:
-        """Call `pause` between attempts; what has arrived the Hub itself knows."""
+        """Call `pause` between attempts and before the commit; what has arrived the Hub itself knows."""
         self._pause = pause
 
     @cached_property
@@ -135,6 +135,8 @@ class HubTarget:
         operations: list[Any] = [
             CommitOperationAdd(name, str(folder / name)) for name in record["files"] if name != _CARD
         ]
+        self.api.preupload_lfs_files(self.repository, operations, revision=branch)
+        self._pause()  # the files may have taken hours, and the commit publishes
         operations.append(CommitOperationAdd(_CARD, with_metrics(folder / _CARD, record).encode()))
         operations.append(CommitOperationAdd(RECORD, json.dumps(record, indent=1).encode()))
         known = {operation.path_in_repo for operation in operations} | _KEPT

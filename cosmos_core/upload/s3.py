@@ -37,7 +37,7 @@ class S3Target:
         self.bucket.check()
 
     def attend(self, folder: Path, pause: Callable[[], None]) -> None:
-        """Keep in `folder` what has arrived, and call `pause` between parts."""
+        """Keep in `folder` what has arrived, and call `pause` between parts and before the pointer moves."""
         self.transfer.journal, self.transfer.pause = Journal(folder / JOURNAL), pause
 
     def published(self) -> dict[str, Any] | None:
@@ -75,6 +75,14 @@ class S3Target:
             raise DamagedRecord(f"{self.where(POINTER)} is damaged; publish again, or remove it")
         return list(found)
 
+    def versions(self) -> list[str]:
+        """Return all versions that are there, by the time at which they arrived."""
+        head, tail = self._key(""), f"/{RECORD}"
+        with translate_errors(self.where("")):
+            found = [(each.modified, each.key) for each in self.bucket.objects(head) if each.key.endswith(tail)]
+        names = [key.removeprefix(head).removesuffix(tail) for _, key in sorted(found)]
+        return [name for name in names if "/" not in name]  # else of another target below this one
+
     def where(self, version: str) -> str:
         """Return the URL of a version."""
         return f"{SCHEME}{self.bucket.name}/{self._key(version)}"
@@ -104,6 +112,7 @@ class S3Target:
             for extra in {each.key for each in self.bucket.objects(self._key(f"{version}/"))} - known:
                 self.bucket.client.delete_object(Bucket=self.bucket.name, Key=extra)
             self.bucket.write(self._key(f"{version}/{RECORD}"), _json(record))
+        self.transfer.pause()
         self.point_to(version)
         return self.where(version)
 

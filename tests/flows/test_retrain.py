@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +14,11 @@ from typing import Any
 
 import pytest
 from prefect.client.orchestration import get_client
-from prefect.events.worker import EventsWorker
 from prefect.exceptions import Pause
 from prefect.flow_engine import run_flow
 from prefect.flow_runs import resume_flow_run
 from prefect.settings import get_current_settings
 from prefect.states import Scheduled
-from prefect.testing.utilities import prefect_test_harness
 from typer.testing import CliRunner
 
 from cosmos_core.cli import app
@@ -64,11 +61,7 @@ target = "FOLDER/published"
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def server() -> Iterator[None]:
-    EventsWorker.drain_all(timeout=5)  # one of an earlier test of this process would send to the server of that test
-    with prefect_test_harness(server_startup_timeout=120):
-        yield
+pytestmark = pytest.mark.usefixtures("harness")
 
 
 class Nightly:

@@ -20,7 +20,7 @@ from cosmos_core.run.state import read_state, update_state
 from cosmos_core.upload import lease
 from cosmos_core.upload.artifact_store import ArtifactStore, check_store
 from cosmos_core.upload.lease import Holder
-from tasks import stage, stored
+from tasks import reuse, stored
 from tasks.kinds import all_kinds
 from tasks.stage import perform
 from tasks.stored import OUTPUT_DIR, Stored, received
@@ -359,7 +359,7 @@ def test_what_sends_beside_a_stage_goes_on_whatever_goes_wrong(
     damaged.parent.mkdir(parents=True)
     damaged.write_text('{"files": {"model": {}}}')
     (damaged.parent / "model").write_text("")
-    expected = stage._fingerprint(run, run.pipeline.stage("first"))
+    expected = reuse.fingerprint_of(run, run.pipeline.stage("first"))
     with Stored(run, run.pipeline.stage("first")).sending(expected):
         wait_until(lambda: "the artifact store has not everything" in caplog.text, 20, "it fails")
         shutil.rmtree(damaged.parent.parent)

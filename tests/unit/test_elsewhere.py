@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import uuid
 from pathlib import Path
@@ -12,12 +13,18 @@ import httpx
 import pytest
 from prefect.exceptions import ObjectNotFound
 
+from cosmos_core.config.compose import load_pipeline
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.errors import Preempted, StageFailed
-from cosmos_core.run.directory import Run, supersede
+from cosmos_core.run.directory import Run, create_run, supersede
+from cosmos_core.run.plan import plan, register
+from cosmos_core.run.state import read_state
 from flows import reward_service
 from tasks import elsewhere, stage
+from tasks.kinds import all_kinds
+from tasks.reuse import existing_of_pool
 from tasks.stored import Stored
+from tests.conftest import PROGRAMS
 from tests.unit.test_artifact_store import begun
 
 STAGE = StageConfig(name="first", kind="custom", entry="x:y", work_pool="gpu")
@@ -39,7 +46,7 @@ class Server:
 def test_a_flow_run_that_somebody_deleted_is_one_failed_attempt() -> None:
     server: Any = Server(ObjectNotFound(Exception()))
     with pytest.raises(StageFailed, match=r"stage 'first' on 'gpu': its flow run .* is gone from the server"):
-        elsewhere._follow(server, STAGE, uuid.uuid4(), lambda: None)
+        elsewhere._follow(server, STAGE, uuid.uuid4(), lambda: None, server)
 
 
 @pytest.mark.parametrize("error", [ObjectNotFound(Exception()), httpx.ConnectError("away")])
@@ -134,3 +141,83 @@ def test_a_reward_service_waits_for_a_server_that_is_started_again(monkeypatch: 
     said[:] = [httpx.ConnectError("gone for good")] * 100
     reward_service._wait_while(is_wanted)
     assert said
+
+
+POOLED = f"""
+[pipeline]
+name = "pooled"
+output_dir = "FOLDER/outputs"
+
+[[pipeline.stages]]
+name = "first"
+kind = "custom"
+entry = "{PROGRAMS}/counting.py:count"
+work_pool = "gpu"
+arguments = {{ steps = 2, seconds = 0.01 }}
+"""
+
+
+def pooled(folder: Path, run_id: str, old: str = "", new: str = "") -> Run:
+    (folder / "p.toml").write_text(POOLED.replace("FOLDER", str(folder)).replace(old, new))
+    return create_run(load_pipeline(folder / "p.toml", (), all_kinds()), run_id=run_id)
+
+
+def test_what_the_pool_has_made_is_reused_before_the_pool_is_asked_whatever_machine_it_was(tmp_path: Path) -> None:
+    run = pooled(tmp_path, "one")
+    assert existing_of_pool(run, run.pipeline.stage("first")) is None, "only the pool can make it"
+    path = run.stage_path("first")
+    stage.perform(run, "first")
+    made = json.loads((path / "fingerprint.json").read_text())
+    made["ingredients"] |= {"device": "NVIDIA H100", "versions": {"torch": "0"}}
+    result = (path / "result.json").read_text().replace(made["value"], "f" * 64)
+    (path / "result.json").write_text(result)
+    (path / "fingerprint.json").write_text(json.dumps(made | {"value": "f" * 64}))
+    register(run.output_dir, path, "f" * 64)
+    found, was_reused = elsewhere.perform_elsewhere(run, run.pipeline.stage("first"))  # no server is there to be asked
+    assert was_reused and found["fingerprint"] == "f" * 64
+    again = pooled(tmp_path, "two")
+    assert plan(again.pipeline, again.pipeline.kinds, again.output_dir)["first"].action == "adopt"
+    found, was_reused = elsewhere.perform_elsewhere(again, again.pipeline.stage("first"))
+    assert was_reused and found["metrics"] == {"count": 2.0}
+    assert read_state(again.stage_path("first")).state == "reused"
+    for number, changed in enumerate((("steps = 2", "steps = 3"), ('"gpu"', '"cpu"'))):
+        other = pooled(tmp_path, f"changed-{number}", *changed)
+        assert existing_of_pool(other, other.pipeline.stage("first")) is None, changed
+    (path / "out.txt").write_text("altered")
+    (again.stage_path("first") / "out.txt").write_text("altered")
+    assert existing_of_pool(again, again.pipeline.stage("first")) is None
+
+
+class Pool:
+    """A work pool as a server tells of it."""
+
+    def __init__(self) -> None:
+        self.is_paused = False
+        self.workers: list[Any] = []
+
+    def read_workers_for_work_pool(self, name: str) -> Any:
+        return self.workers
+
+    def read_work_pool(self, name: str) -> Any:
+        return self
+
+
+def test_what_a_stage_waits_for_is_said_once_in_the_log_and_by_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(elsewhere, "_WORKERS_SECONDS", 0.0)
+    lines: list[str] = []
+    server: Any = Pool()
+    wait = elsewhere.Wait(server, STAGE, tmp_path / "first", lines.append)
+    live, dead = SimpleNamespace(status="ONLINE"), SimpleNamespace(status="OFFLINE")
+    for workers in ([], [dead], [live, dead], [live]):
+        server.workers = workers
+        wait.look()
+    server.is_paused = True
+    wait.look()
+    assert lines == [
+        "stage first: waits for a worker of pool gpu: none is live; start one: cosmos worker --pool gpu",
+        "stage first: waits for a worker of pool gpu: 1 live",
+        "stage first: waits for work pool gpu, which is paused",
+    ]
+    assert read_state(tmp_path / "first").error == "waits for work pool gpu, which is paused"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cosmos_core.cli_models import promote
+from cosmos_core.cli_models import promote, rollback
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
@@ -118,6 +118,23 @@ def test_the_pointer_can_be_moved_to_any_whole_version(tmp_path: Path) -> None:
     assert os.readlink(tmp_path / "published" / "latest") == "v1"
 
 
+def test_a_version_that_a_rollback_left_behind_is_listed_and_one_that_is_not_there_is_not_called_damaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, folder = FileTarget(tmp_path / "published"), str(tmp_path / "published")
+    for version in ("v1", "v2"):
+        source = model(tmp_path / version, version)
+        target.publish(source, version, record_of(source, accuracy=0.5))
+    rollback(folder)
+    capsys.readouterr()
+    promote(folder)
+    assert capsys.readouterr().out == "v1  accuracy = 0.5  (published)\nv2  accuracy = 0.5\n"
+    with pytest.raises(ConfigError, match=r"published: there is no version 'v3'; there are: v1, v2$"):
+        promote(folder, "v3")
+    promote(folder, "v2")
+    assert target.history() == ["v1", "v2"]
+
+
 def test_what_was_published_is_listed_whatever_its_metrics_are(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -125,7 +142,7 @@ def test_what_was_published_is_listed_whatever_its_metrics_are(
     record = {**record_of(source), "metrics": {"accuracy": 0.5, "note": "by hand"}}
     FileTarget(tmp_path / "published").publish(source, "v1", record)
     promote(str(tmp_path / "published"), "")
-    assert capsys.readouterr().out == "v1  accuracy = 0.5\n"
+    assert capsys.readouterr().out == "v1  accuracy = 0.5  (published)\n"
 
 
 def test_a_target_to_which_nothing_was_published_has_no_list(tmp_path: Path) -> None:
@@ -139,7 +156,7 @@ def test_a_version_that_was_removed_is_listed_as_gone(tmp_path: Path, capsys: py
         FileTarget(tmp_path / "published").publish(source, version, record_of(source, accuracy=0.5))
     shutil.rmtree(tmp_path / "published" / "v1")
     promote(str(tmp_path / "published"), "")
-    assert capsys.readouterr().out == "v1  gone\nv2  accuracy = 0.5\n"
+    assert capsys.readouterr().out == "v1  gone\nv2  accuracy = 0.5  (published)\n"
 
 
 def test_a_record_that_is_no_record_is_mended_by_publishing_the_same_version(tmp_path: Path) -> None:

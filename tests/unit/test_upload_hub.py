@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cosmos_core.errors import ConfigError, Preempted, UploadError
+from cosmos_core.errors import Cancelled, ConfigError, Preempted, UploadError
 from cosmos_core.upload import hub
 from cosmos_core.upload.base import open_target
 from cosmos_core.upload.hub import HubTarget
@@ -146,6 +146,21 @@ def test_an_upload_that_is_to_stop_does_not_wait_as_long_as_a_busy_hub_asks(
     with pytest.raises(Preempted):
         sums.publish(folder, "v1", record)
     assert len(server.requests) == 1
+
+
+def test_a_cancel_while_the_files_are_sent_makes_no_commit(tmp_path: Path, server: Hub) -> None:
+    folder, record = model(tmp_path / "m", "v1")
+    hub_target, sent = target("team/cancelled"), 0
+
+    def pause() -> None:
+        if any("preupload" in str(request) for request in server.requests[sent:]):
+            raise Cancelled("its flow run was cancelled")
+
+    sent = len(server.requests)
+    hub_target.attend(folder, pause)
+    with pytest.raises(Cancelled):
+        hub_target.publish(folder, "v1", record)
+    assert target("team/cancelled").published() is None
 
 
 def test_a_branch_and_the_account_of_the_token(tmp_path: Path, server: Hub) -> None:

@@ -10,12 +10,13 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cosmos_core.errors import ConfigError, DamagedRecord, UploadError
+from cosmos_core.errors import Cancelled, ConfigError, DamagedRecord, UploadError
 from cosmos_core.upload import transfer
 from cosmos_core.upload.base import open_target
 from cosmos_core.upload.s3 import S3Target
@@ -69,6 +70,27 @@ def test_a_version_holds_every_file_and_the_pointer_moves_last(tmp_path: Path, t
     _, second = model(folder, seed=2)
     target.publish(folder, "v2", second)
     assert target.published() == second and target.history() == ["v1", "v2"]
+    target.point_to("v1", ["v1"])
+    assert target.versions() == ["v1", "v2"], "the one that a rollback left behind too"
+
+
+def test_a_cancel_at_any_moment_before_the_pointer_moves_publishes_nothing(tmp_path: Path, target: S3Target) -> None:
+    folder, record = model(tmp_path / "m")
+    calls: list[int] = []
+    for last in range(1, 10):
+        calls.clear()
+
+        def pause(last: int = last) -> None:
+            calls.append(0)
+            if len(calls) == last:
+                raise Cancelled("its flow run was cancelled")
+
+        target.attend(tmp_path, pause)
+        with suppress(Cancelled):
+            target.publish(folder, f"v{last}", record)
+            break
+        assert target.published() is None
+    assert last == 4, "it is called for each of two files, and before the pointer moves"
 
 
 def test_publishing_again_sends_nothing_and_mends_what_was_damaged(

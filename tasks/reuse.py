@@ -1,0 +1,68 @@
+"""What is reused in place of making it: a verified result with the same fingerprint, of this run or of another.
+
+A stage with a work pool is looked for before the pool is asked for a worker, which may mean to start a machine.
+"""
+
+from __future__ import annotations
+
+import time
+
+from cosmos_core.config.schema.pipeline import StageConfig
+from cosmos_core.errors import CosmosError
+from cosmos_core.run import manifest
+from cosmos_core.run.directory import Run
+from cosmos_core.run.fingerprint import Fingerprint, fingerprint
+from cosmos_core.run.lock import stage_lock
+from cosmos_core.run.manifest import Result, read_result
+from cosmos_core.run.plan import Decision, decide, made_on_pool, register, save_fingerprint
+from cosmos_core.run.state import FINISHED, read_state, record_event, update_state
+from tasks.layout import inputs_of, make_room
+from tasks.stored import Stored
+
+
+def fingerprint_of(run: Run, stage: StageConfig) -> Fingerprint:
+    """Return the fingerprint of a stage whose inputs are done, with the facts of this machine."""
+    upstream = {name: result["digest"] for name, result in inputs_of(run, stage).items()}
+    return fingerprint(run.pipeline, stage, run.pipeline.kind_of(stage), upstream, run.digests)
+
+
+def existing(run: Run, stage: StageConfig, expected: Fingerprint) -> Result | None:
+    """A verified result with this fingerprint, of this run or taken over from another."""
+    path = run.stage_path(stage.name)
+    state = read_state(path)
+    if not run.pipeline.kind_of(stage).is_reusable or (state.forced and read_result(path) is None):
+        return None
+    decision = decide(run.output_dir, path, expected, thorough=run.verify)
+    if decision is None or decision.action == "run":
+        result = Stored(run, stage).existing(expected)
+        decision = Decision("adopt", result["reused_from"]) if result else None
+    elif decision.action == "adopt":
+        assert decision.result is not None and decision.source is not None
+        make_room(path, expected)
+        result = manifest.adopt(decision.source, path, decision.result)
+        register(run.output_dir, path, expected.value)
+    else:
+        result = decision.result
+    if decision is None or result is None:
+        return None
+    if state.state not in FINISHED or decision.action == "adopt":
+        save_fingerprint(path, expected, stage.work_pool)
+        record_event(path, "reused", decision.reason)
+        update_state(path, state="reused", ended=time.time(), error="")
+    return result
+
+
+def existing_of_pool(run: Run, stage: StageConfig) -> Result | None:
+    """Return a verified result that the stage's work pool has made of the same inputs and settings, whatever machine of
+    the pool it was; None: there is none, or only the pool can tell."""
+    with stage_lock(run.path, stage.name) as lock:
+        if not lock.try_acquire():
+            return None
+        try:
+            here = fingerprint_of(run, stage)
+            for made in made_on_pool(run.output_dir, run.pipeline, stage, here):
+                if found := existing(run, stage, made):
+                    return found
+        except CosmosError:  # something that it reads is on the machines of the pool alone
+            return None
+    return None

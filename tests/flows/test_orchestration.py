@@ -1,0 +1,188 @@
+"""What a Prefect server is given and shows: the automation, states of flow and task runs, tags, cards; and what a flow
+does when its server says that it was cancelled."""
+
+from __future__ import annotations
+
+import ast
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterName
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.server.events.schemas.automations import EventTrigger
+from prefect.states import Cancelling
+
+from cosmos_core.launch.bootstrap import AUTOMATION, OUTCOMES, bootstrap
+from cosmos_core.run.state import read_state
+from flows.post_train import post_train
+from tasks.ending import REFUSED
+from tests.conftest import PROGRAMS, wait_until
+
+pytestmark = pytest.mark.usefixtures("harness")
+ROOT = Path(__file__).parents[2]
+
+
+def automations() -> list[dict[str, Any]]:
+    with get_client(sync_client=True) as client:
+        found = client.request("POST", "/automations/filter", json={}).json()
+    return [each for each in found if each["name"] == AUTOMATION]
+
+
+def test_bootstrap_updates_the_automation_of_an_older_version_and_keeps_whether_it_is_enabled() -> None:
+    assert f"automation {AUTOMATION!r}: made" in list(bootstrap([]))
+    assert f"automation {AUTOMATION!r}: there" in list(bootstrap([]))
+    [made] = automations()
+    older = {key: made[key] for key in ("name", "description", "trigger", "actions")} | {"enabled": False}
+    older["trigger"]["expect"] = ["prefect.flow-run.heartbeat", "prefect.flow-run.Completed"]
+    with get_client(sync_client=True) as client:
+        client.request("PUT", "/automations/{id}", path_params={"id": made["id"]}, json=older)
+    assert f"automation {AUTOMATION!r}: changed" in list(bootstrap([]))
+    assert f"automation {AUTOMATION!r}: there" in list(bootstrap([]))
+    [changed] = automations()
+    assert changed["trigger"]["expect"].sort() == made["trigger"]["expect"].sort() and not changed["enabled"]
+
+
+def test_a_flow_run_that_has_no_process_is_not_taken_for_a_dead_one() -> None:
+    list(bootstrap([]))
+    [found] = automations()
+    trigger = EventTrigger.model_validate(found["trigger"])
+    quiet = ("Suspended", "Paused", "Resuming", "Scheduled", "AwaitingRetry", "Completed", "TimedOut", *OUTCOMES)
+    assert [name for name in quiet if not trigger.expects(f"prefect.flow-run.{name}")] == []
+    assert not trigger.expects("prefect.flow-run.Running") and trigger.starts_after("prefect.flow-run.heartbeat")
+    trees = [ast.parse(file.read_text()) for file in (ROOT / "flows").glob("*.py")]
+    calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    endings = [call for call in calls if getattr(call.func, "id", "") in {"Completed", "Failed"}]
+    names = [word.value for call in endings for word in call.keywords if word.arg == "name"]
+    assert {name.value for name in names if isinstance(name, ast.Constant)} | {REFUSED} == set(OUTCOMES)
+
+
+PIPELINE = f"""
+[pipeline]
+name = "nightly"
+output_dir = "FOLDER/outputs"
+grace_seconds = 10
+
+[[pipeline.stages]]
+name = "learn"
+kind = "custom"
+entry = "{PROGRAMS}/learning.py:learn"
+data = "FOLDER/rows.jsonl"
+retries = 0
+
+[[pipeline.stages]]
+name = "gate"
+kind = "gate"
+after = "learn"
+require = ["validation/accuracy >= 0.6", "validation/prompts >= 1"]
+
+[[pipeline.stages]]
+name = "publish"
+kind = "upload"
+after = ["gate", "learn"]
+model = "stage:learn"
+target = "FOLDER/published"
+
+[[pipeline.stages]]
+name = "report"
+kind = "report"
+after = "publish"
+"""
+
+
+class Lines(logging.Handler):
+    """What flow and task runs log, as it goes to the server."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self.setFormatter(logging.Formatter("%(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(self.format(record))
+
+
+def run(folder: Path, text: str, run_id: str, rows: str = "") -> tuple[State[Any], list[str], FlowRun]:
+    """Run a pipeline; its final state, what was logged and the flow run."""
+    (folder / "p.toml").write_text(text.replace("FOLDER", str(folder)))
+    (folder / "rows.jsonl").write_text(rows)
+    heard = Lines()
+    loggers = [logging.getLogger(name) for name in ("prefect.flow_runs", "prefect.task_runs")]
+    for logger in loggers:
+        logger.addHandler(heard)
+    state = post_train(str(folder / "p.toml"), [], run_id, return_state=True)
+    for logger in loggers:
+        logger.removeHandler(heard)
+    with get_client(sync_client=True) as client:
+        return state, heard.lines, client.read_flow_run(state.state_details.flow_run_id)  # type: ignore[arg-type]
+
+
+def task_runs(flow_run: FlowRun) -> dict[str, tuple[str, str, bool]]:
+    """Name, message and whether it has ended, of the state of each task run; the server hears of them from a queue."""
+
+    def found() -> dict[str, tuple[str, str, bool]]:
+        with get_client(sync_client=True) as client:
+            this = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run.id]))
+            states = {each.name: each.state for each in client.read_task_runs(flow_run_filter=this)}
+        assert all(states.values())
+        return {name: (str(s.name), str(s.message), s.is_final()) for name, s in states.items() if s}
+
+    wait_until(lambda: all(is_final for _, _, is_final in found().values()), 5, lambda: f"all have ended: {found()}")
+    return found()
+
+
+def artifacts(flow_run: FlowRun) -> dict[str, str]:
+    with get_client(sync_client=True) as client:
+        wanted = {"artifacts": {"flow_run_id": {"any_": [str(flow_run.id)]}}}
+        found = client.request("POST", "/artifacts/filter", json=wanted).json()
+    return {each["key"]: str(each["data"]) for each in sorted(found, key=lambda each: each["created"])}
+
+
+def test_why_a_gate_refused_is_said_by_the_flow_run_and_what_it_stopped_is_named_skipped(tmp_path: Path) -> None:
+    state, lines, flow_run = run(tmp_path, PIPELINE, "Refused_1", '{"accuracy": 0.4}\n')
+    why = "validation/accuracy >= 0.6 does not hold: validation/accuracy = 0.4, bound 0.6"
+    assert (state.name, state.message) == ("Refused", f"run Refused_1: gate 'gate': {why}")
+    assert (flow_run.state_name, flow_run.state and flow_run.state.message) == (state.name, state.message)
+    found = task_runs(flow_run)
+    assert {name: said[0] for name, said in found.items()} == {
+        "learn": "Completed", "gate": "Refused", "publish": "Skipped", "report": "Skipped",
+    }  # fmt: skip
+    assert found["gate"][1] == f"gate 'gate': {why}"
+    assert (found["publish"][1], found["report"][1]) == ("it starts from gate", "it starts from publish")
+    assert not [line for line in lines if "Traceback" in line]
+    shown = artifacts(flow_run)
+    assert "| validation/accuracy >= 0.6 | 0.4 | 0.6 | **no** |" in shown["nightly-gate-card"]
+    assert "| validation/prompts >= 1 | 100 | 1 | yes |" in shown["nightly-gate-card"]
+    assert "| 0.4 | 0.6 | **no** |" in shown["nightly-run"] and "model.safetensors" not in shown["nightly-run"]
+    assert "python" not in shown["nightly-run"], "a refused model is not offered"
+    state, _, flow_run = run(tmp_path, PIPELINE, "Passed_1", '{"accuracy": 0.7}\n')
+    assert state.is_completed()
+    assert "| validation/accuracy >= 0.6 | 0.7 | 0.6 | yes |" in artifacts(flow_run)["nightly-gate-card"]
+
+
+def test_a_flow_run_that_is_cancelled_and_not_told_so_saves_and_ends_and_publishes_nothing(tmp_path: Path) -> None:
+    learn = f'entry = "{PROGRAMS}/learning.py:learn"'
+    counting = f'entry = "{PROGRAMS}/released.py:count"\narguments = {{ release = "FOLDER/go" }}'
+    stage = tmp_path / "outputs" / "Cancelled_1" / "stages" / "learn"
+
+    def cancel() -> None:
+        wait_until(lambda: (read_state(stage).step or 0) >= 3, 60, "step 3")  # an end before it fails the test
+        with get_client(sync_client=True) as client:
+            wanted = FlowRunFilter(name=FlowRunFilterName(any_=["nightly Cancelled_1"]))
+            [found] = client.read_flow_runs(flow_run_filter=wanted)
+            client.set_flow_run_state(found.id, Cancelling())
+
+    canceller = threading.Thread(target=cancel, daemon=True)
+    canceller.start()
+    state, _, flow_run = run(tmp_path, PIPELINE.replace(learn, counting), "Cancelled_1")
+    assert state.is_cancelled() and flow_run.state_type == "CANCELLED"
+    assert "it goes on with: cosmos resume" in str(state.message)
+    assert {name: said[0] for name, said in task_runs(flow_run).items()} == {
+        "learn": "Stopped", "gate": "Skipped", "publish": "Skipped", "report": "Skipped",
+    }  # fmt: skip
+    stopped = read_state(stage)
+    assert (stopped.state, stopped.failures) == ("stopped", 0) and (stopped.checkpoint_step or 0) >= 3
+    assert not (tmp_path / "published").exists()

@@ -1,0 +1,195 @@
+"""A flow that asks its server whether it was cancelled: what it does with each response."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import os
+import signal
+import subprocess
+import threading
+import uuid
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_CSRF_SUPPORT_ENABLED, temporary_settings
+
+from cosmos_core.errors import Cancelled, Preempted
+from cosmos_core.launch import worker
+from cosmos_core.launch.prefect import _POLLING, keep_polling
+from cosmos_core.launch.reap import cancelled_flow_run, reap
+from cosmos_core.run.lock import Lock
+from cosmos_core.run.process import start_time, this_process
+from cosmos_core.upload.file import FileTarget
+from tasks.cancellation import is_cancelled, publication_check
+
+OWN, PARENT, TASK = (str(uuid.uuid4()) for _ in range(3))
+
+
+class Server:
+    """Says of each flow run what it is told, one word for each request, the last one again and again."""
+
+    def __init__(self) -> None:
+        self.words: dict[str, list[str]] = {}
+        self.set: dict[str, str] = {}
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                word, content = outer.response(self.path.rpartition("/")[2])
+                self.send_response(int(word) if word.isdigit() else 200)
+                self.end_headers()
+                self.wfile.write(json.dumps(content).encode())
+
+            def do_POST(self) -> None:
+                content = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                outer.set[self.path.split("/")[-2]] = content["state"]["type"]
+                self.send_response(201)
+                self.end_headers()
+                done = {"status": "ACCEPT", "details": {"type": "accept_details"}, "state": content["state"]}
+                self.wfile.write(json.dumps(done).encode())
+
+            def log_message(self, *_: Any) -> None: ...
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+
+    def response(self, name: str) -> tuple[str, dict[str, Any]]:
+        if name == TASK:
+            return "200", {"id": TASK, "task_key": "t", "dynamic_key": "0", "flow_run_id": PARENT}
+        word = self.words[name].pop(0) if len(self.words[name]) > 1 else self.words[name][0]
+        parent = {"parent_task_run_id": TASK} if name == OWN and PARENT in self.words else {}
+        return word, {"id": name, "flow_id": TASK, "name": "n", "state": {"type": word}, "state_type": word} | parent
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    found = Server()
+    monkeypatch.setenv("PREFECT__FLOW_RUN_ID", OWN)
+    url = f"http://127.0.0.1:{found.http.server_address[1]}/api"
+    monkeypatch.setenv("PREFECT_API_URL", url)
+    with temporary_settings({PREFECT_API_URL: url, PREFECT_CLIENT_CSRF_SUPPORT_ENABLED: False}):
+        yield found
+    found.http.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("own", "parent", "expected"),
+    [
+        ("RUNNING", "", False), ("CANCELLING", "", True), ("CANCELLED", "", True), ("CRASHED", "", False),
+        ("500", "", None), ("404", "", False), ("RUNNING", "RUNNING", False), ("RUNNING", "CANCELLING", True),
+        ("RUNNING", "CANCELLED", True), ("RUNNING", "404", False), ("RUNNING", "500", None),
+    ],
+)  # fmt: skip
+def test_it_is_cancelled_where_it_or_the_flow_run_that_began_it_is(
+    server: Server, own: str, parent: str, expected: bool | None
+) -> None:
+    server.words = {OWN: [own]} | ({PARENT: [parent]} if parent else {})
+    assert is_cancelled() is expected
+
+
+def publish(folder: Path) -> FileTarget:
+    (folder / "model").mkdir()
+    target, check = FileTarget(str(folder / "published")), publication_check()
+    target.attend(folder, check)
+    check()
+    target.publish(folder / "model", "v1", {"version": "v1", "metrics": {}, "files": {}})
+    return target
+
+
+@pytest.mark.parametrize("said", [["CANCELLING"], ["RUNNING", "CANCELLING"], ["RUNNING", "500", "500", "CANCELLED"]])
+def test_nothing_is_published_after_a_cancel_though_the_server_was_away_meanwhile(
+    server: Server, tmp_path: Path, said: list[str]
+) -> None:
+    server.words = {OWN: said}
+    with pytest.raises(Cancelled, match="its flow run was cancelled, so nothing is published"):
+        publish(tmp_path)
+    assert FileTarget(str(tmp_path / "published")).published() is None
+
+
+def test_a_publication_waits_for_a_server_that_is_away_and_ends_where_the_process_is_to_stop(
+    server: Server, tmp_path: Path
+) -> None:
+    server.words = {OWN: ["RUNNING", "500", "RUNNING"]}
+    assert publish(tmp_path).published() is not None
+    server.words = {OWN: ["500"]}
+    with worker.stoppable():
+        threading.Timer(0.2, worker.stop_all).start()
+        with pytest.raises(Preempted, match="asked to stop"):
+            publication_check()()
+    with worker.stoppable():  # which forgets it
+        pass
+
+
+def begun(outputs: Path, name: str, *flow_runs: str) -> Path:
+    """A run on which flow runs have worked, the last one now."""
+    (outputs / name / "locks").mkdir(parents=True)
+    (outputs / name / "pipeline.toml").write_text("")
+    notes = outputs / ".cosmos" / "flow_runs"
+    notes.mkdir(parents=True, exist_ok=True)
+    for age, flow_run in enumerate(reversed(flow_runs)):
+        (notes / flow_run).write_text(name)
+        os.utime(notes / flow_run, (1e9 - age, 1e9 - age))
+    return outputs / name
+
+
+@pytest.mark.parametrize(
+    ("said", "corrected"),
+    [("CANCELLING", "CANCELLED"), ("RUNNING", "CRASHED"), ("COMPLETED", ""), ("CANCELLED", ""), ("404", "")],
+)
+def test_reap_corrects_a_flow_run_whose_process_is_gone(
+    server: Server, tmp_path: Path, said: str, corrected: str
+) -> None:
+    begun(tmp_path, "dead", OWN)
+    server.words = {OWN: [said]}
+    assert len(list(reap(tmp_path))) == bool(corrected)
+    assert server.set == ({OWN: corrected} if corrected else {})
+
+
+@pytest.mark.parametrize(("newest", "is_stopped"), [("CANCELLED", True), ("CANCELLING", True), ("RUNNING", False)])
+def test_reap_stops_a_process_that_goes_on_after_a_cancel_but_not_one_that_resumed_the_run(
+    server: Server, tmp_path: Path, newest: str, is_stopped: bool
+) -> None:
+    run = begun(tmp_path, "live", PARENT, OWN)
+    server.words = {OWN: [newest], PARENT: ["CANCELLED"]}
+    process = subprocess.Popen(["sleep", "600"])
+    holder = this_process() | {"launcher_pid": process.pid, "launcher_started": start_time(process.pid)}
+    (run / "locks" / "holder.json").write_text(json.dumps(holder))
+    try:
+        with Lock(run / "locks" / ".run") as lock:
+            assert lock.try_acquire()
+            assert bool(cancelled_flow_run(tmp_path, "live")) is is_stopped
+            assert len(list(reap(tmp_path))) == is_stopped
+        assert process.wait(30) == -signal.SIGTERM if is_stopped else process.poll() is None
+        assert server.set == {}
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_the_polling_of_a_worker_outlasts_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in _POLLING:
+        module: Any = importlib.import_module(name)
+        monkeypatch.setattr(module, "critical_service_loop", module.critical_service_loop)  # put back afterwards
+    calls: list[int] = []
+
+    async def ask() -> None:
+        calls.append(len(calls))
+        raise httpx.ConnectError("away") if len(calls) < 40 else KeyError("it was still asked")
+
+    async def poll(name: str) -> None:
+        loop = importlib.import_module(name).critical_service_loop
+        await loop(workload=ask, interval=1e-4, jitter_range=0.3, printer=lambda *_: None)
+
+    with pytest.raises(RuntimeError, match="Service exceeded error threshold"):
+        asyncio.run(poll(_POLLING[0]))
+    keep_polling()
+    for name in _POLLING:
+        calls.clear()
+        with pytest.raises(KeyError, match="it was still asked"):
+            asyncio.run(poll(name))
