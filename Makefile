@@ -6,7 +6,7 @@ PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --c
 INSTALLED := $(VENV)/.installed
 HAS_GPU := $(shell command -v nvidia-smi)
 
-.PHONY: install demo demo-diffusion test test-fast gpu lint docs acceptance storm clean
+.PHONY: install demo demo-diffusion test test-fast gpu gpu-1 gpu-2 gpu-3 gpu-4 gpu-5 lint docs acceptance storm clean
 
 install: $(INSTALLED)
 
@@ -38,14 +38,43 @@ test: $(INSTALLED)
 test-fast: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --fast
 
-# On a machine with one GPU: its tests, then tokens/s, share of peak, memory and sync time. GPU_PYTHON: any interpreter
-# with torch, transformers, peft, pydantic and pytest in place of .venv, such as that of a CUDA image; diffusion models
-# are left out where it has no diffusers.
+# On a machine with one GPU: its tests, then tokens/s, share of peak, memory and sync time, as five runs of less than ten
+# minutes each, `make gpu-1` to `make gpu-5`; what they measure is in GPU_OUT as JSON. GPU_PYTHON: any interpreter with
+# torch, transformers, peft, pydantic and pytest in place of .venv, such as that of a CUDA image; diffusion models are
+# left out where it has no diffusers.
 GPU_PYTHON ?= $(VENV)/bin/python
-gpu: $(if $(filter $(VENV)/bin/python,$(GPU_PYTHON)),$(INSTALLED))
-	$(GPU_PYTHON) -m pytest -q tests/gpu
-	$(GPU_PYTHON) -m benchmarks.gpu
-	$(GPU_PYTHON) -m benchmarks.gpu_diffusion
+GPU_OUT ?= outputs/gpu
+GPU_READY := $(if $(filter $(VENV)/bin/python,$(GPU_PYTHON)),$(INSTALLED))
+GPU_TESTS = timeout 590 $(GPU_PYTHON) -m pytest -o addopts= -p no:cacheprovider -q tests/gpu
+GPU_BENCH = timeout 590 $(GPU_PYTHON) -m benchmarks.gpu --steps 3
+gpu: gpu-1 gpu-2 gpu-3 gpu-4 gpu-5
+
+gpu-1: $(GPU_READY)
+	nvidia-smi
+	$(GPU_PYTHON) -c "import torch, transformers; print(torch.__version__, torch.version.cuda, transformers.__version__)"
+	$(GPU_TESTS) -x -k "packed or waits"
+
+gpu-2: $(GPU_READY)
+	$(GPU_TESTS)
+	$(GPU_BENCH) --contexts 16384 --json $(GPU_OUT)/eager.json
+	$(GPU_BENCH) --contexts 16384 --compile --json $(GPU_OUT)/compiled.json
+
+gpu-3: $(GPU_READY)
+	$(GPU_BENCH) --contexts 16384 --recompute blocks --profile $(GPU_OUT)/eager --json $(GPU_OUT)/traced-eager.json
+	$(GPU_BENCH) --contexts 16384 --recompute blocks --compile --profile $(GPU_OUT)/compiled --json $(GPU_OUT)/traced.json
+	$(GPU_BENCH) --contexts 16384 --recompute blocks --compile --fa 2 --json $(GPU_OUT)/fa2.json
+	$(GPU_BENCH) --contexts 16384 --recompute blocks --compile --ragged --json $(GPU_OUT)/ragged.json
+	$(GPU_BENCH) --contexts 8192 65536 --tokens 65536 --recompute blocks --compile --json $(GPU_OUT)/long.json
+
+gpu-4: $(GPU_READY)
+	$(GPU_BENCH) --size 8B --layers 8 --contexts 16384 --recompute nothing blocks --compile --json $(GPU_OUT)/8b.json
+	$(GPU_BENCH) --size 4B --lora 32 --contexts 16384 --recompute blocks --compile --json $(GPU_OUT)/4b-lora.json
+	$(GPU_BENCH) --size 8B --layers 8 --fp8 --contexts 16384 --recompute blocks --compile --json $(GPU_OUT)/8b-fp8.json
+	$(GPU_BENCH) --size 30B-A3B --layers 4 --contexts 4096 --recompute blocks --json $(GPU_OUT)/experts.json
+
+gpu-5: $(GPU_READY)
+	timeout 590 $(GPU_PYTHON) -m benchmarks.gpu_diffusion --json $(GPU_OUT)/diffusion.json
+	timeout 590 $(GPU_PYTHON) -m benchmarks.gpu_diffusion --compile --json $(GPU_OUT)/diffusion-compiled.json
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .

@@ -1,6 +1,6 @@
 """One GPU: what Stable Diffusion 3.5 medium and SANA of 1.6 billion weights draw and learn per second at 1,024 pixels.
 
-    python -m benchmarks.gpu_diffusion [--batch 4] [--steps 5] [--compile]
+    python -m benchmarks.gpu_diffusion [--batch 4] [--steps 5] [--compile] [--json FILE]
 
 Random weights of the public shapes, float32 master and bfloat16 compute, blocks recomputed, everything prepared: no
 text encoder and no VAE. `images/s` of NFT counts the samples that a step learns, each at --levels noise levels, without
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import sys
 import tempfile
 from collections.abc import Callable
@@ -151,9 +152,15 @@ def main() -> None:
     table = Table("denoiser", "step", title=title)
     for column in ("images/s", "s", "of peak", "peak GiB"):
         table.add_column(column, justify="right")
+    cells: list[list[str]] = []
     for model, shape in SHAPES.items():
         for kind in KINDS:
-            table.add_row(model, kind, *_row(shape, kind, options, peak))
+            cells.append([model, kind, *_row(shape, kind, options, peak)])
+            table.add_row(*cells[-1])
+            if options.json:
+                options.json.parent.mkdir(parents=True, exist_ok=True)
+                columns = [str(column.header) for column in table.columns]
+                options.json.write_text(json.dumps({"title": title, "columns": columns, "cells": cells}, indent=2))
     Console(width=None if sys.stdout.isatty() else 140).print(table)
 
 
@@ -193,6 +200,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5, help="measured steps")
     parser.add_argument("--layers", type=int, default=0, help="0: those of the shape")
     parser.add_argument("--compile", action="store_true", help="torch.compile each block")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="written anew after each cell")
     parser.add_argument("--device", default="cuda")
     return parser.parse_args()
 

@@ -14,7 +14,7 @@ from cosmos_core.models.causal_lm import CausalLM, Reading
 from cosmos_core.models.compiled import compile_blocks, watch_compiling
 from cosmos_core.models.freeze import choose_trained
 from cosmos_core.models.hf import check_row_length, load_model, load_tokenizer
-from cosmos_core.models.kernels import use_fp8, use_liger
+from cosmos_core.models.kernels import use_flash_attention, use_fp8, use_liger
 from cosmos_core.models.meta_device import reads_base
 from cosmos_core.models.processor import Vision, load_processor, processor_files
 from cosmos_core.models.row_limits import check_rows
@@ -59,6 +59,7 @@ def open_model(stage: Stage) -> CausalLM:
     rows = stage.data if stage.kind.reads_data == "prepared" else None
     if rows is not None and (told := check_rows(model.config, rows, lambda: model)):
         logger.warning("%s", told)
+    use_flash_attention(None)
     if policy.enable_liger_kernel:
         use_liger(model)
     if stage.kind.trains:  # one that measures takes what these tables have made already

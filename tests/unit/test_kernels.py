@@ -18,7 +18,7 @@ from cosmos_core.config.schema.precision import FP8Config
 from cosmos_core.errors import ConfigError
 from cosmos_core.facts import Facts
 from cosmos_core.models.hf import load_model
-from cosmos_core.models.kernels import convert, use_fp8, use_liger, without_fp8
+from cosmos_core.models.kernels import convert, use_flash_attention, use_fp8, use_liger, without_fp8
 from cosmos_core.run import inputs
 from cosmos_core.run.inputs import check_inputs, kernel_packages
 from tests.unit import test_config_load
@@ -121,3 +121,19 @@ def test_kernels_are_refused_without_a_gpu_and_without_their_package(
 def test_what_fp8_does_not_go_with_is_refused(tmp_path: Path, settings: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_capabilities(test_config_load.load(tmp_path, SFT, "train.fp8.enable_fp8=true", *settings))
+
+
+def test_a_hopper_takes_flash_attention_3_where_it_is_installed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    capability = (9, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    asked: list[str] = []
+    assert use_flash_attention(None, asked.append) and asked == ["FA3"]
+    assert not use_flash_attention(2, asked.append)
+    capability = (8, 0)
+    assert not use_flash_attention(None, asked.append) and asked == ["FA3"]
+    capability = (9, 0)
+    assert not use_flash_attention(3), "its package is not installed here"
+    assert "FlashAttention 2, because 3 is not there" in caplog.text
