@@ -23,6 +23,7 @@ from ipaddress import ip_address
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, Literal
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -96,8 +97,11 @@ def process_group(rendezvous: Rendezvous) -> Iterator[None]:
         "RANK": str(rendezvous.rank), "WORLD_SIZE": str(rendezvous.size), "LOCAL_RANK": str(rendezvous.device),
         "MASTER_ADDR": rendezvous.address, "MASTER_PORT": str(rendezvous.port),
     }  # fmt: skip
-    if ip_address(rendezvous.address).is_loopback:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # Left to themselves both look the host's name up, which many images map to an address that no other machine has.
+    if interface := interface_to(rendezvous.address):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if not ip_address(rendezvous.address).is_loopback:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     backend = "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(rendezvous.device)
@@ -106,6 +110,19 @@ def process_group(rendezvous: Rendezvous) -> Iterator[None]:
     dist.init_process_group(backend, store=store, rank=rendezvous.rank, world_size=rendezvous.size)
     yield
     dist.destroy_process_group()  # not after an error: the others would fail of that before ours is told
+
+
+def interface_to(address: str) -> str | None:
+    """Return the network interface of this machine that has the way to an address; None: it cannot be told."""
+    family = socket.AF_INET6 if ip_address(address).version == 6 else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))  # nothing is sent
+        except OSError:
+            return None
+        own = probe.getsockname()[0]
+    addresses = psutil.net_if_addrs().items()
+    return next((name for name, found in addresses if any(each.address.split("%")[0] == own for each in found)), None)
 
 
 def open_store(address: str, size: int) -> dist.TCPStore:

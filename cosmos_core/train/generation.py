@@ -89,9 +89,19 @@ class Generation:
             self._probe_logprobs,
             getattr(torch, self._stage.recipe.train.param_dtype),
             whole=adapter.whole,
-            transfer_dtype=transfer_dtype_of(self._stage.recipe.train),
+            transfer_dtype=self._transfer_dtype,
             probe_interval=self._stage.recipe.rollout.probe_interval,
         )
+
+    @property
+    def _transfer_dtype(self) -> torch.dtype | None:
+        """Return what weights are cast to on their way; None: nothing. vLLM holds them in `param_dtype`: wider ones
+        would be more bytes, and the same bits there. The factors of an adapter are scaled first, in float32."""
+        recipe, chosen = self._stage.recipe, transfer_dtype_of(self._stage.recipe.train)
+        holds_narrower = recipe.rollout.backend == "vllm" and self.engine.weight_format == "checkpoint"
+        if chosen is None and holds_narrower and recipe.train.master_dtype == "float32" != recipe.train.param_dtype:
+            return getattr(torch, recipe.train.param_dtype)  # type: ignore[no-any-return]
+        return chosen
 
     def publish(self, version: int) -> dict[str, float]:
         """Send the present weights to the engine as `version`; return metrics."""

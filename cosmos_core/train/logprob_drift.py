@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 import torch
 
+from cosmos_core.errors import StageFailed
 from cosmos_core.rollout.publish import tolerance_of
 from cosmos_core.types import Sampling
 
@@ -27,15 +28,25 @@ class LogprobDrift:
     """Compares the log-probabilities that engines and trainer compute for the completions of a train step."""
 
     def __init__(
-        self, dtype: torch.dtype, transfer_dtype: torch.dtype | None = None, sampling: Sampling | None = None
+        self,
+        dtype: torch.dtype,
+        transfer_dtype: torch.dtype | None = None,
+        sampling: Sampling | None = None,
+        *,
+        stops: bool = False,
     ) -> None:
         """`dtype`: what engines compute in; `transfer_dtype`: what weights are cast to on their way, None: nothing;
-        `sampling`: how completions are drawn, None: from the policy."""
+        `sampling`: how completions are drawn, None: from the policy; `stops`: an alarm ends the stage."""
+        self._stops = stops
         self._tolerance = tolerance_of(dtype, transfer_dtype) + (_by_sampling(sampling) if sampling else 0.0)
         self._is_told = False
 
     def check(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return `watch/alarm`, 1 if they differ by more than rounding explains; no metric if none were compared."""
+        """Return `watch/alarm`, 1 if they differ by more than rounding explains; no metric if none were compared.
+
+        Raises:
+            StageFailed: they do, and an alarm ends the stage.
+        """
         difference = math.nan if metrics.get(_NOT_FINITE) else metrics.get(_DIFFERENCE)
         if difference is None:
             return {}
@@ -48,6 +59,11 @@ class LogprobDrift:
                 step, difference, metrics.get(_LAG, 0.0), most,
             )  # fmt: skip
         self._is_told = is_wrong
+        if is_wrong and self._stops:
+            raise StageFailed(
+                f"step {step}: engines and trainer differ by {difference:.3g} nats per token, of which rounding and "
+                f"sampling explain {most:.3g}; rollout.stop_on_alarm = false goes on"
+            )
         return {"watch/alarm": float(is_wrong)}
 
 

@@ -293,6 +293,8 @@ def _completions(rows: Prompts | DrawnPrompts, generation: Generation, stage: St
     if stage.recipe.train.train_policy.has_rollouts:
         return completions.measure
 
+    generation.engine.sleep(level=2)  # until a measure loads its weights
+
     def measure(step: int) -> dict[str, float]:
         generation.publish(step)  # training does not need the engine, so it follows the weights only when asked
         return completions.measure(step)
@@ -310,7 +312,8 @@ def _watch(stage: Stage) -> Callable[[int, dict[str, float]], dict[str, float]]:
     if not train.train_policy.has_rollouts or stage.recipe.policy.is_diffusers:
         return lambda step, metrics: {}
     sampling = training_sampling(stage.recipe)
-    return LogprobDrift(getattr(torch, train.param_dtype), transfer_dtype_of(train), sampling).check
+    stops = stage.recipe.rollout.stop_on_alarm
+    return LogprobDrift(getattr(torch, train.param_dtype), transfer_dtype_of(train), sampling, stops=stops).check
 
 
 def _publish_nothing(step: int) -> dict[str, float]:
@@ -325,6 +328,7 @@ def _checkpointer(stage: Stage, stack: ExitStack) -> Checkpointer:
         max_keep=ckpt.max_keep,
         asynchronous=ckpt.save_mode == "async",
         on_saved=stage.progress.saved,
+        beat=stage.progress.beat,
     )
     stack.callback(checkpointer.close)
     if stage.recipe.train.resume is True and is_first():

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from configs.demo import arithmetic
 from cosmos_core.cluster.actors import ActorGroup, _Host
-from cosmos_core.cluster.group import WorkerGroup, threads_of
+from cosmos_core.cluster.group import WorkerGroup, interface_to, threads_of
 from cosmos_core.cluster.join import joined
 from cosmos_core.cluster.rooms import bundles
 from cosmos_core.config.schema.pipeline import StageConfig
@@ -285,3 +286,12 @@ def test_a_training_that_began_on_one_rank_ends_in_a_pipeline(
     assert outcome.outputs == ("safetensors/step_5",)
     assert any(check.startswith("reload") for check in outcome.info["checks"])
     assert_like(three, alone)
+
+
+def test_the_interface_is_the_one_that_has_the_way_to_the_first_rank() -> None:
+    assert interface_to("127.0.0.1") == "lo"
+    others = [
+        (name, each.address) for name, found in psutil.net_if_addrs().items() for each in found
+        if name != "lo" and each.family == socket.AF_INET
+    ]  # fmt: skip
+    assert all(interface_to(address) == name for name, address in others)

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.errors import ConfigError
+from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.models.hf import load_model, load_tokenizer
 from cosmos_core.rollout.base import EngineSettings
 from cosmos_core.rollout.registry import make_engine
+from cosmos_core.train import setup
 from cosmos_core.train.generation import Generation
 from tests.effects.change import GRPO, Change, changes, recipe
 from tests.unit.test_rollout_groups import Recording, scored
@@ -46,13 +47,26 @@ def test_it_changes_how_often_the_engine_is_compared_with_the_trainer(change: Ch
         stage: Any = SimpleNamespace(recipe=recipe)
         trainer: Any = SimpleNamespace(adapter=adapter)
         generation = Generation(stage, trainer, ExitStack())
-        generation.__dict__["engine"] = None  # it is not asked for anything
+        generation.__dict__["engine"] = Recording()
         return generation._publisher.probe_interval
 
     assert (interval(change.before), interval(change.after)) == (50, 3)
 
 
-@changes(Change("train.transfer_dtype", "bfloat16", GRPO))
+@changes(Change("rollout.stop_on_alarm", True, GRPO))
+def test_it_changes_what_an_alarm_does(change: Change) -> None:
+    metrics = {"rollout/logprob_difference_mean": 100.0}
+
+    def watch(recipe: Recipe) -> dict[str, float]:
+        stage: Any = SimpleNamespace(recipe=recipe)
+        return setup._watch(stage)(1, metrics)
+
+    assert watch(change.before) == {"watch/alarm": 1.0}
+    with pytest.raises(StageFailed, match="differ by 100 nats per token"):
+        watch(change.after)
+
+
+@changes(Change("train.transfer_dtype", "bfloat16", {**GRPO, "train.param_dtype": "float32"}))
 def test_it_changes_the_dtype_in_which_weights_travel(change: Change, tmp_path: Path) -> None:
     save_tiny_model(tmp_path / "model")
 
@@ -69,6 +83,7 @@ def test_it_changes_the_dtype_in_which_weights_travel(change: Change, tmp_path: 
 
     (before, more), (after, less) = taken(change.before), taken(change.after)
     assert (before, after) == ({torch.float32}, {torch.bfloat16}) and more == 2 * less
+    assert taken(recipe(GRPO)) == (after, less), "engines compute in bfloat16"
 
 
 @changes(

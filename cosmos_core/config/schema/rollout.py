@@ -83,8 +83,11 @@ class RolloutConfig(Table):
     gpu_memory_utilization: Annotated[Fraction, NoResult] = 0.8
     """Share of a GPU's memory that vLLM may take; no meaning on CPU."""
     probe_interval: Annotated[PositiveInt, Unit("train steps"), NoResult] = 50
-    """Every so many steps, and when an engine gets its first weights, log-probabilities of engine and trainer are
-    compared; a difference beyond rounding ends the stage."""
+    """Every so many steps, when an engine gets its first weights, and at its first load after each level of sleep,
+    log-probabilities of engine and trainer are compared; a difference beyond rounding ends the stage."""
+    stop_on_alarm: Annotated[bool, NoResult] = False
+    """End the stage where the completions of a step show that engines do not compute what the trainer computes
+    (`watch/alarm`); its next attempt starts them anew, from the last checkpoint."""
     engine_timeout_seconds: Annotated[PositiveFloat, Unit("seconds"), NoResult] = 600.0
     """Engines apart from the trainer: one that has work and makes no forward pass for so long is ended, another one is
     started, and its prompts go to others."""

@@ -115,7 +115,8 @@ class TrainConfig(Table):
     has that of the stage whose model it publishes."""
     transfer_dtype: DType | None = None
     """Dtype of weights on their way to the rollout engine, which casts them to the one that it generates in; None:
-    `master_dtype`. With `rollout.backend = "hf"` in the trainer's processes nothing travels."""
+    `master_dtype`, or `param_dtype` where vLLM would cast all weights to that. With `rollout.backend = "hf"` in the
+    trainer's processes nothing travels."""
     logprob_dtype: DType = "float32"
     """Logits are cast to this before log-softmax in RL."""
     fsdp_reduce_dtype: DType = "float32"
