@@ -57,7 +57,7 @@ def test_the_page_says_title_outcome_metrics_gates_model_and_lineage(tmp_path: P
     assert "accuracy 0.015 → 0.705" in text
     assert "accuracy 0.015 0.405 0.705 +0.690" in text and "loss 3.100 0.440 0.520 -2.580" in text
     assert "gate validation/accuracy >= 0.6 0.705 – passed" in text
-    assert "gate validation/loss <= 0.5 0.520 not met" in text
+    assert "gate validation/loss <= 0.5 0.520 – not met" in text
     model = run / "stages" / "export" / "safetensors" / "step_80"
     assert str(model) in text and f"model = AutoModelForCausalLM.from_pretrained({str(model)!r})" in text
     assert (
