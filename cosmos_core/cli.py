@@ -283,9 +283,13 @@ def reward_service(
 
 
 app.command("try")(try_model)
-for _command in (sft, dpo, grpo, diffusion_sft, init, check_model):
-    app.command()(_command)
 for _command in (
+    sft,
+    dpo,
+    grpo,
+    diffusion_sft,
+    init,
+    check_model,
     status,
     runs,
     compare,

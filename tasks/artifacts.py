@@ -75,7 +75,7 @@ class StageArtifacts:
     def show_refusal(self) -> None:
         """Show the conditions of a gate that refused; of one that passed `finish` does."""
         with _never_costs_the_run():
-            found = parsed(read_json(self._stage_path / CONDITIONS), Condition)
+            found = parsed(read_json(self._stage_path / CONDITIONS) or (), Condition)
             text = f"# {self._stage_path.name}: refused\n\n{conditions_table(found)}"
             create_markdown_artifact(
                 text, key=f"{self._key}-card", description=f"Conditions of {self._stage_path.name}"

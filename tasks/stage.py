@@ -19,7 +19,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.exceptions import TerminationSignal
-from prefect.futures import PrefectFuture
+from prefect.futures import PrefectConcurrentFuture, PrefectFuture
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 from prefect.states import Completed
@@ -82,7 +82,7 @@ def run_stages(run: Run, names: Sequence[str], *, is_here: bool = False) -> Stat
     name_flow_run(run.pipeline.config.name, run.id, *(names if len(names) < len(run.pipeline.stages) else ()))
     if flow_run.id and not is_here:
         note_flow_run(run, flow_run.id)
-    futures: dict[str, PrefectFuture[Any]] = {}
+    futures: dict[str, PrefectConcurrentFuture[Any]] = {}
     slots = branch_slots(run.pipeline)
     try:
         listen_for_stop(run)

@@ -38,7 +38,8 @@ def unpaired_loss(judged: Judged, kl: Tensor, config: KtoLossConfig, total: int)
     rewards_B = config.beta * (judged.logps_B - judged.reference_B)
     is_desirable_B = judged.is_desirable_B
     sign_B = torch.where(is_desirable_B, -1.0, 1.0).to(rewards_B)
-    weight_B = torch.where(is_desirable_B, *rewards_B.new_tensor([config.desirable_weight, config.undesirable_weight]))
+    weights = rewards_B.new_tensor([config.undesirable_weight, config.desirable_weight])
+    weight_B = weights[is_desirable_B.long()]
     loss = (weight_B * torch.sigmoid(sign_B * (rewards_B - config.beta * kl))).sum() / total
     values = {"rewards": rewards_B, "logps": judged.logps_B}
     metrics = {

@@ -75,7 +75,8 @@ def _on_the_server(output_dir: Path, abandoned: set[str]) -> Iterator[str]:
     from prefect.states import Cancelled, Crashed, State
 
     for run, found in _flow_runs(output_dir):
-        is_cancelling, state = found.state_type == "CANCELLING", None
+        is_cancelling = found.state_type == "CANCELLING"
+        state: State[Any] | None = None
         if run in abandoned and (is_cancelling or found.state_type == "RUNNING"):
             message = "its process is gone; resume the run"
             state = Cancelled(message=message) if is_cancelling else Crashed(message=message)

@@ -96,7 +96,9 @@ def use_flash_attention(version: int | None, activate: Callable[[str], None] | N
         return False
     try:
         if activate is None:
-            from torch.nn.attention import activate_flash_attention_impl as activate
+            from torch.nn.attention import activate_flash_attention_impl
+
+            activate = activate_flash_attention_impl
         activate("FA3")
     except (ImportError, RuntimeError, ValueError) as error:
         level = logging.INFO if version is None else logging.WARNING

@@ -40,13 +40,13 @@ def open_chat(model: str, max_tokens: int, temperature: float, device: torch.dev
     tokenizer = load_tokenizer(model)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     loaded = load_model(model, dtype=dtype, device=device)
-    turns: list[dict[str, str]] = []
+    turns: list[dict[str, Any]] = []
     drawn: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
 
     def respond(prompt: str, number: int) -> str:
         turns.append({"role": "user", "content": prompt})
         if tokenizer.chat_template:
-            ids = tokenizer.apply_chat_template(
+            ids: Any = tokenizer.apply_chat_template(
                 turns, add_generation_prompt=True, return_dict=True, return_tensors="pt"
             )
         else:
