@@ -1,5 +1,5 @@
-"""What Prefect's UI shows of a stage: a progress bar, a table of metrics, the curves as an image, a final card; of
-a run its name and one card at the end.
+"""Artifacts of Prefect's UI: for each stage a progress bar, a table of metrics, the curves as an image and a final
+card; for the run its name and one card at the end.
 
 Prefect keeps every version of an artifact, so all but the progress bar are written at most twice a minute. A server
 that does not respond costs a warning, never the stage.
@@ -43,7 +43,7 @@ _ROWS = 20
 
 
 class StageArtifacts:
-    """Artifacts of one stage, in the task run that makes it."""
+    """Artifacts of one stage, published by the task run that executes the stage."""
 
     def __init__(self, pipeline: str, stage_path: Path) -> None:
         self._stage_path = stage_path
@@ -54,7 +54,7 @@ class StageArtifacts:
         self._next_table = time.monotonic() + _TABLE_SECONDS
 
     def update(self, progress: Position) -> None:
-        """Show the worker's progress."""
+        """Publish the progress of the worker, and every 30 seconds its metrics."""
         now = time.monotonic()
         with _never_costs_the_run():
             if now >= self._next_progress and progress.total:
@@ -65,7 +65,7 @@ class StageArtifacts:
                 self._show_metrics()
 
     def finish(self, result: Result) -> None:
-        """Show the end: full bar, last metrics, curves, and a card."""
+        """Publish the final artifacts of a stage: the full progress bar, the last metrics, the curves and a card."""
         with _never_costs_the_run():
             self._show_progress(100.0)
             self._show_metrics()
@@ -73,16 +73,16 @@ class StageArtifacts:
             create_markdown_artifact(_card(result), key=f"{self._key}-card", description=f"Result of {result['name']}")
 
     def show_refusal(self) -> None:
-        """Show the conditions of a gate that refused; of one that passed `finish` does."""
+        """Publish the conditions of a gate that refused; `finish` publishes those of a gate that passed."""
         with _never_costs_the_run():
-            found = parsed(read_json(self._stage_path / CONDITIONS) or (), Condition)
-            text = f"# {self._stage_path.name}: refused\n\n{conditions_table(found)}"
+            conditions = parsed(read_json(self._stage_path / CONDITIONS) or (), Condition)
+            text = f"# {self._stage_path.name}: refused\n\n{conditions_table(conditions)}"
             create_markdown_artifact(
                 text, key=f"{self._key}-card", description=f"Conditions of {self._stage_path.name}"
             )
 
     def _show_drawings(self) -> None:
-        """Show what a diffusion model drew last, of held-out prompts."""
+        """Publish the newest grid of images that a diffusion model has generated from held-out prompts."""
         if (newest := gallery.newest_grid(self._stage_path)) is not None:
             create_image_artifact(
                 image_url=gallery.png_uri(newest), key=f"{self._key}-drawings", description=newest.parent.name
@@ -120,14 +120,14 @@ def name_flow_run(*words: str) -> None:
 
 
 def show_run(run_path: Path) -> None:
-    """Publish the card of a run: where every stage stands, what it measured, and the model."""
+    """Publish the card of a run: the status of every stage, its metrics, and the model."""
     run = read_run(run_path)
     with _never_costs_the_run():
         create_markdown_artifact(_run_card(run), key=_key(run.name, "run"), description=f"{run.name}: {run.outcome}")
 
 
 def write_report(run_path: Path) -> None:
-    """Write report.html of a run, however it ended."""
+    """Write report.html of a run, whatever the outcome of the run."""
     with _never_costs_the_run():
         write_text(run_path / PAGE, build(run_path))
 
@@ -136,13 +136,13 @@ def write_report(run_path: Path) -> None:
 def _never_costs_the_run() -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # noqa: BLE001 - whatever it is, it must not cost the stage
+    except Exception as error:  # noqa: BLE001 - no error of the UI may fail the stage
         logger.warning("it cannot be shown now: %s", error)
 
 
 def _key(*parts: str) -> str:
-    """Return a key of pipeline and stage, the same for each run, so that Prefect shows their history. It allows
-    lower-case letters, digits and dashes."""
+    """Return an artifact key made of pipeline and stage, the same for each run, so that Prefect shows their history.
+    Prefect allows lower-case letters, digits and dashes."""
     return re.sub(r"[^a-z0-9]+", "-", "-".join(parts).lower())
 
 

@@ -1,7 +1,7 @@
-"""Whether this flow run was cancelled, which the flow asks the server itself.
+"""Detect that this flow run was cancelled, by polling the Prefect server from the flow's own process.
 
-Prefect's worker stops the process of a cancelled flow run, but its polling ends for good when the server was away for
-half a minute, and the worker goes on as if nothing were wrong.
+Prefect's worker stops the process of a cancelled flow run, but stops polling for good after the server was unreachable
+for half a minute, and the worker then continues without an error.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ASK_SECONDS = 5.0
 
 
 def wait_unless_cancelled(pending: Collection[futures.Future[Any]], seconds: float = _ASK_SECONDS) -> bool:
-    """Wait for tasks, and ask each `seconds` whether this flow run was cancelled; return whether it was."""
+    """Wait for tasks, and check every `seconds` whether this flow run was cancelled; return True if it was."""
     while pending:
         pending = futures.wait(pending, timeout=seconds).not_done
         if pending and is_cancelled():
@@ -46,18 +46,19 @@ def wait_unless_cancelled(pending: Collection[futures.Future[Any]], seconds: flo
 
 
 def is_cancelled() -> bool | None:
-    """Return whether this flow run, or the one whose stage it runs, was cancelled; None: the server does not respond.
+    """Return True if this flow run, or the flow run whose stage it executes, was cancelled; None if the server does not
+    respond.
 
-    False where there is no flow run, or somebody deleted it.
+    Returns False outside of a flow run, and if the flow run was deleted.
     """
     if not flow_run.id:
         return False
     client = get_client(sync_client=True)
     try:
-        found = client.read_flow_run(UUID(flow_run.id))
-        if found.state_type in _CANCELLED or found.parent_task_run_id is None:
-            return found.state_type in _CANCELLED
-        return _parent(client, found.parent_task_run_id).state_type in _CANCELLED
+        run = client.read_flow_run(UUID(flow_run.id))
+        if run.state_type in _CANCELLED or run.parent_task_run_id is None:
+            return run.state_type in _CANCELLED
+        return _parent(client, run.parent_task_run_id).state_type in _CANCELLED
     except ObjectNotFound:
         return False
     except httpx.HTTPError:
@@ -65,7 +66,7 @@ def is_cancelled() -> bool | None:
 
 
 def listen_for_stop(run: Run) -> None:
-    """`train.signal_to_handle` stops the flow as SIGTERM does, for which Prefect listens itself."""
+    """Install handlers that end the flow on the signals of `train.signal_to_handle`, as Prefect does on SIGTERM."""
 
     def terminate(number: int, frame: object) -> None:
         raise TerminationSignal(signal=number)
@@ -76,7 +77,7 @@ def listen_for_stop(run: Run) -> None:
 
 
 def stop_stages(run: Run, stages: list[PrefectFuture[Any]]) -> None:
-    """Ask the workers of this process to save and end, and wait for them; a second SIGTERM changes nothing."""
+    """Ask the workers of this process to save a checkpoint and exit, and wait for them; ignore any further SIGTERM."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until the flow ends, when Prefect restores it
     worker.stop_all()
@@ -84,25 +85,25 @@ def stop_stages(run: Run, stages: list[PrefectFuture[Any]]) -> None:
 
 
 def publication_check() -> Callable[[], None]:
-    """Return a function, for any thread, that raises if a publication is not to go on. It waits for a server that does
-    not respond: the flow run may have been cancelled shortly before.
+    """Return a function, callable from any thread, that raises if a publication must not continue. The function waits
+    while the server does not respond, since the flow run may have been cancelled shortly before.
 
     The function raises:
         Cancelled: the flow run was cancelled.
-        Preempted: this process is to stop.
+        Preempted: this process was asked to stop.
         StageFailed: the server did not respond for ten minutes.
     """
-    context = copy_context()  # in which the flow run and its client are known
+    context = copy_context()  # holds the current flow run and its client, which other threads do not see
 
     def check() -> None:
-        began, is_told = time.monotonic(), False
+        began, has_warned = time.monotonic(), False
         worker.sleep_unless_stopping(0)
         while (was_cancelled := context.copy().run(is_cancelled)) is None:
             if time.monotonic() - began > _UNHEARD_SECONDS:
                 raise StageFailed("the Prefect server does not respond, so nothing is published: was it cancelled?")
-            if not is_told:
+            if not has_warned:
                 logger.warning("the Prefect server does not respond: the publication waits until it does")
-                is_told = True
+                has_warned = True
             worker.sleep_unless_stopping(_POLL_SECONDS)
         if was_cancelled:
             raise Cancelled("its flow run was cancelled, so nothing is published")

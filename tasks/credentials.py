@@ -1,7 +1,7 @@
-"""Who we are to stores and Hubs: variables of the environment, or a Secret block of Prefect that has them.
+"""Credentials for object stores and Hubs: environment variables, or a Secret block of Prefect that contains them.
 
-The block `cosmos-credentials` holds an object of names and values. They become variables of the flow's process, whose
-values no log shows; what is set there already wins.
+The block `cosmos-credentials` holds an object of names and values. They become environment variables of the flow's
+process, and no log shows their values; variables that are already set take precedence.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _LENT = ("AWS_", "PROD_S3_CHECKPOINT_", "HF_TOKEN", "HF_ENDPOINT")
 
 
 def lend_credentials(pipeline: Pipeline | None) -> None:
-    """Set the variables that the block has, if the pipeline names anything elsewhere and there is a block. None: a
-    pipeline that is itself elsewhere."""
+    """Set the variables of the Secret block, if the block exists and the pipeline names anything remote. `pipeline` is
+    None if the pipeline itself is still to be fetched from a store."""
     hide_in_records()
     if pipeline is not None and not _names_elsewhere(pipeline):
         return
@@ -35,15 +35,15 @@ def lend_credentials(pipeline: Pipeline | None) -> None:
     try:
         value = Secret.load(BLOCK).get()  # type: ignore[union-attr]
     except ValueError:
-        return  # there is none
+        return  # the server has no such block
     try:
-        found = json.loads(value) if isinstance(value, str) else value
-    except ValueError:  # its message may show the value
-        found = None
-    if not isinstance(found, dict):
+        variables = json.loads(value) if isinstance(value, str) else value
+    except ValueError:  # not logged: its message may show the value
+        variables = None
+    if not isinstance(variables, dict):
         logger.warning("the Secret block %s is no object of variables and their values: it is not used", BLOCK)
         return
-    for name, text in found.items():
+    for name, text in variables.items():
         if name.startswith(_LENT):
             os.environ.setdefault(name, str(text))
         else:
@@ -51,8 +51,9 @@ def lend_credentials(pipeline: Pipeline | None) -> None:
 
 
 def lend_to_command(pipeline: Pipeline | None) -> None:
-    """Set them for a command that works with a Prefect server, before it asks stores and Hubs; one that starts a server
-    of its own has no block. The environment may have all that is needed where the server does not respond."""
+    """Set the variables of the Secret block for a command that uses a running Prefect server, before the command
+    accesses stores and Hubs. A server that does not respond costs a warning: the environment may have all that is
+    needed."""
     if not os.environ.get("PREFECT_API_URL"):
         return
     import httpx
@@ -73,9 +74,9 @@ def _names_elsewhere(pipeline: Pipeline) -> bool:
 
 
 def _reads_hub(pipeline: Pipeline, stage: StageConfig) -> bool:
-    """Whether a stage reads a model or rows that are no folder here: those of the Hub may be private."""
+    """Return True if a stage reads a model or rows that are not a local folder: those of the Hub may be private."""
     recipe, kind = pipeline.recipes[stage.name], pipeline.kind_of(stage)
-    with suppress(CosmosError):  # what is missing is told where the run begins
-        read = (model_source(stage, recipe, kind), teacher_source(recipe, kind), *data_sources(stage, recipe, kind))
-        return any(isinstance(name, str) and source_of(name) is None for name in read)
+    with suppress(CosmosError):  # a missing input is reported when the run begins
+        sources = (model_source(stage, recipe, kind), teacher_source(recipe, kind), *data_sources(stage, recipe, kind))
+        return any(isinstance(name, str) and source_of(name) is None for name in sources)
     return False

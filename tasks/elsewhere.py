@@ -1,7 +1,8 @@
-"""A stage on another work pool: the deployment `stage/POOL` runs it, this task follows it.
+"""Run a stage on another work pool: the deployment `stage/POOL` executes it, and the task in this flow follows it.
 
-Which flow run does it is noted beside the stage, so that a parent that died and was resumed goes on following the same
-one. The child decides about reuse and retries, as the facts of its machine count; its manifest says whether it is done.
+The id of its flow run is saved in the folder of the stage, so that a parent that is resumed after a crash follows the
+same flow run. The child flow run decides about reuse and retries, since the hardware of its machine counts; the
+manifest that it writes decides whether the stage is complete.
 """
 
 from __future__ import annotations
@@ -43,32 +44,32 @@ _FINAL = {StateType.COMPLETED, StateType.FAILED, StateType.CANCELLED, StateType.
 
 
 class Child(Document):
-    """The flow run that brings a stage to its result."""
+    """The child flow run that executes a stage on another work pool."""
 
     flow_run: str
-    """Empty: asked for, and whoever asked died before the server responded."""
+    """Id of the flow run; empty if the parent requested it and died before the server responded."""
     attempt: int
     token: str = ""
-    """Part of its idempotency key, and random: a stage that was moved aside, or a run whose directory was removed,
-    begins with attempt 1 again, and the server would return the flow run that ended then."""
+    """Random part of the idempotency key. After a stage was moved aside, or the directory of a run was removed, the
+    attempts count from 1 again, and the server would return the flow run that ended then."""
     failures: int = 0
-    """Children in a row that died without a word and without a new checkpoint."""
+    """Number of children in a row that died without recording an error and without a new checkpoint."""
     failed_at: int = 0
-    """Step of the newest checkpoint then."""
+    """Step of the newest checkpoint at the last of these failures."""
 
 
 def perform_elsewhere(
     run: Run, stage: StageConfig, on_line: Callable[[str], None] = logger.info
 ) -> tuple[Result, bool]:
-    """Let the stage's work pool bring it to its result, unless it is there; return it and whether it was there already.
-    `on_line` is told what the pool is waited for.
+    """Let the work pool of a stage produce its result, unless the result exists; return the result and whether it
+    existed. `on_line` receives messages about what the stage waits for.
 
     Raises:
-        CosmosError: what ended the child, or there is no such deployment.
+        CosmosError: the error that ended the child flow run, or the deployment does not exist.
     """
     path, stored = run.stage_path(stage.name), Stored(run, stage)
-    if found := existing_of_pool(run, stage):
-        return found, True
+    if reused := existing_of_pool(run, stage):
+        return reused, True
     try:
         ended = _ended(run, stage, stored, on_line)
     except httpx.HTTPError as error:
@@ -84,7 +85,7 @@ def perform_elsewhere(
 
 
 def _ended(run: Run, stage: StageConfig, stored: Stored, on_line: Callable[[str], None]) -> FlowRun:
-    """Follow the flow run that an earlier parent began, or a new one, to its end."""
+    """Follow the flow run that an earlier parent started, or a new one, and return it when it has ended."""
     with get_client(sync_client=True) as client:
         child = _going(client, run.stage_path(stage.name)) or _begin(run, stage, stored)
         try:
@@ -97,8 +98,8 @@ def _ended(run: Run, stage: StageConfig, stored: Stored, on_line: Callable[[str]
 
 
 def count_death(path: Path) -> int:
-    """Count a child that could not count its own failure, because its machine or its process was gone; return how many
-    in a row died so. A new child has forgotten what state.json counted before."""
+    """Count the failure of a child that could not count it, because its machine or its process was gone; return how
+    many children in a row died so. A new child does not continue the count of state.json."""
     child, step = read_document(path / NOTE, Child), read_state(path).checkpoint_step or 0
     if child is None:
         return 1
@@ -110,30 +111,30 @@ def count_death(path: Path) -> int:
 
 
 def _going(client: SyncPrefectClient, path: Path) -> Child | None:
-    """The flow run of an earlier parent, if it has not ended."""
+    """Return the flow run that an earlier parent started, if it has not ended."""
     child = read_document(path / NOTE, Child)
     try:
-        found = client.read_flow_run(UUID(child.flow_run)) if child and child.flow_run else None
-    except ObjectNotFound:  # of another server
+        run = client.read_flow_run(UUID(child.flow_run)) if child and child.flow_run else None
+    except ObjectNotFound:  # another server started it
         return None
-    return child if found is not None and found.state_type not in _FINAL else None
+    return child if run is not None and run.state_type not in _FINAL else None
 
 
 def _begin(run: Run, stage: StageConfig, stored: Stored) -> Child:
     path = run.stage_path(stage.name)
-    before = read_document(path / NOTE, Child)
-    if before and before.failures:
-        sleep_unless_stopping(min(_MAX_BACKOFF_SECONDS, 2.0 ** (before.failures - 1)))
-    asked = _asked(before)
+    previous = read_document(path / NOTE, Child)
+    if previous and previous.failures:
+        sleep_unless_stopping(min(_MAX_BACKOFF_SECONDS, 2.0 ** (previous.failures - 1)))
+    request = _asked(previous)
     try:
         where = stored.send_run()
         path.mkdir(parents=True, exist_ok=True)
-        write_json(path / NOTE, asked.model_dump())  # before the server is asked: a kill in between asks for the same
-        found: Any = run_deployment(
+        write_json(path / NOTE, request.model_dump())  # first: after a kill in between, the same flow run is requested
+        created: Any = run_deployment(
             f"stage/{stage.work_pool}",
             parameters={"run": where, "name": stage.name},
             timeout=0,
-            idempotency_key=f"{where}/{stage.name}/{asked.attempt}/{asked.token}",
+            idempotency_key=f"{where}/{stage.name}/{request.attempt}/{request.token}",
             tags=[f"cosmos-run:{run.id}"],
         )
     except ObjectNotFound as error:
@@ -142,14 +143,15 @@ def _begin(run: Run, stage: StageConfig, stored: Stored) -> Child:
             f"stage {stage.name!r}: work_pool = {pool!r}: the server has no deployment stage/{pool}; add one like "
             f"stage/cpu to prefect.yaml, then: cosmos bootstrap --pool {pool}, prefect deploy -n stage/{pool}"
         ) from error
-    child = asked.model_copy(update={"flow_run": str(found.id)})
+    child = request.model_copy(update={"flow_run": str(created.id)})
     write_json(path / NOTE, child.model_dump())
     record_event(path, "sent", f"to work pool {stage.work_pool}, flow run {child.flow_run}")
     return child
 
 
 def _asked(before: Child | None) -> Child:
-    """The next child, which the server is still to begin; the one that an earlier parent asked for, if it died then."""
+    """Return the next child to request from the server, or the one that an earlier parent requested, if that parent
+    died before the server responded."""
     if before is None:
         return Child(flow_run="", attempt=1, token=uuid4().hex)
     if not before.flow_run:
@@ -158,7 +160,8 @@ def _asked(before: Child | None) -> Child:
 
 
 class Wait:
-    """What a stage waits for until a worker takes its flow run, for the log of the flow and for `state.json`."""
+    """Reports what a stage waits for until a worker picks up its flow run, to the log of the flow and to
+    `state.json`."""
 
     def __init__(
         self, client: SyncPrefectClient, stage: StageConfig, path: Path, on_line: Callable[[str], None]
@@ -167,15 +170,15 @@ class Wait:
         self._said, self._next = "", 0.0
 
     def look(self) -> None:
-        """Say it once, and again when it changes."""
+        """Report what the stage waits for, once and whenever it changes."""
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + _WORKERS_SECONDS
-        said = self._words()
-        if said != self._said:
-            self._said = said
-            self._on_line(f"stage {self._path.name}: {said}")
-            update_state(self._path, state="waiting", error=said)
+        message = self._words()
+        if message != self._said:
+            self._said = message
+            self._on_line(f"stage {self._path.name}: {message}")
+            update_state(self._path, state="waiting", error=message)
 
     def _words(self) -> str:
         workers = self._client.read_workers_for_work_pool(self._pool)
@@ -190,33 +193,33 @@ class Wait:
 def _follow(
     client: SyncPrefectClient, stage: StageConfig, flow_run: UUID, mirror: Callable[[], None], wait: Wait
 ) -> FlowRun:
-    mirrored, heard = 0.0, time.monotonic()
+    mirrored, last_response = 0.0, time.monotonic()
     while True:
         try:
-            found = client.read_flow_run(flow_run)
-            if found.state_type == StateType.SCHEDULED:
+            run = client.read_flow_run(flow_run)
+            if run.state_type == StateType.SCHEDULED:
                 wait.look()
-            heard = time.monotonic()
-        except ObjectNotFound as error:  # somebody deleted it
+            last_response = time.monotonic()
+        except ObjectNotFound as error:  # it was deleted
             where = f"stage {stage.name!r} on {stage.work_pool!r}"
             raise StageFailed(f"{where}: its flow run {flow_run} is gone from the server") from error
-        except httpx.HTTPError:  # a server that is started again; the child goes on meanwhile
-            if time.monotonic() - heard > _UNHEARD_SECONDS:
+        except httpx.HTTPError:  # the server may be restarting; the child continues meanwhile
+            if time.monotonic() - last_response > _UNHEARD_SECONDS:
                 raise
             sleep_unless_stopping(_POLL_SECONDS)
             continue
         if time.monotonic() - mirrored > _MIRROR_SECONDS:
             mirror()
             mirrored = time.monotonic()
-        if found.state_type in _FINAL:
-            return found
+        if run.state_type in _FINAL:
+            return run
         sleep_unless_stopping(_POLL_SECONDS)
 
 
 def _cancel(client: SyncPrefectClient, child: Child, grace_seconds: float) -> None:
-    """Ask the child to save and end, and wait for it as long as its worker may take."""
+    """Cancel the child, which saves a checkpoint and ends, and wait as long as its worker may take for that."""
     flow_run = UUID(child.flow_run)
-    with suppress(httpx.HTTPError, ObjectNotFound):  # that the stage is stopped is what counts here
+    with suppress(httpx.HTTPError, ObjectNotFound):  # this process stops all the same
         client.set_flow_run_state(flow_run, Cancelling())
         deadline = time.monotonic() + grace_seconds
         while time.monotonic() < deadline and client.read_flow_run(flow_run).state_type not in _FINAL:
@@ -224,7 +227,8 @@ def _cancel(client: SyncPrefectClient, child: Child, grace_seconds: float) -> No
 
 
 def _why(stage: StageConfig, path: Path, ended: FlowRun) -> CosmosError:
-    """What the stage itself noted, unless its machine went away before it could."""
+    """Return the error that the stage itself recorded or, if its machine went away before that, one from the flow run's
+    state."""
     state, message = read_state(path), ended.state.message if ended.state else ""
     where = f"stage {stage.name!r} on {stage.work_pool!r}"
     if state.state == "failed" and state.error_type in BY_NAME:

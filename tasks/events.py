@@ -1,6 +1,6 @@
-"""Events for the automations of a Prefect server: a stage or a run has ended, a gate refused, a model was published.
+"""Events for the automations of a Prefect server: a stage or a run ended, a gate refused, a model was published.
 
-They are put into a queue that a thread of Prefect empties: a server that is away delays no stage and fails none.
+They are put into a queue that a thread of Prefect empties: an unreachable server delays no stage and fails none.
 """
 
 from __future__ import annotations
@@ -28,33 +28,35 @@ RUN_FAILED = "cosmos.run.failed"
 
 
 def stage_completed(run: Run, name: str, result: Result, *, was_reused: bool) -> None:
-    """Tell that a stage has its result, and, where it publishes, that a model is out that was not."""
-    said = {"reused": was_reused, "metrics": _finite(result["metrics"])}
-    _emit(STAGE_COMPLETED, run, name, said)
+    """Emit an event that a stage has its result and, for a stage that newly published a model, a second event for the
+    model."""
+    payload = {"reused": was_reused, "metrics": _finite(result["metrics"])}
+    _emit(STAGE_COMPLETED, run, name, payload)
     publishes = run.pipeline.kind_of(run.pipeline.stage(name)).makes == "publication"
     if publishes and not was_reused and not result["info"].get("was_published"):
         target = run.pipeline.stage(name).target
-        _emit(MODEL_PUBLISHED, run, name, said | {"target": target, "published": result["info"].get("published")})
+        _emit(MODEL_PUBLISHED, run, name, payload | {"target": target, "published": result["info"].get("published")})
 
 
 def stage_failed(run: Run, name: str, error: CosmosError) -> None:
-    """Tell that a stage has failed for good, or that a gate refused; a stage that was stopped did neither."""
+    """Emit an event that a stage has failed for good or that a gate refused; a stage that was stopped emits none."""
     if not isinstance(error, Preempted):
         event = GATE_FAILED if isinstance(error, GateFailed) else STAGE_FAILED
         _emit(event, run, name, {"error": str(error), "exit_code": error.exit_code})
 
 
 def run_ended(run: Run, *, is_failed: bool) -> None:
-    """Tell that all stages of a run have their results, with the last metrics, or that it failed."""
+    """Emit an event that a run failed, or that all its stages have results, with the metrics of the last stage that has
+    any."""
     names = [stage.name for stage in run.pipeline.stages]
     if is_failed:
         failed = [name for name in names if read_state(run.stage_path(name)).state == "failed"]
-        if failed:  # otherwise it was only stopped
+        if failed:  # a run without a failed stage was stopped
             _emit(RUN_FAILED, run, "", {"failed": failed})
     elif all(read_state(run.stage_path(name)).state in FINISHED for name in names):
         results = [read_result(run.stage_path(name)) for name in names]
         none: dict[str, float] = {}
-        metrics = next((found["metrics"] for found in reversed(results) if found and found["metrics"]), none)
+        metrics = next((result["metrics"] for result in reversed(results) if result and result["metrics"]), none)
         _emit(RUN_COMPLETED, run, "", {"metrics": _finite(metrics)})
 
 
@@ -69,10 +71,10 @@ def _emit(event: str, run: Run, stage: str, said: dict[str, Any]) -> None:
     payload = {"run": run.id, "pipeline": pipeline, "path": str(run.path)} | ({"stage": stage} if stage else {}) | said
     try:
         emit_event(event, resource, payload=payload)
-    except Exception as error:  # noqa: BLE001 - whatever it is, it must not cost the stage
+    except Exception as error:  # noqa: BLE001 - no error of an event may fail the stage
         logger.warning("event %s is not sent: %s", event, error)
 
 
 def _finite(metrics: dict[str, float]) -> dict[str, float]:
-    """The metrics that JSON can say."""
+    """Return the metrics without infinities and NaN, which JSON cannot express."""
     return {key: value for key, value in metrics.items() if math.isfinite(as_float(value))}

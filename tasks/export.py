@@ -1,4 +1,5 @@
-"""Kind `export`: the model as it is published, in `train.param_dtype`, with a card, proven to load."""
+"""Kind `export`: write the model in the form in which it is published, in `train.param_dtype`, with a model card, and
+verify that it loads."""
 
 from cosmos_core.run.libraries import WEIGHTS
 from cosmos_core.types import StageKind

@@ -1,4 +1,4 @@
-"""Kind `gate`: go on only if metrics are good enough; compared with a number or with what is published now."""
+"""Kind `gate`: continue only if metrics are good enough, compared with a number or with the published model."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def run(stage: Stage) -> Outcome:
     """Check every condition against the metrics of the stages in `after`.
 
     Raises:
-        GateFailed: one does not hold; the message has the value.
-        ConfigError: a metric that no stage in `after` reported.
+        GateFailed: a condition does not hold; the message has the value.
+        ConfigError: a condition names a metric that no stage in `after` reported.
     """
     metrics = {key: value for result in stage.inputs.values() for key, value in result["metrics"].items()}
     record = open_target(stage.config.target).published() if stage.config.target else None
@@ -43,13 +43,13 @@ def run(stage: Stage) -> Outcome:
         limit = condition.limit(published.get(name))
         noise = _noise(stage, condition, name, measured, published) if record is not None else 0.0
         passed = condition.holds(value, limit, noise)
-        found: dict[str, JsonValue] = {"condition": condition.text, "value": value, "bound": limit, "passed": passed}
-        report.append(found | ({"noise": noise} if noise else {}))
+        entry: dict[str, JsonValue] = {"condition": condition.text, "value": value, "bound": limit, "passed": passed}
+        report.append(entry | ({"noise": noise} if noise else {}))
         if not passed:
             bound = "" if limit is None else f", bound {limit:.6g}" + (f", noise {noise:.3g}" if noise else "")
             failed.append(f"{condition.text} does not hold: {condition.metric} = {value:.6g}{bound}")
     stage.path.mkdir(parents=True, exist_ok=True)
-    write_json(stage.path / CONDITIONS, report)  # of a gate that refuses there is no result
+    write_json(stage.path / CONDITIONS, report)  # a gate that refuses writes no result
     if failed:
         raise GateFailed(f"gate {stage.name!r}: {'; '.join(failed)}")
     return Outcome(metrics=metrics, info={"conditions": report})
@@ -58,7 +58,7 @@ def run(stage: Stage) -> Outcome:
 def _noise(
     stage: Stage, condition: Condition, name: str, measured: dict[str, float], published: dict[str, float]
 ) -> float:
-    """By how much a comparison with what is published has to hold."""
+    """Return the margin by which a comparison with the published model has to hold."""
     if not (stage.config.confidence and condition.needs_published):
         return 0.0
     noise = margin(name, stage.config.confidence, measured, published)
@@ -71,16 +71,16 @@ def _noise(
 
 
 def _measured(condition: Condition, stage: Stage) -> tuple[str, dict[str, float]]:
-    """Return the name of the metric, and all metrics of the stage that it is one of; `STAGE.METRIC` tells two stages
-    apart that report the same metric."""
-    found: dict[str, tuple[str, dict[str, float]]] = {}
+    """Return the name of a condition's metric, and all metrics of the stage that reported it; `STAGE.METRIC` selects
+    one of several stages that report the same metric."""
+    metrics: dict[str, tuple[str, dict[str, float]]] = {}
     for name, result in stage.inputs.items():
         for key in result["metrics"]:
-            found[f"{name}.{key}"] = found[key] = (key, result["metrics"])
-    if condition.metric not in found:
-        reported = sorted({key for key, _ in found.values()})
+            metrics[f"{name}.{key}"] = metrics[key] = (key, result["metrics"])
+    if condition.metric not in metrics:
+        reported = sorted({key for key, _ in metrics.values()})
         raise ConfigError(
             f"gate {stage.name!r}: no stage in its `after` reported {condition.metric!r}; "
             f"reported: {', '.join(reported) or 'nothing'}"
         )
-    return found[condition.metric]
+    return metrics[condition.metric]

@@ -1,4 +1,4 @@
-"""The kinds of stages: every file in this folder that has a `KIND`, found by its name. Imports no Prefect."""
+"""Registry of the kinds of stages: every module of this folder that defines `KIND`. Imports no Prefect."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ _NOT_KINDS = {
 
 @cache
 def all_kinds() -> dict[str, StageKind]:
-    """Return every kind by its name."""
+    """Return every stage kind by its name."""
     names = [module.name for module in pkgutil.iter_modules(tasks.__path__) if module.name not in _NOT_KINDS]
     return {name: importlib.import_module(f"tasks.{name}").KIND for name in sorted(names)}

@@ -1,5 +1,5 @@
-"""The folder of a stage before it begins: it says what is to be done, and what is there of another fingerprint is moved
-aside."""
+"""Prepare the folder of a stage before the stage starts: write its inputs and settings, and move files of another
+fingerprint to `superseded/`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def inputs_of(run: Run, stage: StageConfig) -> dict[str, Result]:
     """Return the results of the stages in `after`, each with its `path`.
 
     Raises:
-        StageFailed: one is not there.
+        StageFailed: a stage in `after` has no result.
     """
     inputs = {}
     for name in stage.after:
@@ -44,7 +44,8 @@ def inputs_of(run: Run, stage: StageConfig) -> dict[str, Result]:
 
 
 def lay_out(run: Run, stage: StageConfig, expected: Fingerprint) -> Stage:
-    """Make the stage directory say what is to be done; content of another fingerprint is moved aside, not mixed in."""
+    """Write the folder of a stage that is about to run, and return the stage; files of another training are moved
+    aside."""
     path = run.stage_path(stage.name)
     make_room(path, expected)
     (path / manifest.RESULT).unlink(missing_ok=True)
@@ -72,9 +73,9 @@ def lay_out(run: Run, stage: StageConfig, expected: Fingerprint) -> Stage:
 
 def _model(run: Run, stage: StageConfig, recipe: Recipe, inputs: dict[str, Result]) -> str:
     kind = run.pipeline.kind_of(stage)
-    own = model_source(stage, recipe, kind)
-    if weights := weights_source(own, recipe, kind):
-        return str(overlaid(Path(str(own)), weights, run.stage_path(stage.name) / "base_model"))
+    source = model_source(stage, recipe, kind)
+    if weights := weights_source(source, recipe, kind):
+        return str(overlaid(Path(str(source)), weights, run.stage_path(stage.name) / "base_model"))
     return _output(stage.name, "model", stage.model, inputs) or recipe.policy.model_name_or_path
 
 
@@ -92,7 +93,8 @@ def _sources(run: Run, stage: StageConfig, expected: Fingerprint) -> tuple[Sourc
 
 
 def make_room(path: Path, expected: Fingerprint) -> None:
-    """Content of another training is moved aside, and said so: a checkpoint among it will not be continued."""
+    """Move the content of a stage folder aside, with a warning, if another training wrote it: its checkpoints will not
+    be continued."""
     saved = read_object(path / FINGERPRINT)
     if saved and saved.get("of_training") != expected.of_training:
         changed = "; ".join(expected.difference(saved["ingredients"])[:3])
@@ -103,7 +105,7 @@ def make_room(path: Path, expected: Fingerprint) -> None:
 
 
 def _with_teacher(run: Run, stage: StageConfig, recipe: Recipe, inputs: dict[str, Result]) -> Recipe:
-    """The recipe of a stage, with the folder of a teacher that another stage made."""
+    """Return the recipe of a stage in which a teacher made by another stage is replaced by the folder of its model."""
     teacher = recipe.teacher_of(run.pipeline.kind_of(stage))
     if teacher is None:
         return recipe
@@ -112,7 +114,8 @@ def _with_teacher(run: Run, stage: StageConfig, recipe: Recipe, inputs: dict[str
 
 
 def _output(stage: str, key: str, reference: str, inputs: dict[str, Result]) -> str:
-    """The folder that `model = "stage:NAME"` or `data = "stage:NAME"` names, or the folder written there."""
+    """Return the folder to which `model = "stage:NAME"` or `data = "stage:NAME"` refers; any other value is returned as
+    it is."""
     name = source_of(reference)
     if name is None:
         return reference

@@ -1,10 +1,10 @@
-"""Kind `prepare`: read rows, check every one, tokenise once; training ranks only read what it wrote."""
+"""Kind `prepare`: read the rows, check every row and tokenise once; training ranks only read the prepared rows."""
 
 from cosmos_core.run.libraries import ROWS
 from cosmos_core.types import StageKind
 
 ROWS_BESIDE = ("name", "subset", "revision", "split", "max_skipped_fraction", "conversation_column_name")
-"""What decides about the rows of a data term, of `train.train_policy.data_term`."""
+"""Keys of `train.train_policy.data_term` that determine the rows of a data term."""
 DECIDE_ROWS = (
     "train.train_policy.dataset",
     "train.train_policy.data_packer",
@@ -19,7 +19,7 @@ DECIDE_ROWS = (
     "validation.dataset",
     "validation.max_rows",
 )
-"""What is read here alone: stages behind this one see the rows that come of it."""
+"""Keys that only `prepare` reads; later stages read the rows that it wrote."""
 RENDER_PROMPTS = (
     "enable",
     "enable_tools",
@@ -29,7 +29,7 @@ RENDER_PROMPTS = (
     "add_generation_prompt",
     "continue_final_message",
 )
-"""What decides how prompts to complete are rendered, of `rollout.multi_turn_config`."""
+"""Keys of `rollout.multi_turn_config` that determine how prompts are rendered."""
 
 ENCODE = (
     "is_diffusers",
@@ -39,7 +39,7 @@ ENCODE = (
     "diffusers.inference_size",
     "diffusers.train_frames",
 )
-"""What decides how text and media become what a diffusion model is trained on, of `policy`."""
+"""Keys of `policy` that determine how text and media are encoded for the training of a diffusion model."""
 
 KIND = StageKind(
     name="prepare",
@@ -49,7 +49,7 @@ KIND = StageKind(
     reads_model="tokenizer",
     reads_data="source",
     is_numeric=False,
-    # Only what decides about the rows: another learning rate must not tokenise again.
+    # Only keys that determine the rows: a changed learning rate must not tokenise again.
     recipe_tables=(
         "train.seed",
         "train.train_policy.type",

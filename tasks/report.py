@@ -1,4 +1,4 @@
-"""Kind `report`: the run as one HTML page, written in the flow's process from what is on disk."""
+"""Kind `report`: write the run as one HTML page, in the flow's process, from the files of the run."""
 
 from cosmos_core.types import StageKind
 

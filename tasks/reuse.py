@@ -1,6 +1,6 @@
-"""What is reused in place of making it: a verified result with the same fingerprint, of this run or of another.
+"""Reuse a verified result with the same fingerprint, of this run or of another run, instead of making it again.
 
-A stage with a work pool is looked for before the pool is asked for a worker, which may mean to start a machine.
+For a stage with a work pool, a result is looked up before a worker of the pool is requested, which may start a machine.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from tasks.stored import Stored
 
 
 def fingerprint_of(run: Run, stage: StageConfig) -> Fingerprint:
-    """Return the fingerprint of a stage whose inputs are done, with the facts of this machine."""
+    """Return the fingerprint of a stage whose inputs are complete, computed with the hardware and libraries of this
+    machine."""
     upstream = {name: result["digest"] for name, result in inputs_of(run, stage).items()}
     return fingerprint(run.pipeline, stage, run.pipeline.kind_of(stage), upstream, run.digests)
 
 
 def existing(run: Run, stage: StageConfig, expected: Fingerprint) -> Result | None:
-    """A verified result with this fingerprint, of this run or taken over from another."""
+    """Return a verified result with this fingerprint, of this run or adopted from another run; None if there is
+    none."""
     path = run.stage_path(stage.name)
     state = read_state(path)
     if not run.pipeline.kind_of(stage).is_reusable or (state.forced and read_result(path) is None):
@@ -53,16 +55,16 @@ def existing(run: Run, stage: StageConfig, expected: Fingerprint) -> Result | No
 
 
 def existing_of_pool(run: Run, stage: StageConfig) -> Result | None:
-    """Return a verified result that the stage's work pool has made of the same inputs and settings, whatever machine of
-    the pool it was; None: there is none, or only the pool can tell."""
+    """Return a verified result that any machine of the stage's work pool has made from the same inputs and settings;
+    None if there is none, or if an input can be read only on the machines of the pool."""
     with stage_lock(run.path, stage.name) as lock:
         if not lock.try_acquire():
             return None
         try:
             here = fingerprint_of(run, stage)
-            for made in made_on_pool(run.output_dir, run.pipeline, stage, here):
-                if found := existing(run, stage, made):
-                    return found
-        except CosmosError:  # something that it reads is on the machines of the pool alone
+            for expected in made_on_pool(run.output_dir, run.pipeline, stage, here):
+                if result := existing(run, stage, expected):
+                    return result
+        except CosmosError:  # an input is readable only on the machines of the pool
             return None
     return None

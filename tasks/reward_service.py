@@ -1,7 +1,7 @@
-"""The reward service of a stage: beside it, one that runs already, or one that is started for it on another work pool.
+"""Provide the reward service of a stage: started on the same machine, already running, or started on another work pool.
 
-There the deployment `reward-service/POOL` serves until the stage is done. Address and token come back in a block of
-Prefect of its own, which is deleted afterwards: that is also what tells the service to end.
+On another work pool the deployment `reward-service/POOL` serves until the stage ends. A Prefect block carries its
+address and token; the block is deleted when the stage ends, which also tells the service to end.
 """
 
 from __future__ import annotations
@@ -39,22 +39,23 @@ _FINAL = {StateType.COMPLETED, StateType.FAILED, StateType.CANCELLED, StateType.
 
 @contextlib.contextmanager
 def reward_service(run: Run, stage: StageConfig) -> Iterator[dict[str, str]]:
-    """Have the service of a stage while the body runs; yield the variables by which its clients find it.
+    """Provide the reward service of a stage while the body runs; yield the environment variables with its address and
+    token.
 
     Raises:
-        RewardError: it does not start.
-        ConfigError: there is no such block or deployment.
+        RewardError: the service does not start.
+        ConfigError: the block or the deployment does not exist.
     """
     path, check = run.stage_path(stage.name), partial(sleep_unless_stopping, 0)
     serves = _elsewhere(stage, path, check) if stage.reward_service_pool else companion(
         stage.reward_service, path, run.pipeline.config.python, check, _environment(run, stage)
     )  # fmt: skip
-    with serves as found:
-        yield found
+    with serves as variables:
+        yield variables
 
 
 def _environment(run: Run, stage: StageConfig) -> Mapping[str, str]:
-    """Return the environment where it names the reward service that a stage asks."""
+    """Return the environment of this process, or an empty mapping if the stage uses no remote rewards."""
     recipe = run.pipeline.recipes[stage.name]
     asks = recipe.train.train_policy.remote_rewards or recipe.validation.remote_rewards
     return os.environ if asks and run.pipeline.kind_of(stage).scores else {}
@@ -66,13 +67,13 @@ def _elsewhere(stage: StageConfig, path: Path, check: Callable[[], None]) -> Ite
     serving = _begin(stage, block)
     with get_client(sync_client=True) as client:
         try:
-            found = _wait(client, stage, serving, block)
+            variables = _wait(client, stage, serving, block)
             try:
-                yield found
+                yield variables
             finally:
-                note_health(path, found)
+                note_health(path, variables)
         finally:
-            # It ends with our flow run too: a server that is away costs the stage nothing.
+            # The service ends with this flow run in any case, so an unreachable server must not fail the stage.
             with contextlib.suppress(httpx.HTTPError, ObjectNotFound):
                 forget_service(client, block)
                 if client.read_flow_run(serving).state_type not in {*_FINAL, StateType.RUNNING}:
@@ -83,25 +84,25 @@ def _begin(stage: StageConfig, block: str) -> UUID:
     pool = stage.reward_service_pool
     parameters = {"config": stage.reward_service, "block": block, "of_flow_run": str(flow_run.id or "")}
     try:
-        found: Any = run_deployment(f"reward-service/{pool}", parameters=parameters, timeout=0)
+        created: Any = run_deployment(f"reward-service/{pool}", parameters=parameters, timeout=0)
     except ObjectNotFound as error:
         raise ConfigError(
             f"stage {stage.name!r}: reward_service_pool = {pool!r}: the server has no deployment "
             f"reward-service/{pool}; add one like reward-service/gpu to prefect.yaml, then: prefect deploy "
             f"-n reward-service/{pool}"
         ) from error
-    return UUID(str(found.id))
+    return UUID(str(created.id))
 
 
 def _wait(client: SyncPrefectClient, stage: StageConfig, serving: UUID, block: str) -> dict[str, str]:
-    """Return the variables of the service once it takes requests.
+    """Wait until the service takes requests, and return the environment variables with its address and token.
 
     Raises:
         RewardError: a reward or its configuration is wrong.
-        StageFailed: it ended otherwise, its machine went away, or no worker has it ready in time.
+        StageFailed: the service ended for another reason, its machine went away, or it was not ready in time.
     """
     where, deadline = f"the reward service on {stage.reward_service_pool!r}", time.monotonic() + _LOAD_SECONDS
-    while (found := read_service(client, block)) is None:
+    while (variables := read_service(client, block)) is None:
         state = client.read_flow_run(serving).state
         if state is not None and state.type in _FINAL:
             reason = " ".join(str(state.message or "").split())
@@ -110,4 +111,4 @@ def _wait(client: SyncPrefectClient, stage: StageConfig, serving: UUID, block: s
         if time.monotonic() > deadline:
             raise StageFailed(f"{where} did not load in {_LOAD_SECONDS:g} s; does a worker of the pool run?")
         sleep_unless_stopping(_POLL_SECONDS)
-    return found
+    return variables

@@ -1,4 +1,4 @@
-"""Kind `rl`: the rollout-train loop of GRPO, resumable from its newest checkpoint."""
+"""Kind `rl`: the loop of rollout and policy update of GRPO, resumable from its newest checkpoint."""
 
 from cosmos_core.run.libraries import TRAINING
 from cosmos_core.types import StageKind

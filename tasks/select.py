@@ -1,4 +1,4 @@
-"""Kind `select`: of several branches the one with the best metric; its model and metrics are handed on."""
+"""Kind `select`: choose the branch with the best metric, and pass on its model and metrics."""
 
 from __future__ import annotations
 
@@ -23,25 +23,27 @@ KIND = StageKind(
     is_numeric=False,
     hands_on_metrics=True,
 )
-_OF_ONE_STAGE = ("data",)  # what a result says of folders that are not handed on
+_OF_ONE_STAGE = ("data",)  # keys of a result's info that name folders which are not passed on
 
 
 def run(stage: Stage) -> Outcome:
-    """Compare the branches; link the model of the best one here, so that it stays when the others are cleaned away.
+    """Compare the branches and link the model of the best one into the folder of this stage, so that the model stays
+    when the branches are removed.
 
-    The result says nothing of the other branches: what is behind stays what it is while the best one does.
+    The result does not mention the other branches: later stages keep their fingerprints as long as the best branch is
+    the same.
 
     Raises:
         ConfigError: a branch did not report the metric.
-        GateFailed: no branch has a number there.
+        GateFailed: the metric is not a number in any branch.
     """
     sweep = stage.config.sweep
     assert sweep is not None  # `required_keys`
     values = {branch.stages: _value(stage, branch, sweep.metric) for branch in sweep.branches}
-    known = [branch for branch in sweep.branches if not math.isnan(values[branch.stages])]
-    if not known:
+    candidates = [branch for branch in sweep.branches if not math.isnan(values[branch.stages])]
+    if not candidates:
         raise GateFailed(f"stage {stage.name!r}: {sweep.metric} is not a number in any of {len(values)} branches")
-    best = (max if sweep.mode == "max" else min)(known, key=lambda branch: values[branch.stages])
+    best = (max if sweep.mode == "max" else min)(candidates, key=lambda branch: values[branch.stages])
     makers = [name for name in best.stages if stage.inputs[name]["info"].get("model")]
     source = stage.inputs[makers[-1] if makers else best.stages[-1]]
     info = {key: value for key, value in source["info"].items() if key not in _OF_ONE_STAGE}
@@ -68,7 +70,7 @@ def _value(stage: Stage, branch: Branch, metric: str) -> float:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Give files a second name, or copies where the file system has no such thing."""
+    """Hard-link the files of `source` below `target`, or copy them where the file system has no hard links."""
     for file in files_below(source):
         new = target / file.relative_to(source) if file != source else target
         new.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Kind `sft`: supervised fine-tuning, resumable from its newest checkpoint; ends with a proven full-precision model."""
+"""Kind `sft`: supervised fine-tuning, resumable from its newest checkpoint; writes a verified full-precision model."""
 
 from cosmos_core.run.libraries import TRAINING
 from cosmos_core.types import StageKind

@@ -1,7 +1,7 @@
-"""The one body that all stages share: reuse what is proven, or launch, verify and publish what was made.
+"""Run stages as Prefect tasks: reuse a verified result, or launch a worker, verify its output and publish the result.
 
-We decide about reuse, not Prefect: its cache returns a result without looking at the files. Prefect's retries are set
-high and `should_retry`, which reads `state.json`, is the only policy.
+This module decides about reuse, not Prefect: Prefect's cache returns a result without looking at the files. Prefect's
+retries are set high, and `should_retry`, which reads `state.json`, is the only policy.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ from tasks.stored import Stored
 logger = logging.getLogger(__name__)
 
 _MAX_BACKOFF_SECONDS = 60.0
-_RETRIES = 100_000  # Prefect's own count never decides
+_RETRIES = 100_000  # high enough that Prefect's limit never applies
 
 
 @worker.stoppable()
 def run_stages(run: Run, names: Sequence[str], *, is_here: bool = False) -> State[Any]:
     """Bring stages, in topological order, to their results, independent ones in parallel; return the flow's state.
 
-    A stage with a work pool is run there, unless this is that pool (`is_here`).
+    A stage with a work pool runs on that pool, unless this process already runs there (`is_here`).
 
     A flow that is cancelled or terminated asks its workers to save a checkpoint and waits for them.
     """
@@ -95,7 +95,7 @@ def run_stages(run: Run, names: Sequence[str], *, is_here: bool = False) -> Stat
             get_run_logger().warning("the flow run was cancelled: its stages are asked to stop")
             stop_stages(run, list(futures.values()))
     except (TerminationSignal, KeyboardInterrupt):
-        # Termination reaches this thread alone; the tasks wait in others and would not notice.
+        # Only this thread receives the signal; the tasks wait in other threads and would not notice.
         stop_stages(run, list(futures.values()))
         raise
     state = of_flow(run, futures, is_cancelled=was_cancelled)
@@ -114,10 +114,10 @@ def stage_task(
     is_here: bool = False,
     slot: threading.Semaphore | None = None,
 ) -> Any:
-    """Return a Prefect task that brings the stage `name` of a run to its result; call `.submit()` on it, which waits
-    for the futures of `upstream`, successful or not.
+    """Return a Prefect task that brings the stage `name` of a run to its result; its `.submit()` first waits for the
+    futures of `upstream`, successful or not.
 
-    The run is not among its parameters: opened again by each task, it made a run quadratic in its stages.
+    The run is not a parameter of the task: opened again by each task, it made a run quadratic in its number of stages.
     """
 
     def condition(_task: object, _run: object, state: State[Any]) -> bool:
@@ -145,11 +145,11 @@ def stage_task(
 
 
 def should_retry(run: Run, name: str, error: object) -> bool:
-    """Decide about a retry: never of a user's mistake, of what a person cancelled or of the same error at the same step
-    again, always of a preemption, of a crash until `retries` in a row brought no progress."""
+    """Return True if a failed stage is to be tried again: always after a preemption, and after a crash until `retries`
+    attempts in a row made no progress; never after a user error, a cancellation, or the same error at the same step."""
     if worker.is_stopping() or not isinstance(error, CosmosError) or error.exit_code in {EXIT_USAGE, EXIT_REFUSED}:
         return False
-    if isinstance(error, (Cancelled, DiskFull)):  # a failure that cannot be written cannot be counted either
+    if isinstance(error, (Cancelled, DiskFull)):  # on a full disk the failure cannot be counted
         return False
     if isinstance(error, Preempted):
         return True
@@ -170,14 +170,14 @@ def _run_stage(run: Run, name: str) -> State[Any] | Result:
             artifacts.show_refusal()
         return ended(error)
     events.stage_completed(run, name, result, was_reused=was_reused)
-    if was_reused:  # what it measured was shown by the run that made it
+    if was_reused:  # the run that made the result has shown its metrics
         return Completed(name="Reused", data=result, message=result["reused_from"] or "done in this run")
     artifacts.finish(result)
     return result
 
 
 def _run_elsewhere(run: Run, name: str) -> State[Any] | Result:
-    """Follow a stage on its work pool; what ends there without a word is one failed attempt."""
+    """Follow a stage on its work pool; an end without a recorded error counts as one failed attempt."""
     stage, path = run.pipeline.stage(name), run.stage_path(name)
     try:
         result, was_reused = perform_elsewhere(run, stage, lambda line: get_run_logger().info(line))
@@ -187,7 +187,7 @@ def _run_elsewhere(run: Run, name: str) -> State[Any] | Result:
             record_failure(path, failure)
             if not isinstance(failure, Preempted):
                 update_state(path, failures=count_death(path))
-            if not should_retry(run, name, failure):  # what the child could say it has said
+            if not should_retry(run, name, failure):  # a child that records its failure emits this event itself
                 events.stage_failed(run, name, failure)
         if not should_retry(run, name, failure):
             return ended(failure)
@@ -204,10 +204,10 @@ def perform(
     on_progress: Callable[[Position], None] = lambda _: None,
     on_line: Callable[[str], None] = lambda _: None,
 ) -> tuple[Result, bool]:
-    """Bring one stage, whose inputs are done, to its result; return it and whether it was there already.
+    """Bring one stage, whose inputs are complete, to its result; return the result and whether it already existed.
 
     Raises:
-        CosmosError: as `launch.worker.run`, or an input is missing.
+        CosmosError: an error of `launch.worker.run`, or an input is missing.
     """
     stage, path = run.pipeline.stage(name), run.stage_path(name)
     stored = Stored(run, stage)
@@ -220,8 +220,8 @@ def perform(
                 worker.reap(path)
                 _take_charge(path)
             expected = fingerprint_of(run, stage)
-            if found := existing(run, stage, expected):
-                return stored.send(found), True
+            if result := existing(run, stage, expected):
+                return stored.send(result), True
             if is_finished:
                 _take_charge(path)
             if not run.pipeline.kind_of(stage).in_worker:
@@ -237,7 +237,8 @@ def perform(
 
 
 def _failure(error: Exception, path: Path) -> CosmosError:
-    """A bug or a broken disk here is one failed attempt, never an endless retry."""
+    """Return the error as a CosmosError, so that a bug or a broken disk counts as one failed attempt and is not retried
+    endlessly."""
     if isinstance(error, CosmosError):
         return error
     failure: StageFailed | None = disk_full(error, path)
@@ -255,7 +256,7 @@ def _made_once(
     on_progress: Callable[[Position], None],
     on_line: Callable[[str], None],
 ) -> tuple[Result, bool]:
-    """Make the result in a worker, unless another run is making the same: then wait for it and take it over."""
+    """Make the result in a worker, unless another run is making the same result: then wait for it and adopt it."""
     path, stored = run.stage_path(stage.name), Stored(run, stage)
     with Lock(fingerprint_folder(run.output_dir, expected.value) / "lock") as shared:
         has_waited = not shared.try_acquire()
@@ -279,14 +280,14 @@ def _made_once(
                 on_line=on_line,
                 must_end=stored.loss,
             )
-            own = gpus.of_stage(run.pipeline.kind_of(stage), run.pipeline.recipes[stage.name], path)
-            with ExitStack() as devices, ExitStack() as beside:
-                visible, locks = devices.enter_context(own)
+            reservation = gpus.of_stage(run.pipeline.kind_of(stage), run.pipeline.recipes[stage.name], path)
+            with ExitStack() as devices, ExitStack() as services:
+                visible, locks = devices.enter_context(reservation)
                 update_state(path, error="its reward service starts" if stage.reward_service else "")
-                beside.enter_context(sending(path, _saves_of(run, stage)))
-                beside.enter_context(stored.sending(expected))
-                variables = beside.enter_context(reward_service(run, stage))
-                beside.callback(devices.close)  # first of all: others need them while its last checkpoint is sent
+                services.enter_context(sending(path, _saves_of(run, stage)))
+                services.enter_context(stored.sending(expected))
+                variables = services.enter_context(reward_service(run, stage))
+                services.callback(devices.close)  # first: others need the GPUs while the last checkpoint is sent
                 launch.environment, launch.locks = {**visible, **variables}, (*launch.locks, *locks)
                 launch.secrets = (*launch.secrets, *variables)
                 result = worker.run(launch)
@@ -295,14 +296,14 @@ def _made_once(
 
 
 def _saves_of(run: Run, stage: StageConfig) -> str:
-    """Where the checkpoints of a training go while it goes on; empty: nowhere."""
+    """Return the URL to which the checkpoints of a training are sent while it runs; empty if they are not sent."""
     ckpt = run.pipeline.recipes[stage.name].train.ckpt
     is_sent = ckpt.upload_s3 == "all" and run.pipeline.kind_of(stage).trains
     return saves_url(ckpt.s3_url(run.pipeline.config.name), stage.name, run.id) if is_sent else ""
 
 
 def _in_this_process(run: Run, stage: StageConfig, expected: Fingerprint) -> Result:
-    """A light stage: no worker, no torch."""
+    """Run a stage that needs neither a worker nor torch, and return its result."""
     path = run.stage_path(stage.name)
     laid_out = lay_out(run, stage, expected)
     state, began = read_state(path), time.time()
@@ -333,9 +334,9 @@ def _finish(run: Run, stage: StageConfig, expected: Fingerprint) -> None:
 
 
 def _take_charge(path: Path) -> None:
-    """Note that this process runs the stage; wait before another attempt of its own after a crash: 1, 2, 4 ... 60 s.
+    """Record that this process runs the stage; after a crash of its own earlier attempt, first wait 1, 2, 4 ... 60 s.
 
-    A new process, that is a person's resume, starts with a full budget of attempts and without a wait.
+    A new process, which a user's resume starts, begins with the full number of retries and without a wait.
     """
     state = read_state(path)
     if state.launcher_pid != os.getpid():
@@ -346,8 +347,8 @@ def _take_charge(path: Path) -> None:
 
 
 def _owner_watch(path: Path, grace_seconds: float) -> Callable[[], None]:
-    """Called while the stage is locked: an orphan may use its grace to save, then it is reaped; a live owner is
-    waited for."""
+    """Return a function to call while the stage is locked: a worker without a parent may use its grace period to save
+    and is then killed; a live parent is waited for."""
     began = time.monotonic()
 
     def watch() -> None:

@@ -1,6 +1,6 @@
-"""What a stage takes from the artifact store of its pipeline before it begins, and leaves there when it ends.
+"""Exchange the inputs, outputs and checkpoints of a stage with the artifact store of its pipeline.
 
-Without an `artifact_store` nothing here does anything: the machines share the folder of runs.
+Without an `artifact_store` the methods do nothing: the machines share the folder of runs.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from tasks.layout import make_room
 logger = logging.getLogger(__name__)
 
 OUTPUT_DIR = "COSMOS_OUTPUT_DIR"
-"""Variable with the folder of runs of a machine that works on what an artifact store has."""
+"""Environment variable with the folder of runs, on a machine that executes a stage of a run in an artifact store."""
 _RECORD_SECONDS = 10.0
 _CHECKPOINT_SECONDS = 1.0
 
 
 class Stored:
-    """One stage of a run, and the store of its pipeline."""
+    """A stage of a run, with the artifact store of its pipeline."""
 
     def __init__(self, run: Run, stage: StageConfig) -> None:
         self._run, self._stage, self._path = run, stage, run.stage_path(stage.name)
@@ -48,40 +48,42 @@ class Stored:
         self._lease: Lease | None = None
 
     def receive_inputs(self) -> None:
-        """Make the results of the stages in `after` be here, and the outputs of those that this stage reads.
+        """Fetch the results of the stages in `after`, and the output files of those that this stage reads.
 
         Raises:
             ConfigError, UploadError: the store refuses, is not reached, or has lost something.
         """
-        read = self._read()
+        stages_read = self._read()
         for name in self._stage.after:
             path = self._run.stage_path(name)
-            here = read_result(path)
-            there = self._store.result(self._name, name) if self._store else None
-            result = here if there is None or (here and here["digest"] == there["digest"]) else there
+            local = read_result(path)
+            remote = self._store.result(self._name, name) if self._store else None
+            result = local if remote is None or (local and local["digest"] == remote["digest"]) else remote
             if result is None:
                 continue
-            was_fetched = name in read and self._fetched(result, path)
-            if was_fetched or result is not here:
+            was_fetched = name in stages_read and self._fetched(result, path)
+            if was_fetched or result is not local:
                 _write(path, result)
 
     def existing(self, expected: Fingerprint) -> Result | None:
-        """Return what any machine has made with a fingerprint, now the result of this stage too; None: nothing."""
-        found = self._store.made(expected.value) if self._store else None
-        if found is None:
+        """Adopt the result that any machine has made with a fingerprint as the result of this stage; return None if
+        there is none."""
+        stored = self._store.made(expected.value) if self._store else None
+        if stored is None:
             return None
         make_room(self._path, expected)
-        result = found | {"reused_from": f"{found[STORED]}/made/{expected.value}"}
+        result = stored | {"reused_from": f"{stored[STORED]}/made/{expected.value}"}
         _write(self._path, result)
         register(self._run.output_dir, self._path, expected.value)
         return result
 
     @contextmanager
     def lease(self, expected: Fingerprint) -> Iterator[bool]:
-        """Hold the right to make what has a fingerprint, of all machines; give whether another held it meanwhile.
+        """Hold the exclusive right among all machines to make the result of a fingerprint; yield True if another
+        machine held it meanwhile.
 
         Raises:
-            Preempted: asked to stop while waiting.
+            Preempted: this process was asked to stop while waiting.
         """
         if self._store is None:
             yield False
@@ -99,13 +101,13 @@ class Stored:
             self._lease.release()
 
     def loss(self) -> str:
-        """Return why this machine must make the stage no longer, or an empty string."""
+        """Return why this machine must no longer work on the stage, or an empty string if it may continue."""
         return self._lease.loss if self._lease else ""
 
     @contextmanager
     def sending(self, expected: Fingerprint) -> Iterator[None]:
-        """Begin with the newest checkpoint that any machine has stored; store those that are saved, and what shows how
-        far the stage is, for as long as the block lasts. A store that fails meanwhile costs a warning."""
+        """Fetch the newest checkpoint that any machine has stored; then, while the block runs, store each new
+        checkpoint and the record of progress. A failure of the store within the block costs a warning."""
         if self._store is None:
             yield
             return
@@ -133,23 +135,23 @@ class Stored:
                 for loop in loops:
                     loop.join()
         except BaseException:
-            # What it saved when it was stopped, for whoever goes on.
+            # The checkpoint that the worker saved when it was stopped, for the machine that continues.
             _once(partial(self._push, checkpoints, threading.Event()), self._path)
             raise
 
     def send(self, result: Result) -> Result:
-        """Store a result of this stage, its manifest last: that makes the stage complete for every machine.
+        """Store a result of this stage, its manifest last, which makes the stage complete for every machine.
 
         Raises:
             ConfigError, UploadError: the store refuses, or is not reached.
-            StageFailed: another machine has taken the work over.
+            StageFailed: another machine has taken over the stage.
         """
         if self._store is None:
             return result
         if self._lease:
             self._lease.check()
         if result.get(STORED) != self._store.url:
-            self._fetched(result, self._path)  # of another store
+            self._fetched(result, self._path)  # from another store
             self._store.put_outputs(self._path, result)
             if self._run.pipeline.kind_of(self._stage).is_reusable:
                 self._store.put_made(result)
@@ -160,30 +162,31 @@ class Stored:
         return result
 
     def send_record(self) -> None:
-        """Store where the stage stands, if the store can be reached."""
+        """Store the state of the stage, if the store can be reached."""
         if self._store is not None:
             _once(lambda: self._record().push(is_last=True), self._path)
 
     def send_run(self) -> str:
-        """Store what another machine needs to begin this stage; return what it is to be given: the directory of the
-        run, or its URL in the store."""
+        """Store what another machine needs to run this stage; return the address of the run to pass to it: the
+        directory of the run, or its URL in the store."""
         if self._store is None:
             return str(self._run.path)
         record = self._record()
-        there = record.state()
-        if there is not None and there.forced_by == read_state(self._path).forced_by:
-            record.pull()  # who worked on it may have gone on after this machine looked last
+        stored = record.state()
+        if stored is not None and stored.forced_by == read_state(self._path).forced_by:
+            record.pull()  # another machine may have made progress since the last pull
         record.push(is_last=True)
         return self._store.put_run(self._run.path)
 
     def mirror(self) -> Callable[[], None]:
-        """Return what makes this machine show what the one says that works on the stage."""
+        """Return a function that copies the record of the machine that executes the stage to this machine, to show its
+        progress."""
         if self._store is None:
             return lambda: None
         return partial(_once, lambda: self._record().pull(), self._path)
 
     def receive_result(self) -> Result | None:
-        """Return the result of this stage, wherever it was made; None: it is not complete.
+        """Return the result of this stage, on whatever machine it was made; None if the stage is not complete.
 
         Raises:
             ConfigError, UploadError: the store refuses, or is not reached.
@@ -197,21 +200,22 @@ class Stored:
         return result
 
     def receive_state(self) -> None:
-        """Go on from where the stage stands by the machine that worked on it last."""
+        """Fetch the state of the stage from the store, if another machine has worked on the stage since."""
         if self._store is None:
             return
-        here, record = read_state(self._path), self._record()
-        there = record.state()
-        if there is None:
+        local, record = read_state(self._path), self._record()
+        stored = record.state()
+        if stored is None:
             return
-        if there.forced and there.forced_by != here.forced_by:
+        if stored.forced and stored.forced_by != local.forced_by:
             supersede(self._path)
-            here = State()
-        if there.attempt > here.attempt or not (self._path / "state.json").is_file():
+            local = State()
+        if stored.attempt > local.attempt or not (self._path / "state.json").is_file():
             record.pull()
 
     def _fetched(self, result: Result, path: Path) -> bool:
-        """Whether outputs that were missing here were fetched from the store that has them."""
+        """Fetch outputs that are missing on this machine from the store that has them; return True if any were
+        fetched."""
         url = result.get(STORED)
         if not url or _is_here(path, result):
             return False
@@ -223,7 +227,7 @@ class Stored:
             if stop.is_set():
                 raise Preempted("the training has ended")
 
-        if not (self._lease and self._lease.is_lost):  # else another machine sends, and removes what it does not keep
+        if not (self._lease and self._lease.is_lost):  # the new holder sends and prunes its own checkpoints
             for name in checkpoints.push(pause):
                 record_event(self._path, "sent", name)
 
@@ -233,12 +237,13 @@ class Stored:
 
     @cached_property
     def _name(self) -> str:
-        """Of the run in the store, where it may not be the first of this id."""
+        """Return the name of the run in the store, which differs from its id if the store already has a run of that
+        id."""
         assert self._store is not None
         return self._store.put_run(self._run.path).rpartition("/")[2]
 
     def _read(self) -> set[str]:
-        """The stages whose outputs this one reads, beside their metrics."""
+        """Return the stages whose output files this stage reads, not only their metrics."""
         kind, recipe = self._run.pipeline.kind_of(self._stage), self._run.pipeline.recipes[self._stage.name]
         if self._stage.entry:
             return set(self._stage.after)
@@ -247,19 +252,19 @@ class Stored:
         return {name for name in map(source_of, named) if name}
 
     def _files_here(self) -> dict[str, Path]:
-        """Outputs of the run's stages that are on this machine, by digest."""
-        found = {}
+        """Return the output files of the run's stages on this machine, by digest."""
+        files = {}
         for stage in self._run.pipeline.stages:
             path = self._run.stage_path(stage.name)
             for record in (read_result(path) or {"outputs": ()})["outputs"]:
                 if (path / record["path"]).is_file():
-                    found[record["sha256"]] = path / record["path"]
-        return found
+                    files[record["sha256"]] = path / record["path"]
+        return files
 
 
 def received(url: str, name: str) -> Run:
-    """Open the run with that URL in a store, on a machine that may have nothing of it; `name` is the stage to go on
-    with.
+    """Open the run with a URL in a store, on a machine that may have no files of the run; `name` is the stage to
+    execute.
 
     Raises:
         ConfigError, UploadError: the store refuses, is not reached, or has no such run.
@@ -290,7 +295,7 @@ def _once(what: Callable[[], object], path: Path) -> None:
         what()
     except Preempted:
         return
-    except Exception as error:  # noqa: BLE001 - whatever it is, the stage goes on, and so does the thread that sends
+    except Exception as error:  # noqa: BLE001 - no error may end the stage or this thread
         logger.warning("%s: the artifact store has not everything, it is tried again: %s", path.name, error)
 
 

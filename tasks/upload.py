@@ -1,4 +1,4 @@
-"""Kind `upload`: publish a model; the source is hashed again before, the copy after, the pointer moves last."""
+"""Kind `upload`: publish a model. The source is hashed again before, the copy after, and the pointer moves last."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cosmos_core.upload.saves import Saves, saves_url
 logger = logging.getLogger(__name__)
 
 _PUBLICATION = "publication.json"
-"""The record of what the stage has published, in its folder: written when the pointer has moved."""
+"""File in the folder of the stage that records what it has published, written when the pointer has moved."""
 
 KIND = StageKind(
     name="upload",
@@ -34,13 +34,13 @@ KIND = StageKind(
 
 
 def run(stage: Stage) -> Outcome:
-    """Publish `stage.model` to `target`.
+    """Publish the folder `stage.model` to `stage.config.target`.
 
     Raises:
         ConfigError: there is no model to publish.
         UploadError: the model was altered since it was made, or the target failed.
     """
-    from tasks.cancellation import publication_check  # which imports Prefect
+    from tasks.cancellation import publication_check  # imported here: it imports Prefect
 
     folder = Path(stage.model)
     if not folder.is_dir():
@@ -54,14 +54,14 @@ def run(stage: Stage) -> Outcome:
             raise UploadError(f"stage {stage.name!r} publishes nothing: stage {name!r}: {damage}")
     metrics = {key: value for result in stage.inputs.values() for key, value in result["metrics"].items()}
     version = f"{stage.run_path.name}-{stage.fingerprint[:8]}"
-    files = [file for file in files_below(folder) if file != folder / RECORD]  # which is of the target it comes from
+    files = [file for file in files_below(folder) if file != folder / RECORD]  # written by the target of its origin
     record = {
         "version": version,
         "run_id": stage.run_path.name,
         "stage": str(stage.path),
         "metrics": metrics,
         "inputs": {name: result["digest"] for name, result in stage.inputs.items()},
-        # What another target says of the same model is no part of it.
+        # The record that another target wrote into the folder is not part of the model.
         "files": {str(file.relative_to(folder)): sha256(file) for file in files},
     }
     target, check = open_target(stage.config.target), publication_check()
@@ -77,7 +77,8 @@ def run(stage: Stage) -> Outcome:
 
 
 def _there_already(stage: Stage, target: Target, folder: Path, record: dict[str, Any]) -> str:
-    """Return where the model is published, if nothing is to be done; else an empty string."""
+    """Return the address of the model if it is already published, so that nothing is to be done; else an empty
+    string."""
     if not (hasattr(target, "where") and hasattr(target, "damage")):
         return ""
     try:
@@ -86,21 +87,21 @@ def _there_already(stage: Stage, target: Target, folder: Path, record: dict[str,
         logger.warning("what was published cannot be told and is published anew: %s", error)
         return ""
     if current is None or current.get("version") in {None, record["version"]}:
-        return ""  # publishing the same version again mends what was damaged
+        return ""  # the same version is published again, which repairs damaged files
     return _left_behind(stage, target, folder, record, current) or _same_weights(target, folder, record, current)
 
 
 def _left_behind(stage: Stage, target: Any, folder: Path, record: dict[str, Any], current: dict[str, Any]) -> str:
-    """Return where this stage has published the same weights before, if they are whole there and the pointer was moved
-    to something else since: a run that is resumed undoes neither a rollback nor a newer publication, unless it is to
-    make this stage again."""
+    """Return the address at which this stage has published the same weights before, if they are intact and the pointer
+    was moved to another version since; else an empty string. A resumed run undoes neither a rollback nor a newer
+    publication, unless this stage is to be made again."""
     folders = [stage.path, *(stage.run_path / "superseded").glob(f"{stage.name}.*")]
     notes = [note for note in (read_object(each / _PUBLICATION) for each in folders) if "files" in note]
     weights = _weights(record)
-    before = {str(note["version"]) for note in notes if _weights(note) == weights}
-    if current["version"] in before or read_state(stage.path).forced:
+    versions = {str(note["version"]) for note in notes if _weights(note) == weights}
+    if current["version"] in versions or read_state(stage.path).forced:
         return ""
-    for version in sorted(before):
+    for version in sorted(versions):
         if not target.damage(folder, version, {"files": weights}):
             again = f"cosmos promote {stage.config.target} {version}"
             if not hasattr(target, "point_to"):
@@ -113,14 +114,14 @@ def _left_behind(stage: Stage, target: Any, folder: Path, record: dict[str, Any]
 
 
 def _same_weights(target: Any, folder: Path, record: dict[str, Any], current: dict[str, Any]) -> str:
-    """Return what is published now, if it is another run's and has the same files, undamaged, but for its card; else an
-    empty string."""
+    """Return the address of the current version, if another run published it with the same files except for the card,
+    and they are undamaged; else an empty string."""
     version, weights = str(current["version"]), _weights(record)
     if _weights(current) != weights:
         return ""
     where = str(target.where(version))
-    if found := target.damage(folder, version, {"files": weights}):
-        logger.warning("%s has the same weights but is damaged, they are published anew: %s", where, found)
+    if damage := target.damage(folder, version, {"files": weights}):
+        logger.warning("%s has the same weights but is damaged, they are published anew: %s", where, damage)
         return ""
     return where
 
@@ -130,7 +131,7 @@ def _weights(record: dict[str, Any]) -> dict[str, str]:
 
 
 def _send_saves(stage: Stage) -> None:
-    """Send the checkpoints of the training that were not sent while it went on."""
+    """Send those checkpoints of the training that were not sent while it ran."""
     ckpt, parent = stage.recipe.train.ckpt, stage.config.target.rpartition("/")[0]
     if ckpt.upload_s3 == "all" and parent and parent.startswith(ckpt.s3_url()):
         for name, result in stage.inputs.items():

@@ -1,4 +1,4 @@
-"""Kind `validate`: measure one exported model on held-out rows, apart from any training."""
+"""Kind `validate`: measure one exported model on held-out rows, in a stage separate from training."""
 
 from cosmos_core.run.libraries import TRAINING
 from cosmos_core.types import StageKind
@@ -29,7 +29,7 @@ KIND = StageKind(
         "validation",
         "custom",
     ),
-    # Rows are measured in their own order, whatever the training did and whenever it measured.
+    # Validation reads its rows in order, so how training shuffles and when it validates does not matter.
     unread=(
         *DECIDE_ROWS,
         "train.train_policy.dataloader_shuffle",
