@@ -1,4 +1,4 @@
-"""The pipeline: a DAG of stages from one TOML, each a retryable task, independent branches in parallel.
+"""The flow `post-train`: run the DAG of stages of one TOML file, each stage a task with retries, branches in parallel.
 
 The form in Prefect's UI takes types from the signature and descriptions from `Args`, from nowhere else.
 """
@@ -35,7 +35,7 @@ from tasks.credentials import lend_credentials
 from tasks.kinds import all_kinds
 from tasks.stage import run_stages
 
-_RUNNER: TaskRunner[Any] = ThreadPoolTaskRunner(max_workers=64)  # threads that wait for workers
+_RUNNER: TaskRunner[Any] = ThreadPoolTaskRunner(max_workers=64)  # the threads only wait for worker processes
 
 
 @flow(name="post-train", flow_run_name="{config}", task_runner=_RUNNER)
@@ -65,8 +65,8 @@ def post_train(
 
 
 def open_or_create(config: str, overrides: Sequence[str], run_id: str, request: str = "") -> Run:
-    """Return the run to work on: a run directory as it is, the run that this `request` (a flow run) began, an existing
-    `run_id` if it means the same, or a new one.
+    """Return the run to work on: an existing run directory, the run that the flow run `request` created, the existing
+    run `run_id` if its configuration is the same, or a new run.
 
     Raises:
         ConfigError: the configuration is wrong, or differs from that of the existing run; or a target or an artifact
@@ -82,10 +82,10 @@ def open_or_create(config: str, overrides: Sequence[str], run_id: str, request: 
             )
         return open_run(path, kinds)
     pipeline = on_these_gpus(load_pipeline(path, overrides, kinds))
-    lend_credentials(pipeline)  # before the run is made, which looks up what lies in stores and on the Hub
+    lend_credentials(pipeline)  # creating the run needs them: it looks up files in stores and on the Hub
     check_targets(pipeline)
     check_store(pipeline)
-    # A flow run that Prefect retries goes on with the run that it began.
+    # A flow run that Prefect retries continues the run that it created.
     note = flow_run_notes(pipeline.output_dir.expanduser().absolute()) / request
     if request and not run_id and note.is_file():
         run_id = note.read_text(encoding="utf-8")
@@ -96,7 +96,8 @@ def open_or_create(config: str, overrides: Sequence[str], run_id: str, request: 
 
 
 def force(run: Run, from_stage: str, request: str) -> None:
-    """Move `from_stage` and everything behind it aside, so that it is made again; once for each request."""
+    """Move `from_stage` and all stages that depend on it aside, so that they are made again; only once for each
+    `request`."""
     if not from_stage:
         return
     for name in sorted(run.pipeline.behind(from_stage)):

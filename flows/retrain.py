@@ -1,9 +1,10 @@
-"""Scheduled retraining: is there anything new? Then train, compare with what is published, publish or leave it.
+"""The flow `retrain`, for a schedule: if data or settings have changed, train, compare with the published model,
+publish.
 
-Data counts by content: a local file that was only touched, a commit of the Hub or a listing of a store that is the same
-as before, is nothing new, and trains nothing. A run that failed is continued by the next firing. One firing works at a
-time on this machine; firings on several machines are not kept apart. A flow run that was suspended or is retried goes
-on with the run that it began: what is new since is for the next firing.
+Data counts by content: a local file with a new date only, or a commit of the Hub or a listing of a store with the same
+content, triggers no training. The next firing continues a run that failed. A lock allows one firing at a time on a
+machine; firings on several machines do not exclude each other. A flow run that was suspended or is retried continues
+the run that it created, and leaves newer data to the next firing.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ _APPROVAL_SECONDS = 7 * 24 * 3600
 
 
 class Approval(RunInput):
-    """What a person is asked before the model is published."""
+    """Form that a person fills in before the model is published."""
 
     publish: bool
-    """Whether it is to be published."""
+    """Whether the model is to be published."""
 
 
 @flow(name="retrain", flow_run_name="retrain {config}")
@@ -69,12 +70,12 @@ def retrain(
     with retraining_lock(note) as lock:
         begun = read_seen(own)
         if begun is not None:
-            lock.acquire()  # it was suspended, and what a person has said since must not be lost; or it is retried
+            lock.acquire()  # a retry or a suspended run: it waits, so that a person's decision is not lost
         elif not lock.try_acquire():
             seen = read_seen(note)
             run_id = f" of run {seen.run_id}" if seen is not None and not seen.outcome else ""
             return Completed(name="StillTraining", message=f"an earlier firing{run_id} has not ended; nothing was done")
-        # What is new since this flow run began its run is for the next firing.
+        # A resumed flow run leaves changes since its start to the next firing.
         pipeline = plain if begun else pinned_urls(pinned(on_these_gpus(plain)))
         digest, seen = begun.digest if begun else content_of(pipeline), read_seen(note)
         if seen is not None and seen.digest == digest and seen.outcome:
@@ -99,13 +100,13 @@ def retrain(
             if any(run.pipeline.kind_of(run.pipeline.stage(name)).is_reusable for name in names):
                 return _outdated(run.id, "its rows, code or settings were changed; the next firing takes the new ones")
         state, outcome = _train_and_publish(run, names, approve)
-        if outcome and (seen is None or seen.digest == digest):  # else a later firing has noted newer content
+        if outcome and (seen is None or seen.digest == digest):  # otherwise a later firing has recorded newer content
             write_seen(note, Seen(digest=digest, run_id=run.id, outcome=outcome))
         return state
 
 
 def _unfinished(pipeline: Pipeline, content: str, seen: Seen | None) -> Run | None:
-    """Return the run of the same content that has not ended; None: there is none."""
+    """Return the run with the same content that has not ended; None if there is none."""
     if seen is None or seen.digest != content:
         return None
     path = _path(pipeline, seen.run_id)
@@ -126,12 +127,12 @@ def _outdated(run_id: str, why: str) -> State[Any]:
 def _is_content(pipeline: Pipeline, digest: str) -> bool:
     try:
         return content_of(pipeline) == digest
-    except (ConfigError, DataError, ModelError):  # some of it is gone
+    except (ConfigError, DataError, ModelError):  # a source no longer exists
         return False
 
 
 def _before_publication(run: Run) -> list[str]:
-    """Return the stages that neither publish nor wait for one that does."""
+    """Return the stages that neither publish nor depend on a stage that publishes."""
     last = {name for publication in _publishing(run) for name in run.pipeline.behind(publication)}
     return [stage.name for stage in run.pipeline.stages if stage.name not in last]
 
@@ -143,9 +144,9 @@ def _publishing(run: Run) -> list[str]:
 def _train_and_publish(
     run: Run, first: list[str], approve: bool
 ) -> tuple[Any, Literal["", "published", "refused", "declined"]]:
-    """Run the stages `first`, then those that publish; return the flow's state and how it ended."""
-    before = _before_publication(run)
-    last = [stage.name for stage in run.pipeline.stages if stage.name not in before]
+    """Run the stages `first`, then the stages that publish; return the flow's state and the outcome."""
+    unpublished = _before_publication(run)
+    last = [stage.name for stage in run.pipeline.stages if stage.name not in unpublished]
     with claim(run):
         state = run_stages(run, first)
         if not state.is_completed():
@@ -156,10 +157,10 @@ def _train_and_publish(
                 return Completed(name="NotPromoted", message=message), "refused"
             return state, ""
     if approve and last:
-        asked = Approval.with_initial_data(description=f"Publish the model of run {run.id}?", publish=False)
+        form = Approval.with_initial_data(description=f"Publish the model of run {run.id}?", publish=False)
         key = f"publish-{run.id}-{_models_of(run)}"
-        given = suspend_flow_run(wait_for_input=asked, timeout=_APPROVAL_SECONDS, key=key)
-        if not given.publish:  # type: ignore[attr-defined]
+        decision = suspend_flow_run(wait_for_input=form, timeout=_APPROVAL_SECONDS, key=key)
+        if not decision.publish:  # type: ignore[attr-defined]
             return Completed(name="Declined", message=f"run {run.id}: its model is not published"), "declined"
     if last:
         with claim(run):
@@ -168,7 +169,7 @@ def _train_and_publish(
 
 
 def _without_results(run: Run, names: list[str]) -> list[str]:
-    """Return the stages that have no whole result, and those of which each firing makes a new one, such as gates."""
+    """Return the stages without a complete result, and those that are made again at each firing, such as gates."""
     results = {name: read_result(run.stage_path(name)) for name in names}
     whole = {name for name, result in results.items() if result and not problem(run.stage_path(name), result)}
     return [
@@ -177,16 +178,16 @@ def _without_results(run: Run, names: list[str]) -> list[str]:
 
 
 def _models_of(run: Run) -> str:
-    """Return one digest over the models that are to be published: what was said of others is not said of them."""
+    """Return one digest over the models to publish: an approval is valid for these models only."""
     named = sorted({run.pipeline.stage(name).model for name in _publishing(run)})
     results = [read_result(run.stage_path(source_of(model) or "")) for model in named]
-    found = [(model, result["digest"] if result else "") for model, result in zip(named, results, strict=True)]
-    return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]
+    digests = [(model, result["digest"] if result else "") for model, result in zip(named, results, strict=True)]
+    return hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:16]
 
 
 def starting_from_published(pipeline: Pipeline) -> list[str]:
-    """Return the settings that let every training, which starts from no other, start from the published model; none
-    where nothing was published yet, or the target cannot say where."""
+    """Return the overrides with which each training that starts from no other training starts from the published model;
+    an empty list if no model was published yet, or if the target cannot tell its address."""
     targets = [s.target for s in pipeline.stages if pipeline.kind_of(s).makes == "publication"]
     target = open_target(targets[-1]) if targets else None
     record, where = (target.published() if target else None), getattr(target, "where", None)
@@ -195,18 +196,18 @@ def starting_from_published(pipeline: Pipeline) -> list[str]:
     published, revision = str(where(str(record["version"]))), ""
     if published.startswith("hub://"):
         published, _, revision = published.removeprefix("hub://").partition("@")
-    found = []
+    overrides = []
     for stage in pipeline.stages:
         if not pipeline.kind_of(stage).trains or _follows_a_training(pipeline, stage.name):
             continue
         key = "model" if stage.model else "policy.model_name_or_path"
         choice = pipeline.choice_among(stage.name)
-        # Settings are for the stages of the file: the branches of a grid are made of one, which the choice is named as.
-        is_made = choice is not None and choice.sweep is not None and any(b.settings for b in choice.sweep.branches)
-        name = choice.name if choice is not None and is_made else stage.name
-        found.append(f"{name}.{key}={published}")
-        found += [f"{name}.policy.model_revision={revision}"] if revision else []
-    return list(dict.fromkeys(found))
+        # Overrides name stages of the file: all branches of a grid come from one stage, named like the choice.
+        is_grid = choice is not None and choice.sweep is not None and any(b.settings for b in choice.sweep.branches)
+        name = choice.name if choice is not None and is_grid else stage.name
+        overrides.append(f"{name}.{key}={published}")
+        overrides += [f"{name}.policy.model_revision={revision}"] if revision else []
+    return list(dict.fromkeys(overrides))
 
 
 def _follows_a_training(pipeline: Pipeline, name: str) -> bool:

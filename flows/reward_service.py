@@ -1,4 +1,4 @@
-"""A reward service for one stage, on the work pool of this flow: it serves until the stage is done with it."""
+"""The flow `reward-service`: serve rewards for one stage, on the work pool of this flow, until the stage ends."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ def reward_service(config: str, block: str, of_flow_run: str = "") -> None:
     """
     with (
         tempfile.TemporaryDirectory(prefix="cosmos-rewards-") as folder,
-        companion(config, Path(folder), host=_address()) as found,
+        companion(config, Path(folder), host=_address()) as variables,
         get_client(sync_client=True) as client,
     ):
-        url = found[ENQUEUE_URL].partition("/api/")[0]
-        RewardService(url=url, token=SecretStr(found[TOKEN])).save(block, overwrite=True)
+        url = variables[ENQUEUE_URL].partition("/api/")[0]
+        RewardService(url=url, token=SecretStr(variables[TOKEN])).save(block, overwrite=True)
         _wait_while(partial(_is_wanted, client, block, of_flow_run))
 
 
 def _wait_while(is_wanted: Callable[[], bool]) -> None:
-    """Wait; a server that is started again says nothing for a while, and the stage goes on meanwhile."""
-    heard = time.monotonic()
-    while time.monotonic() - heard < _UNHEARD_SECONDS:
+    """Wait while `is_wanted` returns True; a Prefect server that restarts may not respond for up to ten minutes."""
+    last_response = time.monotonic()
+    while time.monotonic() - last_response < _UNHEARD_SECONDS:
         with suppress(httpx.HTTPError):
             if not is_wanted():
                 return
-            heard = time.monotonic()
+            last_response = time.monotonic()
         time.sleep(_POLL_SECONDS)
 
 
@@ -69,7 +69,7 @@ def _is_wanted(client: SyncPrefectClient, block: str, of_flow_run: str) -> bool:
 
 
 def _address() -> str:
-    """Return the address by which others that see the Prefect server reach this machine."""
+    """Return the address of this machine in the network of the Prefect server."""
     server = urlsplit(get_current_settings().api.url or "http://127.0.0.1:4200/api")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((server.hostname or "127.0.0.1", server.port or 443))  # sends nothing

@@ -1,4 +1,4 @@
-"""One stage of an existing run, as a deployment of its own: to run it on another work pool, or again by hand."""
+"""The flow `stage`: run one stage of an existing run, as its own deployment for another work pool, or again by hand."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def stage(run: str, name: str) -> Any:
 
 
 def check_inputs(run: Run, name: str) -> None:
-    """Make sure that everything a stage starts from is there.
+    """Verify that every stage in `after` has an unaltered result.
 
     Raises:
         ConfigError: there is no such stage, or a stage in its `after` has no result or an altered one.
