@@ -1,4 +1,4 @@
-"""A bucket of an S3-compatible store: who we are to it, what lies in it, and one object read or written whole.
+"""Access to a bucket of an S3-compatible store: credentials, listing, and reading or writing one whole object.
 
 Credentials come from the environment alone: `PROD_S3_CHECKPOINT_*`, the variables of Cosmos-RL, else those of AWS.
 """
@@ -37,22 +37,23 @@ _SHA256, _MD5 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{32}")
 
 
 class _AlteredError(ConnectionError):
-    """What arrived is not what the store says that it holds."""
+    """Error for an object whose bytes after the transfer do not match the digest that the store reports."""
 
 
 @dataclass(frozen=True)
 class Object:
-    """What a listing says of one object."""
+    """Key, size, ETag and time of change of one object, as a listing returns them."""
 
     key: str
     size: int
     etag: str
     modified: float
-    """When it was written, in seconds since 1970 by the clock of the store."""
+    """Time at which the object was written, in seconds since 1970 by the clock of the store."""
 
 
 def side_by_side(function: Callable[..., T], calls: Iterable[tuple[Any, ...]], num_threads: int, name: str) -> list[T]:
-    """Return what a function gives for each tuple of arguments; where it raises, what has not begun is given up."""
+    """Call a function in parallel threads, once per tuple of arguments, and return the results in order; if a call
+    raises, cancel the calls that have not started."""
     with ThreadPoolExecutor(num_threads, name) as pool:
         running = [pool.submit(function, *arguments) for arguments in calls]
         try:
@@ -63,10 +64,10 @@ def side_by_side(function: Callable[..., T], calls: Iterable[tuple[Any, ...]], n
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """Return bucket and prefix of `s3://BUCKET/PREFIX`, the prefix without slashes at its ends.
+    """Return the bucket and the prefix of `s3://BUCKET/PREFIX`, the prefix without slashes at its ends.
 
     Raises:
-        ConfigError: it names no bucket.
+        ConfigError: the URL names no bucket.
     """
     name, _, prefix = url.removeprefix(SCHEME).partition("/")
     if len(name) < 3:
@@ -75,16 +76,16 @@ def split_url(url: str) -> tuple[str, str]:
 
 
 class Bucket:
-    """One bucket; every method may be called by several threads at once."""
+    """Client for one bucket; its methods are thread-safe."""
 
     def __init__(self, name: str, *, read_seconds: float = 20.0) -> None:
         self.name = name
         self._read_seconds = read_seconds
-        """A connection that is silent for longer is given up and the request sent again."""
+        """Read timeout in seconds, after which the connection is closed and the request is retried."""
 
     @cached_property
     def client(self) -> Any:
-        """Return boto3's client, made when it is first asked for: the import alone takes a third of a second.
+        """Return the boto3 client, which is created at the first use because importing boto3 takes a third of a second.
 
         Raises:
             ConfigError: there are no credentials, or the endpoint is no URL.
@@ -113,23 +114,24 @@ class Bucket:
             retries={"total_max_attempts": _ATTEMPTS, "mode": "standard"},
             max_pool_connections=32,
             s3={"addressing_style": "path" if endpoint else "auto"},
-            # What not every compatible store understands is not asked for: a digest is taken of what arrived.
+            # Not every compatible store supports these checksums; the digest of the received bytes is compared instead.
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
         )
         try:
             return session.client("s3", endpoint_url=endpoint, config=config)
-        except BotoCoreError:  # some are a ValueError too
+        except BotoCoreError:  # some of its subclasses are also a ValueError
             raise
         except ValueError as error:
-            named = next(name for name in _ENDPOINTS if os.environ.get(name) == endpoint)
-            raise ConfigError(f"{named} = {endpoint!r} is no URL; write http://HOST:PORT or https://HOST") from error
+            variable = next(name for name in _ENDPOINTS if os.environ.get(name) == endpoint)
+            raise ConfigError(f"{variable} = {endpoint!r} is no URL; write http://HOST:PORT or https://HOST") from error
 
     def check(self) -> None:
-        """Find out whether the bucket is there and the credentials are taken.
+        """Check that the bucket exists and that the store accepts the credentials.
 
         Raises:
-            ConfigError, UploadError: it is not, or they are not, or nobody responds.
+            ConfigError: the bucket does not exist, or the store refuses the credentials.
+            UploadError: the store does not respond.
         """
         with translate_errors(f"{SCHEME}{self.name}"):
             self.client.head_bucket(Bucket=self.name)
@@ -140,39 +142,44 @@ class Bucket:
         return parsedate_to_datetime(headers["date"]).timestamp()
 
     def objects(self, prefix: str) -> Iterator[Object]:
-        """Yield what lies below a prefix, by key."""
+        """Yield the objects whose key begins with a prefix, sorted by key."""
         pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=prefix)
         for page in pages:
-            for found in page.get("Contents", ()):
-                yield Object(found["Key"], found["Size"], found["ETag"].strip('"'), found["LastModified"].timestamp())
+            for entry in page.get("Contents", ()):
+                yield Object(entry["Key"], entry["Size"], entry["ETag"].strip('"'), entry["LastModified"].timestamp())
 
     def head(self, key: str) -> dict[str, Any] | None:
-        """Return what is known of an object: size, ETag, metadata; None: there is none."""
+        """Return size, ETag and metadata of an object, or None if the object does not exist."""
         from botocore.exceptions import ClientError
 
         try:
-            found = self.client.head_object(Bucket=self.name, Key=key)
+            response = self.client.head_object(Bucket=self.name, Key=key)
         except ClientError as error:
             if _code(error) in _ABSENT:
                 return None
             raise
-        return {"size": found["ContentLength"], "etag": found["ETag"].strip('"'), "metadata": found["Metadata"]}
+        return {
+            "size": response["ContentLength"],
+            "etag": response["ETag"].strip('"'),
+            "metadata": response["Metadata"],
+        }
 
     def read(self, key: str) -> bytes | None:
-        """Return an object that is small; None: there is none."""
+        """Return the content of a small object, or None if the object does not exist."""
         return self.read_tagged(key)[0]
 
     def read_tagged(self, key: str) -> tuple[bytes | None, str]:
-        """Return an object that is small, and its ETag; None and an empty one: there is none."""
+        """Return the content and the ETag of a small object, or None and an empty string if the object does not
+        exist."""
         from botocore.exceptions import ClientError
 
         def read() -> tuple[bytes, str]:
-            found = self.client.get_object(Bucket=self.name, Key=key)
-            arrived = _Arrived(found)
-            content = found["Body"].read()
+            response = self.client.get_object(Bucket=self.name, Key=key)
+            arrived = _Arrived(response)
+            content = response["Body"].read()
             arrived.update(content)
             arrived.check(key)
-            return content, found["ETag"].strip('"')
+            return content, response["ETag"].strip('"')
 
         try:
             content, etag = self._again(read)
@@ -183,28 +190,29 @@ class Bucket:
         return content, etag
 
     def write(self, key: str, data: bytes, **only: str) -> str:
-        """Replace an object that is small in one request, and again where it arrived altered; return its ETag.
+        """Replace a small object in one request and return its ETag; retry if the store received other bytes.
 
-        `only`: `IfMatch` an ETag, or `IfNoneMatch` "*", for a store that is to refuse it otherwise.
+        Args:
+            only: the condition of the write: `IfMatch` with an ETag, or `IfNoneMatch` with "*".
         """
         digest = hashlib.md5(data, usedforsecurity=False)
         for _ in range(_ALTERED):
-            done = self.client.put_object(
+            response = self.client.put_object(
                 Bucket=self.name, Key=key, Body=data, ContentMD5=base64.b64encode(digest.digest()).decode(), **only
             )
-            etag: str = done["ETag"].strip('"')
-            # Where the store encrypts with other keys the ETag is another.
-            if etag == digest.hexdigest() or "ServerSideEncryption" in done:
+            etag: str = response["ETag"].strip('"')
+            # The ETag is no MD5 if the store encrypts with keys of its own.
+            if etag == digest.hexdigest() or "ServerSideEncryption" in response:
                 return etag
             only = {}
         raise UploadError(f"{SCHEME}{self.name}/{key} arrived altered {_ALTERED} times")
 
     def remove(self, key: str) -> None:
-        """Remove an object, if there is one."""
+        """Remove an object if it exists."""
         self.client.delete_object(Bucket=self.name, Key=key)
 
     def sha256(self, key: str) -> str:
-        """Return the digest of an object as it lies there, by reading all of it."""
+        """Return the SHA-256 digest of a stored object by reading the whole object."""
 
         def read() -> str:
             digest = hashlib.sha256()
@@ -215,18 +223,21 @@ class Bucket:
         return str(self._again(read))
 
     def download(self, key: str, path: Path, etag: str = "") -> None:
-        """Write an object to a file that is whole and as the store says, or not there; with an ETag, only that content.
+        """Write an object to a file atomically, after comparing its digest with the store's.
 
-        What arrives altered is fetched again, three times in all.
+        An object that was altered in transit is fetched again, up to three times in all.
+
+        Args:
+            etag: the only version of the object to accept; empty: any version.
         """
         only = {"IfMatch": f'"{etag}"'} if etag else {}
         partial = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
 
         def fetch() -> None:
-            found = self.client.get_object(Bucket=self.name, Key=key, **only)
-            arrived = _Arrived(found)
+            response = self.client.get_object(Bucket=self.name, Key=key, **only)
+            arrived = _Arrived(response)
             with open(partial, "wb") as file:
-                for block in self._blocks(key, found):
+                for block in self._blocks(key, response):
                     file.write(block)
                     arrived.update(block)
                 arrived.check(key)
@@ -249,7 +260,8 @@ class Bucket:
             raise ConnectionError(f"{key} ended after {num_read} of {found['ContentLength']} bytes")
 
     def _again(self, read: Any) -> Any:
-        """Read again what was cut off or altered: boto3 repeats requests, but not the reading of a response."""
+        """Retry a read that was cut off or altered in transit: boto3 retries requests, but not the reading of a
+        response."""
         from botocore.exceptions import HTTPClientError, IncompleteReadError, ResponseStreamingError
 
         num_altered = 0
@@ -264,10 +276,9 @@ class Bucket:
 
 
 class _Arrived:
-    """The digest of an object that is read, compared with the one that the store tells: the SHA-256 that our uploads
-    note, or an ETag that is an MD5. It tells none of an object that others sent in parts, or that is encrypted with
-    other keys.
-    """
+    """Digest of the bytes read from an object, compared with the digest that the store reports: the SHA-256 in the
+    metadata of our own uploads, or an ETag that is an MD5. Without either (a multi-part upload of another program, or
+    encryption with other keys), nothing is compared."""
 
     def __init__(self, found: dict[str, Any]) -> None:
         etag = found["ETag"].strip('"')
@@ -282,15 +293,15 @@ class _Arrived:
             self._digest, self._wanted = None, ""
 
     def update(self, block: bytes) -> None:
-        """Take in what arrived next."""
+        """Add the next block of the object to the digest."""
         if self._digest is not None:
             self._digest.update(block)
 
     def check(self, key: str) -> None:
-        """Compare what arrived with what the store says.
+        """Compare the digest of the received bytes with the digest that the store reports.
 
         Raises:
-            _AlteredError: it is another content.
+            _AlteredError: the digests differ.
         """
         if self._digest is not None and self._digest.hexdigest() != self._wanted:
             raise _AlteredError(f"{key} arrived altered {_ALTERED} times")
@@ -298,12 +309,12 @@ class _Arrived:
 
 @contextmanager
 def translate_errors(where: str, error_class: type[CosmosError] = UploadError, note: str = "") -> Iterator[None]:
-    """Translate errors of boto3 into ours, with a message of one line: wrong credentials and names are permanent
-    (`ConfigError`), all other errors may be transient.
+    """Translate errors of boto3 into errors of this package with a message of one line: wrong credentials and names are
+    permanent (`ConfigError`), all other errors may be transient.
 
     Raises:
         ConfigError: the store refuses the credentials, or there is no such bucket.
-        CosmosError: of `error_class`, anything else went wrong.
+        CosmosError: any other error, as an instance of `error_class`.
     """
     from botocore.exceptions import BotoCoreError, ClientError
 
@@ -326,7 +337,7 @@ def translate_errors(where: str, error_class: type[CosmosError] = UploadError, n
 
 
 def is_refused_condition(error: Exception) -> bool:
-    """Return whether a store refused to write because what lies there is not what `only` named."""
+    """Return True if a store refused a write because the condition of the write does not hold for the stored object."""
     return _code(error) in {"PreconditionFailed", "412", "ConditionalRequestConflict", "409", "NoSuchKey"}
 
 
@@ -335,7 +346,8 @@ def _code(error: Any) -> str:
 
 
 def _variable(name: str, *others: str) -> str | None:
-    """Return the first of these variables that is set; Cosmos-RL's all come from one set or none do."""
+    """Return the value of the first of these environment variables that is set; the variables of Cosmos-RL are used
+    together or not at all."""
     if os.environ.get(f"{_PREFIX}ACCESS_KEY_ID"):
         return os.environ.get(f"{_PREFIX}{name}") or None
     return next((value for value in map(os.environ.get, others) if value), None)

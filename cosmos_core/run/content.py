@@ -1,7 +1,7 @@
-"""Which files of a folder will be read: what its digest is made of, and nothing else.
+"""Selection of the files in a model or data folder that are read, and that its digest therefore covers.
 
-Links are followed. Left out are hidden files, documentation (*.md), and weights that an index beside them does not
-name.
+Links are followed. Hidden files, documentation (*.md), and weights that the index in their folder does not name are
+left out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from cosmos_core.errors import ConfigError, ModelError
 from cosmos_core.run.files import read_json
 
 _INDEX = ".index.json"
-# What tokenisation depends on; weights are not among it, so rows survive another initialisation.
+# Files that tokenisation depends on. Without weights among them, prepared rows stay valid when only weights change.
 TOKENIZER_FILES = (
     "tokenizer*",
     "vocab*",
@@ -36,22 +36,22 @@ _WEIGHTS = (".safetensors", ".bin")
 
 
 def files_of(folder: Path, patterns: Sequence[str] = ("*",)) -> list[Path]:
-    """Return the files below a folder whose names match one of the patterns, those behind links included.
+    """Return the files below a folder whose names match one of the patterns, including files reached through links.
 
     Raises:
         ConfigError: links lead in a circle.
     """
-    found = []
+    files = []
     for below, names in _walk(folder, ()):
         for name in names:
             is_left_out = name.startswith(".") or name.lower().endswith(".md")
             if not is_left_out and any(fnmatch(name, pattern) for pattern in patterns) and (below / name).is_file():
-                found.append(below / name)
-    return found
+                files.append(below / name)
+    return files
 
 
 def files_of_model(folder: Path, patterns: Sequence[str] = ("*",)) -> list[Path]:
-    """Return the files that are read of a folder with a model; of weights with an index those that it names.
+    """Return the files of a model folder that are read; of weights with an index, only the files that the index names.
 
     Raises:
         ConfigError: links lead in a circle.
@@ -60,7 +60,7 @@ def files_of_model(folder: Path, patterns: Sequence[str] = ("*",)) -> list[Path]
     files = files_of(folder, patterns)
     indexes = [file for file in files if file.name.endswith(_INDEX)]
     named = {file for index in indexes for file in _named_by(index)}
-    # Beside them transformers reads an adapter, and one file that has all weights before it looks at the index.
+    # transformers prefers a single file with all weights to the index.
     named |= {index.with_name(index.name.removesuffix(_INDEX)) for index in indexes}
     folders = {index.parent for index in indexes}
     kept = {file for file in files if not (file.parent in folders and is_weights(file)) or file in named}
@@ -68,16 +68,16 @@ def files_of_model(folder: Path, patterns: Sequence[str] = ("*",)) -> list[Path]
 
 
 def enters_training(file: Path) -> bool:
-    """Return whether a file of a model's folder is read for its weights, its shape or its tokens.
+    """Return True if training reads a file of a model folder, for the weights, the shape of the model or the tokens.
 
-    The others, such as `generation_config.json` or a licence, change what is exported at most.
+    Other files, such as `generation_config.json` or a licence, affect exported models only.
     """
     return any(fnmatch(file.name, pattern) for pattern in (*TOKENIZER_FILES, *_OF_WEIGHTS))
 
 
 def files_of_encoders(folder: Path) -> list[Path]:
-    """Return the files of a pipeline of diffusers that text and media are encoded with: all but those of its denoiser
-    and its scheduler, which training changes.
+    """Return the files of a diffusers pipeline that encode text and media: all but the denoiser and the scheduler,
+    which training changes.
 
     Raises:
         ConfigError, ModelError: as `files_of_model`.
@@ -87,7 +87,8 @@ def files_of_encoders(folder: Path) -> list[Path]:
 
 
 def _named_by(index: Path) -> list[Path]:
-    """The files of the tensors in an index; a damaged index names none, and the worker will say so."""
+    """Return the files that an index of weights names; a damaged index names none, and the worker reports the
+    damage."""
     content = read_json(index)
     tensors = content.get("weight_map") if isinstance(content, dict) else None
     names = {name for name in tensors.values() if isinstance(name, str)} if isinstance(tensors, dict) else set()
@@ -100,23 +101,23 @@ def _named_by(index: Path) -> list[Path]:
 
 
 def leaves_folder(name: str) -> bool:
-    """Return whether a name in an index is that of a file outside of the folder of the index."""
+    """Return True if a relative file name in an index refers to a file outside the folder of the index."""
     return PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts
 
 
 def is_weights(file: Path) -> bool:
-    """Return whether a file has weights of the model itself."""
+    """Return True if a file holds weights of the model itself, not of an adapter."""
     return file.suffix in _WEIGHTS and not file.name.startswith("adapter_")
 
 
 def _walk(folder: Path, above: tuple[tuple[int, int], ...]) -> Iterator[tuple[Path, list[str]]]:
-    """Folders that are not hidden, each with the names of what is no folder."""
+    """Yield each folder that is not hidden, with the names of its entries that are not folders."""
     status = folder.stat()
-    own = (status.st_dev, status.st_ino)
-    if own in above:
+    identity = (status.st_dev, status.st_ino)
+    if identity in above:
         raise ConfigError(f"{folder}: links lead in a circle; remove the one that leads back")
     entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     yield folder, [entry.name for entry in entries if not entry.is_dir()]
     for entry in entries:
         if entry.is_dir() and not entry.name.startswith("."):
-            yield from _walk(Path(entry.path), (*above, own))
+            yield from _walk(Path(entry.path), (*above, identity))

@@ -1,5 +1,5 @@
-"""Content digests of files outside the run directory, remembered by size, times and inode so that 100 GB is hashed
-once."""
+"""Cache of content digests of files outside the run directory, keyed by size, times and inode so that each file is
+hashed once."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from cosmos_core.errors import ConfigError
 from cosmos_core.run.files import SHARED, sha256, write_text
 
 _UNSETTLED_NS = 100_000_000
-"""A file that changed so short a time ago may change again without another time: its clock has ticks."""
+"""Minimum age of a change in nanoseconds: a younger file may change again without a new timestamp, because the clock of
+the file system is coarse."""
 
 Key = list[int]
 
 
 class Digests:
-    """A cache in one file that only grows, a line for each digest; losing it costs time only.
+    """Append-only cache of digests in one file, one line per digest; losing the file costs time only.
 
-    `thorough`: nothing that another process hashed is believed.
+    Args:
+        thorough: ignore the digests that other processes computed.
     """
 
     def __init__(self, path: Path, *, thorough: bool = False) -> None:
@@ -33,10 +35,10 @@ class Digests:
         self._known: dict[str, tuple[Key, str]] = {} if thorough else _remembered(path)
 
     def of_file(self, file: Path) -> str:
-        """Return the sha256 of a file's content.
+        """Return the SHA-256 of the content of a file.
 
         Raises:
-            ConfigError: it is a device, a pipe or something else that may not end.
+            ConfigError: the file is a device, a pipe or another file that may have no end.
         """
         file = file.resolve()
         status = file.stat()
@@ -44,12 +46,12 @@ class Digests:
             raise ConfigError(
                 f"{file} is no regular file, and a device or a pipe may be read without end; name another"
             )
-        # A program can set the time of modification back, but not that of the last change of the inode.
+        # A program can set the modification time back, but not the change time of the inode.
         key = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
         with self._lock:
-            known = self._known.get(str(file))
-        if known is not None and known[0] == key:
-            return known[1]
+            cached = self._known.get(str(file))
+        if cached is not None and cached[0] == key:
+            return cached[1]
         digest = sha256(file)
         if time.time_ns() - status.st_ctime_ns > _UNSETTLED_NS:
             with self._lock:
@@ -60,32 +62,33 @@ class Digests:
         return digest
 
     def of_files(self, folder: Path, files: Iterable[Path]) -> str:
-        """Return one digest over the names below `folder` and the contents of files."""
+        """Return one digest over the contents of files and their names relative to `folder`."""
         lines = [f"{os.path.relpath(file, folder)}\0{self.of_file(file)}\n" for file in sorted(files)]
         return hashlib.sha256("".join(lines).encode(errors="surrogateescape")).hexdigest()
 
 
 def shared_digests(output_dir: Path, *, thorough: bool = False) -> Digests:
-    """Return the digests that all runs of a folder share."""
+    """Return the cache of digests that all runs in an output folder share."""
     return Digests(output_dir / SHARED / "digests.jsonl", thorough=thorough)
 
 
 def _remembered(path: Path) -> dict[str, tuple[Key, str]]:
-    """The lines that are whole, the newest of each file; a cache of mostly older ones is written anew."""
-    known: dict[str, tuple[Key, str]] = {}
+    """Return the newest entry per file from the complete lines of the cache; rewrite the cache if most of its lines are
+    outdated."""
+    entries: dict[str, tuple[Key, str]] = {}
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except (FileNotFoundError, NotADirectoryError):
-        return known
+        return entries
     for line in lines:
         try:
             file, key, digest = json.loads(line)
-            known[str(file)] = (list(key), str(digest))
+            entries[str(file)] = (list(key), str(digest))
         except (ValueError, TypeError, RecursionError):  # cut by a kill, or damaged
             continue
-    if len(lines) > 2 * len(known) + 1000:
-        write_text(path, "".join(_line(file, *known[file]) for file in known), durable=False)
-    return known
+    if len(lines) > 2 * len(entries) + 1000:
+        write_text(path, "".join(_line(file, *entries[file]) for file in entries), durable=False)
+    return entries
 
 
 def _line(file: str, key: Key, digest: str) -> str:

@@ -1,4 +1,5 @@
-"""The run directory: made, opened, found again by id or path. It is the truth; Prefect's database is not."""
+"""The run directory: creating it, opening it, and finding it by id or path. It is the source of truth; Prefect's
+database is not."""
 
 from __future__ import annotations
 
@@ -46,12 +47,12 @@ from cosmos_core.types import JsonValue
 PIPELINE = "pipeline.toml"
 RUNS = "runs.json"
 _ABANDONED_SECONDS = 3600.0
-"""Age of the folder of a run that was never whole, because making it was killed."""
+"""Age in seconds at which the incomplete folder of a run whose creation was killed is removed."""
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 class Facts(Document):
-    """What `run.json` holds: how the run was begun."""
+    """Content of `run.json`: how the run was started."""
 
     run_id: str = ""
     pipeline: str = ""
@@ -63,28 +64,29 @@ class Facts(Document):
     versions: dict[str, str] = {}
     seeds: dict[str, int | None] = {}
     kinds: dict[str, dict[str, Any]] = {}
-    """The fields of the kinds of its stages."""
+    """Fields of the stage kinds of the run, by name of the kind."""
     fixed: dict[str, Any] = {}
-    """Settings that were given otherwise, or not at all, with the values as given."""
+    """Settings that were resolved when the run was created, such as the number of threads, with the values of the
+    user's config."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run on disk."""
+    """Directory and pipeline of one run."""
 
     path: Path
     pipeline: Pipeline
     verify: bool = False
-    """Whether files are hashed again instead of trusting their size, times and inode."""
+    """Whether to hash files again instead of trusting their size, times and inode."""
 
     @property
     def id(self) -> str:
-        """Return `YYYYmmddHHMMSS`, with a suffix where two began in the same second."""
+        """Return the run id: `YYYYmmddHHMMSS`, with a suffix if another run began in the same second."""
         return self.path.name
 
     @property
     def output_dir(self) -> Path:
-        """Return the folder of all runs, with what they share: digests, fingerprints, locks."""
+        """Return the folder that holds all runs and their shared data: digests, fingerprints, locks."""
         return self.path.parent
 
     @cached_property
@@ -98,17 +100,17 @@ class Run:
 
 
 def create_run(pipeline: Pipeline, *, run_id: str = "") -> Run:
-    """Make the directory of a new run; make nothing when the pipeline cannot run here.
+    """Create the directory of a new run; create nothing if the pipeline cannot run here.
 
     Raises:
-        ConfigError: this version cannot do what is asked, the output folder cannot be written, or `run_id` is no name.
-        ModelError, DataError, RewardError: something that the pipeline names is not there.
+        ConfigError: this version does not support a setting, the output folder is not writable, or `run_id` is invalid.
+        ModelError, DataError, RewardError: an input that the pipeline names is missing.
     """
     check_capabilities(pipeline)
     check_inputs(pipeline)
-    # Fixed for the run, so that it can be resumed on a machine with another number of cores, and after the models and
-    # data sets that it names on the Hub have moved on.
-    given = pipeline
+    # Resolved once per run, so that the run can be resumed on a machine with another number of cores, and after its
+    # models and data sets on the Hub have changed.
+    original = pipeline
     private = pipeline.config.private
     fixed = {"threads": threads(pipeline), "private": _hides() if private is None else private}
     pipeline = replace(pipeline, config=pipeline.config.model_copy(update=fixed))
@@ -126,7 +128,7 @@ def create_run(pipeline: Pipeline, *, run_id: str = "") -> Run:
         versions=versions,
         seeds=seeds,
         kinds={stage.kind: asdict(pipeline.kind_of(stage)) for stage in pipeline.stages},
-        fixed={key: old for key, (old, _) in _changes(given, pipeline.as_toml()).items()},
+        fixed={key: old for key, (old, _) in _changes(original, pipeline.as_toml()).items()},
     )
     path = _made(output_dir, run_id or _timestamp(pipeline), tomli_w.dumps(pipeline.as_toml()), facts)
     list_runs(output_dir)
@@ -134,10 +136,10 @@ def create_run(pipeline: Pipeline, *, run_id: str = "") -> Run:
 
 
 def open_or_create_run(pipeline: Pipeline, *, run_id: str = "") -> Run:
-    """Return the existing run `run_id` of this pipeline, to go on with, or a new one.
+    """Return the existing run `run_id` of this pipeline to continue it, or a new run.
 
     Raises:
-        ConfigError: that run was made with other settings, or as `create_run`.
+        ConfigError: the existing run has other settings; also the errors of `create_run`.
     """
     existing = pipeline.output_dir.expanduser().absolute() / run_id
     if not run_id or not (existing / PIPELINE).is_file():
@@ -151,49 +153,51 @@ def open_or_create_run(pipeline: Pipeline, *, run_id: str = "") -> Run:
 
 
 def open_run(path: Path, kinds: Kinds) -> Run:
-    """Open an existing run from its directory alone.
+    """Open an existing run from its directory.
 
     Raises:
-        ConfigError: it is not a run, or its pipeline.toml was damaged.
+        ConfigError: the directory is not a run, or its pipeline.toml is damaged.
     """
     if not (path / PIPELINE).is_file():
         raise ConfigError(f"{path} is not a run directory: it has no {PIPELINE}")
     run = Run(path.resolve(), load_pipeline(path / PIPELINE, (), kinds))
-    _protect(run.path, run.pipeline)  # where another machine made its copy of the run's folder
+    _protect(run.path, run.pipeline)  # a copy from another machine may have other permissions
     return run
 
 
 def _hides() -> bool | None:
-    """Return True where the umask lets nobody else read what this process makes, else None."""
+    """Return True if the umask makes new files readable for their owner only, else None."""
     return True if umask() & 0o077 == 0o077 else None
 
 
 def _protect(path: Path, pipeline: Pipeline) -> None:
-    """Take the folder of a private run from everybody but its owner."""
+    """Remove the permissions of group and others from the folder of a private run."""
     if pipeline.config.private and path.stat().st_mode & 0o077:
         with suppress(PermissionError):  # a reader who is not its owner
             path.chmod(0o700)
 
 
 def flow_run_notes(output_dir: Path) -> Path:
-    """Return the folder of notes, one for each flow run, of which run it worked on."""
+    """Return the folder with one note per flow run, which names the run that the flow run worked on."""
     return output_dir / SHARED / "flow_runs"
 
 
 def note_flow_run(run: Run, flow_run: str) -> None:
-    """Note that a flow run works on a run, with which it goes on when it is retried; the newest note is the newest
-    flow run."""
+    """Record which run a flow run works on, so that a retry continues it; the newest file belongs to the newest flow
+    run."""
     notes = flow_run_notes(run.output_dir)
     notes.mkdir(parents=True, exist_ok=True)
     write_text(notes / flow_run, run.id)
 
 
 def claim(run: Run, since: float | None = None) -> Lock:
-    """Take the right to run the stages of `run`, until released or until this process ends. `since`: the unix time at
-    which the command began; None: now.
+    """Acquire the right to run the stages of `run`, until it is released or this process ends.
+
+    Args:
+        since: unix time at which the command began; None: now.
 
     Raises:
-        ConfigError: another process has it.
+        ConfigError: another process is running the run.
     """
     lock = Lock(run.path / "locks" / ".run")
     if lock.try_acquire():
@@ -207,42 +211,42 @@ def claim(run: Run, since: float | None = None) -> Lock:
 
 
 def find_run(name: str, output_dir: Path) -> Path:
-    """Return the directory of a run given by path or by id, as an absolute path that ends in its id; `latest` and an
-    empty name mean the newest.
+    """Return the absolute directory of a run from its path or id; `latest` and an empty name mean the newest run.
 
     Raises:
-        ConfigError: there is no such run; the message lists the newest ones.
+        ConfigError: the run does not exist; the message lists the newest runs.
     """
-    if name and os.path.isfile(Path(name) / PIPELINE):  # unlike Path.is_file, False for what can be no path
+    if name and os.path.isfile(Path(name) / PIPELINE):  # unlike Path.is_file, returns False for an invalid path
         return Path(name).resolve()
     runs = [facts.run_id for facts in runs_in(output_dir)]
     if name in {"", "latest"} and runs:
         return (output_dir / runs[-1]).resolve()
     if name in runs:
         return (output_dir / name).resolve()
-    known = f"; newest there: {', '.join(runs[-3:])}" if runs else ""
+    suffix = f"; newest there: {', '.join(runs[-3:])}" if runs else ""
     raise ConfigError(
-        f"no run {repr(name) if name else 'at all'} in {output_dir}{known}; give its path, or the folder of runs with "
+        f"no run {repr(name) if name else 'at all'} in {output_dir}{suffix}; give its path, or the folder of runs with "
         "--output-dir"
     )
 
 
 def supersede(stage_path: Path) -> None:
-    """Move a stage directory aside: its content belongs to another fingerprint, or its owner wants it made again."""
+    """Move a stage directory to `superseded`, because its fingerprint is outdated or the user wants the stage to run
+    again."""
     if not stage_path.exists():
         return
-    aside = stage_path.parent.parent / "superseded"
-    aside.mkdir(exist_ok=True)
-    taken = [path.name.rpartition(".") for path in aside.iterdir()]
+    folder = stage_path.parent.parent / "superseded"
+    folder.mkdir(exist_ok=True)
+    taken = [path.name.rpartition(".") for path in folder.iterdir()]
     number = 1 + max((int(number) for name, _, number in taken if name == stage_path.name), default=0)
-    os.rename(stage_path, aside / f"{stage_path.name}.{number}")
+    os.rename(stage_path, folder / f"{stage_path.name}.{number}")
 
 
 def writable(folder: Path) -> Path:
-    """Return the folder, made if need be, as an absolute path.
+    """Return the folder as an absolute path; create the folder if it does not exist.
 
     Raises:
-        ConfigError: it cannot be made or written.
+        ConfigError: the folder cannot be created or written.
     """
     try:
         folder = folder.expanduser().absolute()
@@ -258,19 +262,19 @@ def writable(folder: Path) -> Path:
 
 
 def _timestamp(pipeline: Pipeline) -> str:
-    given = [recipe.train.timestamp for recipe in pipeline.recipes.values() if recipe.train.timestamp]
-    return given[0] if given else time.strftime("%Y%m%d%H%M%S")
+    timestamps = [recipe.train.timestamp for recipe in pipeline.recipes.values() if recipe.train.timestamp]
+    return timestamps[0] if timestamps else time.strftime("%Y%m%d%H%M%S")
 
 
 def _made(output_dir: Path, run_id: str, pipeline: str, facts: Facts) -> Path:
-    """Make the folder of a run, whole or not at all; the next free name where another run has this one."""
+    """Create the folder of a run atomically; append a number to the name if it is taken."""
     if not _RUN_ID.fullmatch(run_id):
         raise ConfigError(
             f"run_id = {run_id!r} must be a plain folder name of letters, digits, '.', '-' and '_', at most 100"
         )
     (output_dir / SHARED).mkdir(exist_ok=True)
     for old in (output_dir / SHARED).glob("new-*"):
-        with suppress(FileNotFoundError):  # another command has just finished with it
+        with suppress(FileNotFoundError):  # another command removed it
             if time.time() - old.stat().st_mtime > _ABANDONED_SECONDS:
                 shutil.rmtree(old, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix="new-", dir=output_dir / SHARED, ignore_cleanup_errors=True) as folder:
@@ -284,7 +288,7 @@ def _made(output_dir: Path, run_id: str, pipeline: str, facts: Facts) -> Path:
             write_json(new / "run.json", facts.model_copy(update={"run_id": path.name}).model_dump())
             try:
                 new.rename(path)
-            except OSError as error:  # another command was faster
+            except OSError as error:  # another command created a run of this name
                 if error.errno not in {errno.ENOTEMPTY, errno.EEXIST}:
                     raise
             else:
@@ -293,19 +297,19 @@ def _made(output_dir: Path, run_id: str, pipeline: str, facts: Facts) -> Path:
 
 
 def read_facts(run_path: Path) -> Facts | None:
-    """Return how a run was begun; None: nobody knows, `run.json` is missing or damaged."""
+    """Return how a run was started; None if `run.json` is missing or damaged."""
     return read_document(run_path / "run.json", Facts)
 
 
 def runs_in(output_dir: Path) -> list[Facts]:
-    """Return what is known of the runs in a folder, the oldest first."""
+    """Return the facts of all runs in a folder, the oldest first."""
     paths = [file.parent for file in output_dir.glob(f"*/{PIPELINE}")]
-    found = [(read_facts(path) or Facts()).model_copy(update={"run_id": path.name}) for path in paths]
-    return sorted(found, key=lambda facts: (facts.started, facts.run_id))
+    runs = [(read_facts(path) or Facts()).model_copy(update={"run_id": path.name}) for path in paths]
+    return sorted(runs, key=lambda facts: (facts.started, facts.run_id))
 
 
 def list_runs(output_dir: Path) -> None:
-    """Write `runs.json`, for other programs to read; ours look at the runs."""
+    """Write `runs.json` for other programs; this package reads the run directories instead."""
     with Lock(output_dir / SHARED / "runs.lock") as lock:
         lock.acquire()
         keys = {"run_id", "pipeline", "started"}
@@ -321,20 +325,21 @@ def _git_commit() -> str:
 
 
 def differences(run_path: Path, pipeline: Pipeline) -> list[str]:
-    """Return the keys in which the pipeline saved in a run differs from this one; empty: it is the same.
+    """Return the keys in which this pipeline differs from the pipeline of an existing run; empty if there is no
+    difference.
 
     Raises:
-        ConfigError: nobody knows any more what was given then.
+        ConfigError: `run.json` is damaged, so the original settings are unknown.
     """
     facts = read_facts(run_path)
     if facts is None:
         raise ConfigError(f"{run_path / 'run.json'} is damaged; continue the run as it is: cosmos resume {run_path}")
     changes = _changes(pipeline, read_toml(run_path / PIPELINE))
-    return [key for key, (given, _) in changes.items() if key not in facts.fixed or facts.fixed[key] != given]
+    return [key for key, (old, _) in changes.items() if key not in facts.fixed or facts.fixed[key] != old]
 
 
 def _changes(pipeline: Pipeline, saved: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Keys with other values in what was saved: (in the pipeline, there)."""
+    """Return the keys whose values differ, each with the values in the pipeline and in the saved settings."""
     old, new = _flat(pipeline.as_toml()), _flat(saved)
     return {key: (old.get(key), new.get(key)) for key in sorted({*old, *new}) if old.get(key) != new.get(key)}
 
@@ -348,10 +353,10 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def ask_profile(run: Run) -> list[str]:
-    """Ask the trainings of a run that may be profiled for a trace of their next steps; return their names.
+    """Request a profiler trace of the next steps from the trainings of a run; return the names of the trainings.
 
     Raises:
-        ConfigError: none may be, or none has begun.
+        ConfigError: no training has the profiler enabled, or none has begun.
     """
     trainings = [stage.name for stage in run.pipeline.stages if run.pipeline.kind_of(stage).trains]
     names = [name for name in trainings if run.pipeline.recipes[name].profiler.enable_profiler]
@@ -361,7 +366,7 @@ def ask_profile(run: Run) -> list[str]:
 
 
 def _tell(run: Run, names: list[str], file: str, value: JsonValue) -> list[str]:
-    """Write a file for those stages that have begun; return their names."""
+    """Write a request file for the stages that have begun; return the names of these stages."""
     begun = [name for name in names if (run.stage_path(name) / "stage.toml").is_file()]
     if not begun:
         raise ConfigError(f"run {run.id}: {', '.join(names)} has not begun; try again when it has")
@@ -371,10 +376,11 @@ def _tell(run: Run, names: list[str], file: str, value: JsonValue) -> list[str]:
 
 
 def scale_engines(run: Run, count: int) -> list[str]:
-    """Ask the trainings of a run that have rollout engines beside their ranks for so many; return their names.
+    """Request a number of rollout engines from the trainings of a run in disaggregated mode; return the names of the
+    trainings.
 
     Raises:
-        ConfigError: none has, or none has begun.
+        ConfigError: no training has separate rollout engines, or none has begun.
     """
     recipes = run.pipeline.recipes
     names = [

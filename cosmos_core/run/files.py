@@ -1,4 +1,4 @@
-"""Writing so that nobody ever reads half a file, and reading what was written."""
+"""Atomic writing of files, and tolerant reading of the files that were written."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cosmos_core.errors import DiskFull
 logger = logging.getLogger(__name__)
 
 SHARED = ".cosmos"
-"""Folder, beside the runs, of what they have in common."""
+"""Name of the folder, in the output folder, that all runs share."""
 _BLOCK = 1 << 20
 _WRITER = re.compile(r"\.(\d+)(?:-\d+)?\.tmp$")
 
@@ -32,8 +32,8 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def disk_full(error: BaseException | None, where: Path) -> DiskFull | None:
-    """Return what to tell the user if an error, or one that it came from, means that a disk took nothing more: it was
-    full, or read-only."""
+    """Return a `DiskFull` error with a message for the user if an error, or one of its causes, means that a disk is
+    full or read-only; otherwise None."""
     while error is not None and not (isinstance(error, OSError) and error.errno in {*_NO_ROOM, errno.EROFS}):
         error = error.__cause__ or error.__context__
     if error is None:
@@ -44,7 +44,7 @@ def disk_full(error: BaseException | None, where: Path) -> DiskFull | None:
 
 @contextmanager
 def telling_of_full_disk(where: Path) -> Iterator[None]:
-    """Raise a `DiskFull` in place of an error of the block that means it."""
+    """Raise `DiskFull` in place of an `OSError` in the block that means that the disk is full or read-only."""
     try:
         yield
     except OSError as error:
@@ -55,7 +55,8 @@ def telling_of_full_disk(where: Path) -> Iterator[None]:
 
 @contextmanager
 def room_may_be_missing(what: str) -> Iterator[None]:
-    """Go on, with one line in the log, when the block cannot write: what it notes is known from other files too."""
+    """Log a warning and continue if the block cannot write because the disk is full; use it only for information that
+    other files hold too."""
     try:
         yield
     except OSError as error:
@@ -65,18 +66,18 @@ def room_may_be_missing(what: str) -> Iterator[None]:
 
 
 def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
-    """Replace `path` by `value` as JSON in one rename; `durable` waits for the disk."""
+    """Replace `path` atomically by `value` as JSON; with `durable`, wait until the file is on the disk."""
     write_text(path, json.dumps(value, indent=1, sort_keys=False) + "\n", durable=durable)
 
 
 def write_text(path: Path, text: str, *, durable: bool = True) -> None:
-    """Replace `path` by `text` in one rename; `durable` waits for the disk."""
+    """Replace `path` atomically by `text`; with `durable`, wait until the file is on the disk."""
     write_bytes(path, text.encode(), durable=durable)
 
 
 def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
-    """Replace `path` by `content` in one rename; `durable` waits for the disk."""
-    # Threads of one process may replace the same file at once, stages side by side the cache of digests for example.
+    """Replace `path` atomically by `content`; with `durable`, wait until the file is on the disk."""
+    # Threads of one process may replace the same file at once, such as parallel stages the cache of digests.
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -86,7 +87,7 @@ def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
                 os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
-        with suppress(OSError):  # what went wrong first is told
+        with suppress(OSError):  # the first error is the one to report
             temporary.unlink(missing_ok=True)
         raise
     if durable:
@@ -94,7 +95,7 @@ def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
 
 
 def read_json(path: Path) -> Any | None:
-    """Return the value of a JSON file; None when it is missing or damaged."""
+    """Return the value of a JSON file; None if the file is missing or damaged."""
     try:
         return from_json(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
@@ -102,18 +103,18 @@ def read_json(path: Path) -> Any | None:
 
 
 class Document(BaseModel):
-    """What a JSON file of a run directory holds: types are as declared, keys that are not declared are left out."""
+    """Base class of the JSON files of a run directory: types are strict, undeclared keys are ignored."""
 
     model_config = ConfigDict(strict=True)
 
 
 Seconds = Annotated[float, Field(ge=0, le=1e11)]
-"""A time, counted from 1970, that a calendar has."""
+"""Time in seconds since 1970, limited to the range of calendars."""
 DocumentT = TypeVar("DocumentT", bound=Document)
 
 
 def read_document(path: Path, shape: type[DocumentT]) -> DocumentT | None:
-    """Return what a JSON file holds; None when it is missing, damaged or of another shape."""
+    """Return the content of a JSON file as a `shape`; None if the file is missing, damaged or does not match."""
     try:
         return shape.model_validate_json(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
@@ -121,31 +122,31 @@ def read_document(path: Path, shape: type[DocumentT]) -> DocumentT | None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; an empty one when it is missing, damaged or another value."""
+    """Return the object in a JSON file; empty if the file is missing, damaged or holds another type."""
     value = read_json(path)
     return value if isinstance(value, dict) else {}
 
 
 def parsed(values: Iterable[Any], shape: type[DocumentT]) -> list[DocumentT]:
-    """Return values that JSON gave in a shape; those that have another are passed over."""
-    found = []
+    """Return the JSON values that match a document type; skip the others."""
+    documents = []
     for value in values:
         with suppress(ValueError):
-            found.append(shape.model_validate(value))
-    return found
+            documents.append(shape.model_validate(value))
+    return documents
 
 
 def json_objects(lines: Iterable[str]) -> list[dict[str, Any]]:
-    """Return the objects in lines of JSON; one that a kill has cut, or that is another value, is passed over."""
-    found = []
+    """Return the JSON objects in lines of text; skip truncated lines and values of another type."""
+    values = []
     for line in lines:
         with suppress(ValueError):
-            found.append(from_json(line))
-    return [value for value in found if isinstance(value, dict)]
+            values.append(from_json(line))
+    return [value for value in values if isinstance(value, dict)]
 
 
 def sync_folder(folder: Path) -> None:
-    """Make a rename inside `folder` survive a power cut."""
+    """Sync a folder to disk, so that a rename inside it survives a power cut."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -154,16 +155,16 @@ def sync_folder(folder: Path) -> None:
 
 
 def user_cache() -> Path:
-    """Return the folder of what all runs of this user share on this machine, which may not exist."""
+    """Return the cache folder of this user on this machine; the folder may not exist."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "cosmos-posttrain"
 
 
 @contextmanager
 def replaced_folder(target: Path) -> Iterator[Path]:
-    """Make a new empty folder that replaces `target` when the block ends without an error.
+    """Yield a new empty folder that replaces `target` when the block ends without an error.
 
-    What stood at `target` is moved aside first and removed last, so a reader finds the old or the new one,
-    or for an instant none, never a mixture.
+    The old folder is renamed first and removed last, so a reader sees the old or the new one, or for an instant none,
+    never a mixture.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     building = target.with_name(f".{target.name}.{os.getpid()}.tmp")
@@ -193,7 +194,7 @@ def replaced_folder(target: Path) -> Iterator[Path]:
 
 
 def sha256(path: Path, *, durable: bool = False) -> str:
-    """Return the hex digest of a file's bytes; `durable` first waits until they are on the disk."""
+    """Return the SHA-256 hex digest of a file; with `durable`, first wait until the file is on the disk."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         if durable:
@@ -204,21 +205,21 @@ def sha256(path: Path, *, durable: bool = False) -> str:
 
 
 def files_below(root: Path) -> list[Path]:
-    """Return every regular file at or below `root`, sorted, but those with temporary names (`.x.tmp`)."""
+    """Return the regular files at or below `root`, sorted, except temporary files (`.x.tmp`)."""
     if root.is_file():
         return [root]
-    found = [path for path in root.rglob("*") if path.is_file()]
-    return sorted(path for path in found if not any(_is_temporary(part) for part in path.relative_to(root).parts))
+    files = [path for path in root.rglob("*") if path.is_file()]
+    return sorted(path for path in files if not any(_is_temporary(part) for part in path.relative_to(root).parts))
 
 
 def step_of(name: str) -> int:
-    """Return the step of a folder `step_N`; -1: the name is another one."""
+    """Return the step number of a folder name `step_N`; -1 for any other name."""
     number = name.removeprefix("step_")
     return int(number) if number.isdigit() else -1
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what writers at any depth of a folder left behind that were killed on this machine."""
+    """Remove the temporary files, at any depth of a folder, of writers on this machine that were killed."""
     for path in folder.rglob(".*.tmp"):
         writer = _WRITER.search(path.name)
         if writer and not Path(f"/proc/{writer[1]}").exists():
@@ -226,7 +227,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def copy_file(source: str | Path, target: str | Path) -> None:
-    """Copy a file with its time of change; file systems that can share blocks until one side changes share them."""
+    """Copy a file with its modification time; share the blocks if the file system supports copy-on-write."""
     with open(source, "rb") as old, open(target, "wb") as new:
         try:
             while os.copy_file_range(old.fileno(), new.fileno(), 1 << 30):
@@ -234,12 +235,14 @@ def copy_file(source: str | Path, target: str | Path) -> None:
         except OSError as error:
             if error.errno in _NO_ROOM:
                 raise
-            shutil.copyfileobj(old, new)  # from where it got to: the kernel copies between other file systems
+            shutil.copyfileobj(
+                old, new
+            )  # continues at the current offsets; the kernel cannot copy between these file systems
     shutil.copystat(source, target)
 
 
 def link_or_copy(source: str | Path, target: str | Path) -> None:
-    """Give a file a second name, or make a copy where the file system has no such thing."""
+    """Create a hard link to a file, or a copy if the file system does not support hard links."""
     try:
         os.link(source, target)
     except OSError:
@@ -247,18 +250,18 @@ def link_or_copy(source: str | Path, target: str | Path) -> None:
 
 
 def follow_umask(path: Path) -> None:
-    """Let those read and write a file that the umask lets: safetensors makes its own for the owner alone."""
+    """Give a file the permissions of the umask: safetensors creates its files for the owner only."""
     path.chmod(path.stat().st_mode | (0o666 & ~umask()))
 
 
 def umask() -> int:
-    """Return the umask of this process without changing it, which another thread could meet."""
+    """Return the umask of this process without changing it, which would affect other threads."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("Umask:"))
     return int(line.split()[1], 8)
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Remove what writers of `target` left behind that were killed, on this machine, and what this process left."""
+    """Remove the temporary folders for `target` of killed writers on this machine and of this process."""
     for folder in target.parent.iterdir():
         name, _, pid = folder.stem.rpartition(".")
         if name == f".{target.name}" and _is_temporary(folder.name) and pid.isdigit() and not _is_another(int(pid)):

@@ -1,4 +1,4 @@
-"""Same fingerprint, same result: everything that can change what a stage computes, and nothing else.
+"""The fingerprint of a stage: a hash of everything that can change the result of the stage, and of nothing else.
 
 Left out on purpose: paths (their content counts), the git commit (recorded in `run.json`; a change of code that
 changes results raises the kind's `result_version`), and fields marked `NoResult` in the schema.
@@ -50,25 +50,26 @@ from cosmos_core.types import StageKind, is_below
 
 DATA_FILES = tuple(f"*{suffix}" for suffix in DATA_SUFFIXES)
 CARRIED = "carried"
-"""Ingredient: the files of a model that no training reads, but exports hand on."""
-_CUSTOM_OF_OURS = ("dataset", "vision")  # tables of `[custom]` that are read where no user's code is
+"""Name of the ingredient for the files of a model that training does not read and exports copy."""
+_CUSTOM_OF_OURS = ("dataset", "vision")  # tables of `[custom]` that are read without user code
 IMAGES = ("*.png", "*.jpg", "*.jpeg", "*.webp", "*.bmp", "*.gif", "*.tif", "*.tiff", "*.PNG", "*.JPG", "*.JPEG")
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """The hash, and what went into it, so that a difference can be explained."""
+    """Hash of a stage, with the ingredients that were hashed so that a difference can be explained."""
 
     value: str
     ingredients: dict[str, Any]
 
     @property
     def of_training(self) -> str:
-        """Return the hash of what a training depends on: a checkpoint is that of any stage in which it is the same."""
+        """Return the hash of the ingredients that a training depends on; stages with the same hash share
+        checkpoints."""
         return _hashed({name: value for name, value in self.ingredients.items() if name != CARRIED})
 
     def difference(self, older: Mapping[str, Any]) -> list[str]:
-        """Return the ingredients that are not as in `older`, as `key: old -> new`."""
+        """Return the ingredients that differ from those in `older`, as `key: old -> new`."""
         old, new = flat_keys(older), flat_keys(self.ingredients)
         keys = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
         return [f"{key}: {_short(old.get(key))} -> {_short(new.get(key))}" for key in keys]
@@ -80,8 +81,8 @@ def fingerprint(
     """Return the fingerprint of one stage; `upstream` maps each stage in `after` to the digest of its result.
 
     Raises:
-        ModelError, DataError: a local model or data folder is not there.
-        ConfigError: user code is not there.
+        ModelError, DataError: a local model or data folder is missing.
+        ConfigError: user code is missing.
     """
     recipe = pipeline.recipes[stage.name]
     model = model_source(stage, recipe, kind)
@@ -105,8 +106,8 @@ def fingerprint(
         "versions": {name: facts.versions[name] for name in kind.libraries if name in facts.versions},
     }
     if (folder := media_folder(stage, recipe, kind)) and (files := files_of(folder, media)):
-        ingredients["media"] = [str(folder), digests.of_files(folder, files)]  # prepared rows say where images lie
-    # Prompts are told of tools, which are described by their code; a user's family encodes text and media.
+        ingredients["media"] = [str(folder), digests.of_files(folder, files)]  # prepared rows hold the paths of images
+    # The code of tools describes them in prompts; a user's model family encodes text and media.
     tools = recipe.rollout.multi_turn_config.called_tools
     called = labels if kind.scores or kind.trains else (*tools, recipe.policy.model_class)
     code = {label: code_digest(name) for name, label in labels.items() if name in called}
@@ -117,7 +118,7 @@ def fingerprint(
         ingredients["teacher"] = _model_digest(teacher, recipe.distillation.model_revision, kind, digests, recipe)
     if stage.entry:
         ingredients["entry"] = {stage.entry.rpartition(":")[2]: code_digest(stage.entry), "arguments": stage.arguments}
-        ingredients["config"] = values  # the function is handed all of it
+        ingredients["config"] = values  # the function receives the whole config
     if kind.trains and (checkpoint := resume_source(recipe)):
         ingredients["resume"] = digests.of_file(checkpoint / "manifest.json")  # has the digest of every other file
     if kind.trains and (adapter := adapter_source(recipe)):
@@ -127,7 +128,7 @@ def fingerprint(
     ingredients |= _of_service(stage, digests)
     if classes := data_code(recipe, kind):
         ingredients["data_code"] = {name.rpartition(":")[2]: code_digest(name) for name in classes}
-        ingredients["config"] = values  # they are handed all of it
+        ingredients["config"] = values  # the classes receive the whole config
     if weights := weights_source(model, recipe, kind):
         ingredients["weights"] = {file.name: digests.of_file(file) for file in weights}
     ingredients |= _said_of(stage) | _generation_of(model, kind, digests, recipe)
@@ -140,41 +141,42 @@ def _hashed(ingredients: Mapping[str, Any]) -> str:
 
 
 def _of_service(stage: StageConfig, digests: Digests) -> dict[str, Any]:
-    """The configuration of the reward service that is started for the stage, and what it names."""
+    """Return the digests of the reward service's configuration file and of the code and models that it names."""
     if (service := reward_service_file(stage)) is None:
         return {}
     parts = reward_service_parts(service)
-    found = {name: _content(path, ("*",), digests) for name, path in parts.items()}
-    return {"reward_service": digests.of_file(service)} | ({"rewards": found} if found else {})
+    rewards = {name: _content(path, ("*",), digests) for name, path in parts.items()}
+    return {"reward_service": digests.of_file(service)} | ({"rewards": rewards} if rewards else {})
 
 
 def _said_of(stage: StageConfig) -> dict[str, Any]:
-    """The keys of the stage itself that change what it does, where they are set."""
-    found: dict[str, Any] = {}
+    """Return the keys of the stage itself that are set and change its result."""
+    values: dict[str, Any] = {}
     if is_import_path(target := split_target(stage.target)[0]):
-        found["target"] = {target.rpartition(":")[2]: code_digest(target)}
+        values["target"] = {target.rpartition(":")[2]: code_digest(target)}
     for key in ("checkpoint", "require", "confidence"):
         if value := getattr(stage, key):
-            found[key] = list(value) if isinstance(value, tuple) else value
+            values[key] = list(value) if isinstance(value, tuple) else value
     if stage.sweep is not None:
         branches = [list(branch.stages) for branch in stage.sweep.branches]
-        found["sweep"] = {"metric": stage.sweep.metric, "mode": stage.sweep.mode, "branches": branches}
-    return found
+        values["sweep"] = {"metric": stage.sweep.metric, "mode": stage.sweep.mode, "branches": branches}
+    return values
 
 
 def _templates(recipe: Recipe, reads: Callable[[str], bool], digests: Digests) -> dict[str, str]:
-    """Return the digests of chat templates, or the name of one that comes with this version."""
-    found = {}
+    """Return the digest of each chat template file, or the name of a template that is part of this package."""
+    templates = {}
     if reads("rollout.multi_turn_config.custom_chat_template_path") and (template := chat_template_source(recipe)):
-        found["chat_template"] = digests.of_file(template)
-    if reads("policy.chat_template") and (named := recipe.policy.chat_template):
-        file = existing(named, Path.cwd())
-        found["template"] = digests.of_file(file) if file and file.is_file() else named
-    return found
+        templates["chat_template"] = digests.of_file(template)
+    if reads("policy.chat_template") and (name := recipe.policy.chat_template):
+        file = existing(name, Path.cwd())
+        templates["template"] = digests.of_file(file) if file and file.is_file() else name
+    return templates
 
 
 def reads_of(pipeline: Pipeline, stage: StageConfig) -> Callable[[str], bool]:
-    """Return whether a stage reads a key of its recipe: one of its kind, unless other settings leave it unread."""
+    """Return a function that tells whether a stage reads a key of its recipe: a key of its kind that no other setting
+    disables."""
     kind, recipe = pipeline.kind_of(stage), pipeline.recipes[stage.name]
     unread: list[str] = []
     if kind.trains and not recipe.validation.enable:
@@ -193,7 +195,7 @@ def reads_of(pipeline: Pipeline, stage: StageConfig) -> Callable[[str], bool]:
 
 
 def _completes_prompts(pipeline: Pipeline, stage: StageConfig) -> bool:
-    """Whether some of the stage's rows may be prompts to complete; the stage that prepares them decides it."""
+    """Return True if some rows of the stage may be prompts for rollouts; the stage that prepares the rows decides."""
     kind, source = pipeline.kind_of(stage), source_of(stage.data)
     if kind.feed == "rollouts":
         return True
@@ -201,7 +203,7 @@ def _completes_prompts(pipeline: Pipeline, stage: StageConfig) -> bool:
         return False
     if kind.reads_data == "prepared":
         if source is None or pipeline.kind_of(pipeline.stage(source)).makes != "data":
-            return True  # who can tell
+            return True  # unknown, so assume that some are
         stage = pipeline.stage(source)
     recipe = pipeline.recipes[stage.name]
     return recipe.train.train_policy.has_rollouts or bool(recipe.validation.reward_function)
@@ -213,7 +215,8 @@ def threads(pipeline: Pipeline) -> int:
 
 
 def stage_facts(pipeline: Pipeline, *, is_group: bool = False) -> Facts:
-    """Return what is known of the machine and interpreter that run a stage, with the libraries that compute.
+    """Return the properties of the machine and interpreter that run a stage, with the versions of the numeric
+    libraries.
 
     Raises:
         ConfigError, StageFailed: as `facts_of_workers`.
@@ -238,35 +241,38 @@ def _model_digest(
 
 
 def _reads_any_file(kind: StageKind, recipe: Recipe) -> bool:
-    """Whether code of a user's own reads the model, and may read any file of it."""
+    """Return True if user code reads the model, which may read any file of the folder."""
     return not kind.entry or bool(recipe.policy.model_class)
 
 
 def _generation_of(model: Path | str | None, kind: StageKind, digests: Digests, recipe: Recipe) -> dict[str, Any]:
-    """The tokens at which generation ends, which rows and completions depend on, and the files that are handed on."""
+    """Return the tokens at which generation ends, which rows and completions depend on, and the digest of the files
+    that exports copy."""
     if not isinstance(model, Path) or _reads_any_file(kind, recipe):
         return {}
-    said = read_object(model / "generation_config.json")
-    found: dict[str, Any] = {"end_tokens": said["eos_token_id"]} if "eos_token_id" in said else {}
+    generation_config = read_object(model / "generation_config.json")
+    ingredients: dict[str, Any] = (
+        {"end_tokens": generation_config["eos_token_id"]} if "eos_token_id" in generation_config else {}
+    )
     if kind.reads_model == "weights":
         others = [file for file in files_of_model(model) if not enters_training(file)]
-        found[CARRIED] = digests.of_files(model, others)
-    return found
+        ingredients[CARRIED] = digests.of_files(model, others)
+    return ingredients
 
 
 def remote_digest(url: str) -> str:
-    """Return what stands for the content of a pinned URL, wherever it lies."""
+    """Return the text that represents the content of a pinned URL, independent of its location."""
     return f"remote:{url.rpartition('#')[2]}"
 
 
 def _content(source: Path | str, patterns: Sequence[str], digests: Digests) -> str:
     if isinstance(source, str):
-        return remote_digest(source) if is_remote(source) else f"hub:{source}"  # whose revision is in the recipe
+        return remote_digest(source) if is_remote(source) else f"hub:{source}"  # the revision is in the recipe
     return digests.of_files(source, files_of(source, patterns)) if source.is_dir() else digests.of_file(source)
 
 
 def _without_paths(values: dict[str, Any]) -> dict[str, Any]:
-    """The values without the paths in `custom.dataset`: what is there counts, not where it lies."""
+    """Return the values without the paths in `custom.dataset`: the content counts, not its location."""
     custom = values.get("custom") or {}
     if not isinstance(custom.get("dataset"), dict):
         return values
@@ -275,12 +281,12 @@ def _without_paths(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _labels(recipe: Recipe, reads: Callable[[str], bool]) -> dict[str, str]:
-    """What stands here for each reward, algorithm and engine of a user's own that is read: where its file lies does not
-    matter, what is in it does."""
+    """Return a label for each user reward, algorithm and engine that the stage reads: the name without the folder of
+    its file, because the location does not change the result."""
     fields = [(key, value) for key, field, value, _ in set_fields(recipe) if affects_result(field) and _is_code(field)]
-    named = [value for key, value in fields if reads(key)]
-    named += [name for key, name in reward_names(recipe).items() if reads(key)]
-    texts = [text for value in named if value for text in ([value] if isinstance(value, str) else value)]
+    code = [value for key, value in fields if reads(key)]
+    code += [name for key, name in reward_names(recipe).items() if reads(key)]
+    texts = [text for value in code if value for text in ([value] if isinstance(value, str) else value)]
     names = sorted({text for text in texts if is_import_path(text)})
     labels = {name: name.rpartition("/")[2] for name in names}
     return labels if len(set(labels.values())) == len(labels) else {name: name for name in names}
@@ -291,7 +297,7 @@ def _is_code(field: FieldInfo) -> bool:
 
 
 def _renamed(values: Any, labels: Mapping[str, str]) -> Any:
-    """The values with a user's own code, named by a key or a value, under its label."""
+    """Return the values with each import path of user code replaced by its label, in keys and values."""
     if isinstance(values, str):
         return labels.get(values, values)
     if isinstance(values, list):

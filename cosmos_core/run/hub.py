@@ -1,4 +1,4 @@
-"""Names on the Hugging Face Hub, pinned to commits before a run begins: `main` is another model tomorrow."""
+"""Resolution of Hugging Face Hub names to commits before a run begins, because a branch such as `main` moves."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _NEWEST = "main"
 _SECONDS = 10.0
 Repository = tuple[Literal["model", "dataset"], str, str]
-"""Type, name and revision."""
+"""Repository type, name and revision."""
 
 
 def pinned(pipeline: Pipeline) -> Pipeline:
-    """Return the pipeline with the revision of every model and data set that a stage reads from the Hub as a commit.
+    """Return the pipeline with the revision of every model and data set from the Hub replaced by a commit.
 
     Raises:
-        ModelError, DataError: the Hub has no such thing, or neither it nor its cache here can be asked.
+        ModelError, DataError: the Hub has no such repository, or neither the Hub nor its local cache is readable.
     """
     commits: dict[Repository, str] = {}  # two stages of a run read the same commit
     recipes = {}
@@ -58,10 +58,10 @@ def _pinned(stage: StageConfig, recipe: Recipe, kind: StageKind, commits: dict[R
 
 
 def commit_of(repository: Repository) -> str:
-    """Return the commit that a revision is on the Hub now; where the Hub cannot be asked, the one in its cache.
+    """Return the commit of a revision on the Hub, or the commit in the local cache if the Hub is not reachable.
 
     Raises:
-        ModelError, DataError: the Hub has no such thing, or neither can be asked.
+        ModelError, DataError: the Hub has no such repository, or neither the Hub nor its local cache is readable.
     """
     repo_type, name, revision = repository
     if _COMMIT.fullmatch(revision):
@@ -79,13 +79,14 @@ def commit_of(repository: Repository) -> str:
         except (HTTPError, OSError) as error:
             reason = str(error)
     folder = Path(constants.HF_HUB_CACHE) / f"{repo_type}s--{name.replace('/', '--')}"
-    if found := _cached(folder, revision):
-        return found
+    if commit := _cached(folder, revision):
+        return commit
     raise _unknown(repository, f"the Hub cannot be asked ({reason}), and {folder} does not say")
 
 
 def _cached(folder: Path, revision: str) -> str | None:
-    """The commit of a revision in the Hub's cache; `datasets` writes no names there, so of data the only one."""
+    """Return the commit of a revision in the cache of the Hub; `datasets` stores no branch names there, so for a data
+    set return its only commit."""
     reference = folder / "refs" / revision
     if os.path.isfile(reference):  # Path.is_file raises for a name that is too long
         return reference.read_text(encoding="utf-8").strip()
@@ -103,6 +104,6 @@ def _unknown(repository: Repository, reason: str) -> CosmosError:
 
 
 def changed(table: TableT, key: str, value: Any) -> TableT:
-    """Return a table with another value at a dotted key."""
+    """Return a copy of a table with another value at a dotted key."""
     name, _, rest = key.partition(".")
     return table.model_copy(update={name: changed(getattr(table, name), rest, value) if rest else value})

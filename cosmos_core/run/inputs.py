@@ -1,7 +1,7 @@
-"""What a pipeline takes from outside the run directory: models, data, rewards, code of the user's own, packages.
+"""Inputs of a pipeline from outside the run directory: models, data, rewards, user code, packages.
 
-Found by name, without torch and without importing any of it, so that a missing one is told before anything runs.
-What is inside (weights, rows, functions) is looked at by the workers.
+Inputs are located by name, without torch and without importing user code, so that a missing input is reported before
+any stage runs. The workers check the contents (weights, rows, functions).
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
 
 def check_inputs(pipeline: Pipeline) -> None:
-    """Make sure that everything is there that a stage names and that no stage makes.
+    """Check that every input exists that a stage names and no other stage makes.
 
     Raises:
-        ModelError, DataError, RewardError, ConfigError: something is not; the message names stage and key.
+        ModelError, DataError, RewardError, ConfigError: an input is missing; the message names stage and key.
     """
-    asked = {package for recipe in pipeline.recipes.values() for package in _packages(recipe)}
-    missing = asked - facts_of_workers(sorted(asked), pipeline.config.python).versions.keys() if asked else set()
+    packages = {package for recipe in pipeline.recipes.values() for package in _packages(recipe)}
+    missing = (
+        packages - facts_of_workers(sorted(packages), pipeline.config.python).versions.keys() if packages else set()
+    )
     for stage in pipeline.stages:
         recipe, kind = pipeline.recipes[stage.name], pipeline.kind_of(stage)
         try:
@@ -51,7 +53,7 @@ def check_inputs(pipeline: Pipeline) -> None:
                 resume_source(recipe)
                 adapter_source(recipe)
                 _check_gpu(recipe)
-                if not stage.work_pool:  # what its machine has, the stage finds there
+                if not stage.work_pool:  # a stage on a work pool checks its own machine
                     _check_compiler(recipe, pipeline.config.python)
             chat_template_source(recipe)
             if kind.scores:
@@ -69,25 +71,27 @@ def check_inputs(pipeline: Pipeline) -> None:
 
 
 def is_remote(name: str) -> bool:
-    """Return whether a name is a URL of a store, which `run.remote` reads."""
+    """Return True if a name is a URL of a store, which `run.remote` reads."""
     return name.startswith("s3://")
 
 
 def model_source(stage: StageConfig, recipe: Recipe, kind: StageKind) -> Path | str | None:
-    """Return the folder of the model, its URL, its name on the Hub or `stage:NAME`; None: the stage reads no model.
+    """Return the source of the model of a stage: a folder, a URL, a name on the Hub or `stage:NAME`; None if the stage
+    reads no model.
 
     Raises:
-        ModelError: it can only be a folder, and there is none.
+        ModelError: the name can only be that of a folder, which does not exist.
     """
-    own = recipe.policy.model_name_or_path if kind.reads_model else ""
-    return _found_model(*(("model", stage.model) if stage.model else ("policy.model_name_or_path", own)))
+    recipe_model = recipe.policy.model_name_or_path if kind.reads_model else ""
+    return _found_model(*(("model", stage.model) if stage.model else ("policy.model_name_or_path", recipe_model)))
 
 
 def teacher_source(recipe: Recipe, kind: StageKind) -> Path | str | None:
-    """Return the folder of the teacher, its name on the Hub or `stage:NAME`; None: the stage asks none.
+    """Return the source of the teacher model: a folder, a name on the Hub or `stage:NAME`; None if the stage has no
+    teacher.
 
     Raises:
-        ModelError: it can only be a folder, and there is none.
+        ModelError: the name can only be that of a folder, which does not exist.
     """
     teacher = recipe.teacher_of(kind)
     return _found_model("distillation.model_name_or_path", teacher.model_name_or_path) if teacher else None
@@ -96,37 +100,37 @@ def teacher_source(recipe: Recipe, kind: StageKind) -> Path | str | None:
 def _found_model(key: str, model: str) -> Path | str | None:
     if not model or source_of(model) is not None or is_remote(model):
         return model or None
-    found = existing(model, Path.cwd())
-    if found is not None and found.is_dir():
-        return found
-    if found is not None or _looks_like_path(model):
+    path = existing(model, Path.cwd())
+    if path is not None and path.is_dir():
+        return path
+    if path is not None or _looks_like_path(model):
         raise ModelError(f"{key} = {model!r}: no such folder; give a Hugging Face model folder or a Hub id")
     return model
 
 
 def data_sources(stage: StageConfig, recipe: Recipe, kind: StageKind) -> list[Path | str]:
-    """Return the files, folders, URLs and Hub names of the rows that the stage reads and no other stage makes.
+    """Return the files, folders, URLs and Hub names of the rows that a stage reads and no other stage makes.
 
     Raises:
-        DataError: one can only be a file or folder, and there is none.
+        DataError: a name can only be that of a file or folder, which does not exist.
     """
     annotations = "custom.dataset.annotation_path"
-    named = {"data": stage.data}
+    names = {"data": stage.data}
     if stage.entry and existing(media_of(recipe).annotation_path, Path.cwd()):
-        named[annotations] = media_of(recipe).annotation_path
+        names[annotations] = media_of(recipe).annotation_path
     if kind.reads_data == "source":
         if not stage.data:
             media = media_of(recipe)
-            named = {**_of_table("train.train_policy.dataset", recipe), annotations: media.annotation_path}
-            if not any(named.values()):
+            names = {**_of_table("train.train_policy.dataset", recipe), annotations: media.annotation_path}
+            if not any(names.values()):
                 raise DataError("train.train_policy.dataset.name is empty; give a file, a folder or a Hub id")
             if media.media_path and media_folder(stage, recipe, kind) is None:
                 raise DataError(f"custom.dataset.media_path = {media.media_path!r}: no such folder")
         for table in recipe.datasets:
             if table != "train.train_policy.dataset":
-                named |= _of_table(table, recipe)
-    found: list[Path | str] = []
-    for key, name in named.items():
+                names |= _of_table(table, recipe)
+    sources: list[Path | str] = []
+    for key, name in names.items():
         if not name or source_of(name) is not None:
             continue
         path = None if is_remote(name) else existing(name, Path.cwd())
@@ -144,12 +148,12 @@ def data_sources(stage: StageConfig, recipe: Recipe, kind: StageKind) -> list[Pa
             raise DataError(f"{key} = {name!r}: no such file or folder")
         if path is not None and not (path.is_file() or path.is_dir()):
             raise DataError(f"{key} = {name!r} is neither a file nor a folder; rows cannot be read twice from it")
-        found.append(path or name)
-    return found
+        sources.append(path or name)
+    return sources
 
 
 def data_code(recipe: Recipe, kind: StageKind) -> list[str]:
-    """Return the classes of the user's own that make or change the rows of a stage."""
+    """Return the import paths of the user classes that make or change the rows of a stage."""
     if kind.reads_data != "source":
         return []
     policy = recipe.train.train_policy
@@ -158,7 +162,7 @@ def data_code(recipe: Recipe, kind: StageKind) -> list[str]:
 
 
 def _of_table(table: str, recipe: Recipe) -> dict[str, str]:
-    """Return the key of a data set's table that says where its rows are, and what it says."""
+    """Return the key of a data set's table that locates its rows, with the value of that key."""
     dataset = recipe.datasets[table]
     if dataset.local_dir:
         return {f"{table}.local_dir": dataset.local_dir}
@@ -166,10 +170,11 @@ def _of_table(table: str, recipe: Recipe) -> dict[str, str]:
 
 
 def media_folder(stage: StageConfig, recipe: Recipe, kind: StageKind) -> Path | None:
-    """Return the folder that the images of the rows are relative to, where the stage reads or is handed them.
+    """Return the folder that image paths in the rows are relative to, or None if there is none or the model reads text
+    only.
 
-    None: there is none, or the model is known to read text alone. Where that is not known beforehand, as of a model on
-    the Hub, training still notices an image that changed: prepared rows hold the digest of each.
+    Whether a model on the Hub reads images is not known before it is downloaded. A changed image is still noticed in
+    training, because prepared rows hold the digest of each image.
     """
     if not (kind.reads_data == "source" or stage.entry):
         return None
@@ -181,15 +186,15 @@ def media_folder(stage: StageConfig, recipe: Recipe, kind: StageKind) -> Path | 
     model = model_source(stage, recipe, kind)
     if isinstance(model, Path) and any((model / name).is_file() for name in _PROCESSOR_FILES):
         rows = rows or stage.data or recipe.train.train_policy.dataset.name
-    found = existing(rows, Path.cwd()) if rows else None
-    return found.parent if found is not None and found.is_file() else found
+    path = existing(rows, Path.cwd()) if rows else None
+    return path.parent if path is not None and path.is_file() else path
 
 
 def resume_source(recipe: Recipe) -> Path | None:
-    """Return the checkpoint that `train.resume` names.
+    """Return the checkpoint folder that `train.resume` names.
 
     Raises:
-        ModelError: there is none, or it is one of Cosmos-RL.
+        ModelError: the folder is missing, or is a checkpoint of Cosmos-RL.
     """
     if not isinstance(recipe.train.resume, str):
         return None
@@ -207,10 +212,10 @@ def resume_source(recipe: Recipe) -> Path | None:
 
 
 def adapter_source(recipe: Recipe) -> Path | None:
-    """Return the adapter that `policy.lora.lora_path` names.
+    """Return the adapter folder that `policy.lora.lora_path` names.
 
     Raises:
-        ModelError: there is none.
+        ModelError: the folder is missing or holds no adapter.
     """
     lora = recipe.policy.lora
     if lora is None or lora.lora_path is None:
@@ -224,10 +229,10 @@ def adapter_source(recipe: Recipe) -> Path | None:
 
 
 def chat_template_source(recipe: Recipe) -> Path | None:
-    """Return the chat template that takes the place of the tokenizer's in prompts to complete.
+    """Return the file of the chat template that replaces the tokenizer's template in rollouts.
 
     Raises:
-        ConfigError: there is no such file.
+        ConfigError: the file does not exist.
     """
     turns = recipe.rollout.multi_turn_config
     if not turns.enable or turns.custom_chat_template_path is None:
@@ -240,10 +245,11 @@ def chat_template_source(recipe: Recipe) -> Path | None:
 
 
 def reward_service_file(stage: StageConfig) -> Path | None:
-    """Return the configuration of the reward service that is started beside a stage; None: it runs already.
+    """Return the configuration file of the reward service that is started for a stage; None if the stage uses no
+    service or a running one.
 
     Raises:
-        ConfigError: there is no such file.
+        ConfigError: the file does not exist.
     """
     if not stage.reward_service or stage.reward_service.startswith(BLOCK):
         return None
@@ -254,68 +260,68 @@ def reward_service_file(stage: StageConfig) -> Path | None:
 
 
 def reward_service_parts(file: Path) -> dict[str, Path]:
-    """Return the code of a user's own and the folders of models that the configuration of a reward service names, by
-    those names, as far as they are on this machine: the service may run on another."""
+    """Return the user code and the model folders that the configuration of a reward service names, by name; paths that
+    are not on this machine are left out, because the service may run on another one."""
     try:
         tables = read_toml(file).get("reward_args", [])
-    except ConfigError:  # the service tells it with its line
+    except ConfigError:  # the service reports the error with its line
         return {}
-    named = [str(table.get(key, "")) for table in tables if isinstance(table, dict) for key in ("entry", "model_path")]
-    found = {}
-    for name in filter(None, named):
+    names = [str(table.get(key, "")) for table in tables if isinstance(table, dict) for key in ("entry", "model_path")]
+    paths = {}
+    for name in filter(None, names):
         module, _, _ = name.rpartition(":") if is_import_path(name) else (name, "", "")
-        there = existing(module, Path.cwd()) or existing(module, file.parent)
+        path = existing(module, Path.cwd()) or existing(module, file.parent)
         with suppress(ConfigError):
-            there = there or (code_file(name) if is_import_path(name) else None)
-        if there is not None:
-            found[name] = there
-    return found
+            path = path or (code_file(name) if is_import_path(name) else None)
+        if path is not None:
+            paths[name] = path
+    return paths
 
 
 def kernel_packages(recipe: Recipe) -> dict[str, str]:
-    """Return the packages whose kernels a training computes with, each with the setting that asks for it."""
-    train, found = recipe.train, {}
+    """Return the packages that provide the kernels of a training, each with the setting that selects it."""
+    train, packages = recipe.train, {}
     if train.optm_name.endswith("8bit"):
-        found["torchao"] = f"train.optm_name = {train.optm_name!r}"
+        packages["torchao"] = f"train.optm_name = {train.optm_name!r}"
     if recipe.train.fp8.enable_fp8:
-        found["torchao"] = "train.fp8.enable_fp8 = true"
+        packages["torchao"] = "train.fp8.enable_fp8 = true"
     if recipe.policy.enable_liger_kernel:
-        found["liger-kernel"] = "policy.enable_liger_kernel = true"
-    return found
+        packages["liger-kernel"] = "policy.enable_liger_kernel = true"
+    return packages
 
 
 def reward_names(recipe: Recipe) -> dict[str, str]:
     """Return the rewards that a stage with this recipe may call, by their key in the recipe."""
-    trained = recipe.train.train_policy.rewards
-    return {f"train.train_policy.reward_function.{name}": name for name in trained} | {
+    training_rewards = recipe.train.train_policy.rewards
+    return {f"train.train_policy.reward_function.{name}": name for name in training_rewards} | {
         f"validation.reward_function.{name}": name for name in recipe.validation.reward_function
     }
 
 
 def _check_rewards(recipe: Recipe) -> None:
-    known = offered_names(REWARDS)
+    names = offered_names(REWARDS)
     for key, name in reward_names(recipe).items():
         if is_import_path(name):
             _check_code(key.removesuffix(f".{name}"), name, RewardError)
-        elif name not in known:
+        elif name not in names:
             raise RewardError(
                 f"{key.removesuffix(f'.{name}')}: there is no reward {name!r}; one of your own is module:function or "
-                f"path/file.py:function{suggestion(name, known)}"
+                f"path/file.py:function{suggestion(name, names)}"
             )
 
 
 def _user_code(stage: StageConfig, recipe: Recipe) -> list[tuple[str, str]]:
-    """Return each function and class of a user's own, but rewards, with the key that names it."""
-    named = [("entry", stage.entry), ("target", split_target(stage.target)[0])]
-    named += [("logging.logger", name) for name in recipe.logging.logger]
-    named += [(f"train.hooks.{key}", name) for key, name in recipe.train.hooks]
-    named += [("train.train_policy.data_packer", recipe.train.train_policy.data_packer)]
-    named += [("rollout.multi_turn_config.tools", name) for name in recipe.rollout.multi_turn_config.called_tools]
-    return [(key, name) for key, name in named if is_import_path(name)]
+    """Return the key and the import path of each user function and class that the stage names, except rewards."""
+    references = [("entry", stage.entry), ("target", split_target(stage.target)[0])]
+    references += [("logging.logger", name) for name in recipe.logging.logger]
+    references += [(f"train.hooks.{key}", name) for key, name in recipe.train.hooks]
+    references += [("train.train_policy.data_packer", recipe.train.train_policy.data_packer)]
+    references += [("rollout.multi_turn_config.tools", name) for name in recipe.rollout.multi_turn_config.called_tools]
+    return [(key, name) for key, name in references if is_import_path(name)]
 
 
 def _check_code(key: str, name: str, error_class: type[CosmosError] = ConfigError) -> Path:
-    """Return the file of a user's own code; an error about it names the key."""
+    """Return the file of user code; an error about the file names the key."""
     try:
         return code_file(name)
     except ConfigError as error:
@@ -323,10 +329,11 @@ def _check_code(key: str, name: str, error_class: type[CosmosError] = ConfigErro
 
 
 def _packages(recipe: Recipe) -> dict[str, str]:
-    """Return the packages, which are also the extras that bring them, with the settings that ask for them."""
+    """Return the required optional packages, whose names are also the extras that install them, with the settings that
+    require them."""
     sinks = [name for name in recipe.logging.logger if name != CONSOLE and not is_import_path(name)]
-    named = {load_named(name, SINKS_FOLDER, "Sink").package: f"logging.logger {name!r}" for name in sinks}
-    return named | kernel_packages(recipe)
+    packages = {load_named(name, SINKS_FOLDER, "Sink").package: f"logging.logger {name!r}" for name in sinks}
+    return packages | kernel_packages(recipe)
 
 
 def _check_gpu(recipe: Recipe) -> None:
@@ -351,5 +358,5 @@ def _check_compiler(recipe: Recipe, python: str) -> None:
 
 
 def _looks_like_path(name: str) -> bool:
-    """Whether a name can only be a local path: Hub ids have at most one slash and no leading dot."""
+    """Return True if a name can only be a local path: Hub ids have at most one slash and no leading dot."""
     return name.startswith(("/", "./", "../", "~")) or name.count("/") > 1 or name.endswith("/")

@@ -1,4 +1,4 @@
-"""Walk from a model back to the data: every manifest names its inputs by digest."""
+"""Lineage of a model back to its data: every manifest names its inputs by digest."""
 
 from __future__ import annotations
 
@@ -21,33 +21,34 @@ from cosmos_core.run.manifest import Result, Source, problem, read_result
 from cosmos_core.run.stage import Stage
 
 _RECORD = "published.json"
-"""What a published version says of itself, beside its files."""
+"""Name of the file in a published version that records where the version comes from."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """One stage on the way back, or a model or data that no stage made, `depth` steps behind what was asked for."""
+    """One entry of a lineage: a stage, or a model or data set that no stage made, `depth` steps above the queried
+    path."""
 
     depth: int
     name: str
     kind: str
     digest: str
     where: str
-    """Its run, or the path or name on the Hub of what no run made."""
+    """The run of the stage, or the path or Hub name of an external model or data set."""
     note: str
-    """`verified`, `recorded` for what cannot be looked at again in one piece, or what is wrong with it."""
+    """`verified`, `recorded` for content that cannot be hashed again as a whole, or a description of the damage."""
 
     @property
     def is_broken(self) -> bool:
-        """Return whether it is not what its user read."""
+        """Return True if the content is no longer what the next stage read."""
         return self.note not in {"verified", "recorded"}
 
 
 def lineage_of(path: Path) -> list[Link]:
-    """Return what a run, a stage or a model was made from; of a published model its files as delivered come first.
+    """Return the lineage of a run, stage or model; for a published model the first entry is the delivered files.
 
     Raises:
-        ConfigError: the path belongs to no run, or the stage has no result.
+        ConfigError: the path belongs to no run, or the stage has not finished.
     """
     record = read_object(path.resolve() / _RECORD)
     if not isinstance(record.get("files"), dict):
@@ -59,8 +60,8 @@ def lineage_of(path: Path) -> list[Link]:
 
 
 def _damage(folder: Path, files: dict[str, str]) -> str:
-    """Return which file of a published model is not as recorded, or an empty string. Its card may be another: the one
-    on the Hub has the metrics too."""
+    """Return a description of the first changed file of a published model, or an empty string. The card is skipped: the
+    card on the Hub also has the metrics."""
     for name, digest in files.items():
         file = folder / name
         if name != "README.md" and not (file.is_file() and sha256(file) == digest):
@@ -69,10 +70,10 @@ def _damage(folder: Path, files: dict[str, str]) -> str:
 
 
 def lineage(stage_path: Path) -> list[Link]:
-    """Return the stage and everything that it was made from, inputs after their first user.
+    """Return the entries for a stage and for all its inputs, each input after the first stage that reads it.
 
     Raises:
-        ConfigError: the stage has no result.
+        ConfigError: the stage has not finished.
     """
     result = read_result(stage_path)
     if result is None:
@@ -88,16 +89,17 @@ def _walk(stage_path: Path, result: Result, depth: int, seen: set[Path]) -> Iter
         yield Link(depth + 1, Path(source.name).name, source.kind, source.digest, source.name, _look(source))
     for name, recorded in result["inputs"].items():
         upstream = stage_path.parent / name
-        found = read_result(upstream)
-        if found is None or found["digest"] != recorded["digest"]:
-            note = "gone" if found is None else "made again since: its content is another"
+        upstream_result = read_result(upstream)
+        if upstream_result is None or upstream_result["digest"] != recorded["digest"]:
+            note = "gone" if upstream_result is None else "made again since: its content is another"
             yield Link(depth + 1, name, "", recorded["digest"], run, note)
         elif upstream not in seen:
-            yield from _walk(upstream, found, depth + 1, seen)
+            yield from _walk(upstream, upstream_result, depth + 1, seen)
 
 
 def _look(source: Source) -> str:
-    """Return how a source stands: a file is hashed again, of a folder only the files that were read had counted."""
+    """Return the status of a source: a file is hashed again, a folder is not, because only the files that were read
+    count."""
     path = Path(source.name)
     if path.is_file():
         return "verified" if sha256(path) == source.digest else "altered since"
@@ -105,9 +107,10 @@ def _look(source: Source) -> str:
 
 
 def origin(pipeline: Pipeline, stage: StageConfig) -> dict[str, Any]:
-    """Return what a stage descends from and no stage of the run has made: the text of a model card.
+    """Return the external model and data that a stage descends from, for the text of a model card.
 
-    `base_model` and `revision` of the model, or `made_by`, the function whose stage made it; `data`, the names of rows.
+    The keys are `base_model` and `revision` of the model, or `made_by`, the function whose stage created the model;
+    `data` lists the names of the rows.
     """
     data: dict[str, None] = {}
     waiting, seen = [stage], set()
@@ -115,12 +118,12 @@ def origin(pipeline: Pipeline, stage: StageConfig) -> dict[str, Any]:
         one = waiting.pop(0)
         seen.add(one.name)
         data |= dict.fromkeys(_named_data(pipeline, one))
-        made = [
+        upstream = [
             name
             for name in map(source_of, (pipeline.starts_from(one), one.data))
             if name is not None and name not in seen
         ]
-        waiting += map(pipeline.stage, made)
+        waiting += map(pipeline.stage, upstream)
     while (name := source_of(pipeline.starts_from(stage))) is not None:
         stage = pipeline.stage(name)
     recipe, kind = pipeline.recipes[stage.name], pipeline.kind_of(stage)
@@ -133,7 +136,7 @@ def origin(pipeline: Pipeline, stage: StageConfig) -> dict[str, Any]:
 
 
 def public_name(name: str) -> str:
-    """Return the name of a model or of rows without the folders of this machine: a Hub id, or the last of a path."""
+    """Return the name of a model or data set without local folders: a Hub id, or the last part of a path."""
     if cached := re.search(r"models--(.+?)--([^/]+)/snapshots/", name):
         return f"{cached[1]}/{cached[2]}"
     is_path = name.startswith(("/", "~", ".")) or os.path.exists(name)
@@ -144,31 +147,32 @@ _MODEL = frozenset({"model"})
 
 
 def base_of(stage: Stage) -> str:
-    """Return what names the model that a training began from, on any machine: a Hub id, a stage of this run, or the
-    name and the digest of a folder."""
-    named = stage.config.model or stage.recipe.policy.model_name_or_path
-    if (upstream := source_of(named)) is not None:
+    """Return a name of the model that a training started from, valid on any machine: a Hub id, a stage of the run, or
+    the name and digest of a folder."""
+    source_name = stage.config.model or stage.recipe.policy.model_name_or_path
+    if (upstream := source_of(source_name)) is not None:
         return f"{stage.run_path.name}/{upstream}"
     digest = next((source.digest for source in stage.sources if source.kind in _MODEL), "")
-    name = public_name(named)
-    return name if name in {named, ""} or not digest or "/" in name else f"{name} (sha256 {digest[:12]})"
+    name = public_name(source_name)
+    return name if name in {source_name, ""} or not digest or "/" in name else f"{name} (sha256 {digest[:12]})"
 
 
 def _named_data(pipeline: Pipeline, stage: StageConfig) -> list[str]:
-    """The rows that a stage reads from outside of the run, or makes itself."""
+    """Return the names of the rows that a stage reads from outside the run, or that its own function creates."""
     recipe, kind = pipeline.recipes[stage.name], pipeline.kind_of(stage)
     revisions = {table.name: table.revision for table in recipe.datasets.values() if table.revision}
-    found = []
+    names = []
     for source in data_sources(stage, recipe, kind):
         text = (
             os.path.relpath(source) if isinstance(source, Path) and source.is_relative_to(Path.cwd()) else str(source)
         )
-        found.append(f"{text}@{revisions[text]}" if isinstance(source, str) and text in revisions else text)
-    return found or ([f"made by {stage.entry}"] if stage.entry else [])
+        names.append(f"{text}@{revisions[text]}" if isinstance(source, str) and text in revisions else text)
+    return names or ([f"made by {stage.entry}"] if stage.entry else [])
 
 
 def stage_of(path: Path) -> Path:
-    """Return the stage directory that a path lies in: a stage, a model of one, or a run (its last model).
+    """Return the stage directory that a path lies in; the path is a stage, a model of a stage, or a run (its last stage
+    with a model).
 
     Raises:
         ConfigError: the path belongs to no run.

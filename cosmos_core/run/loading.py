@@ -1,6 +1,6 @@
-"""How anyone loads an exported pipeline: what `from_pretrained` has to be told beside the folder.
+"""Arguments for `from_pretrained` with which an exported diffusion pipeline is loaded.
 
-Not here: loading it (`models/diffusion.py`), which needs diffusers.
+Loading itself needs diffusers and is in `models/diffusion.py`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ _ENCODERS = ("text_encoder", "tokenizer")
 
 
 def pipeline_arguments(index: Mapping[str, Any]) -> str:
-    """Return what follows the folder in a call of `DiffusionPipeline.from_pretrained`, of its model_index.json:
-    diffusers looks for an encoder that the folder has not, unless it is told that there is none."""
+    """Return the arguments after the folder in a call of `DiffusionPipeline.from_pretrained`, from model_index.json:
+    diffusers looks for an encoder that is missing in the folder unless the argument is None."""
     absent = [name for name, entry in index.items() if name.startswith(_ENCODERS) and entry == [None, None]]
     return "".join(f", {name}=None" for name in absent)
 
 
 def pipeline_needs(index: Mapping[str, Any]) -> str:
-    """Return the Python comment about what must be installed to load a pipeline; empty: diffusers alone."""
+    """Return a Python comment that names the packages to install before loading a pipeline; empty if diffusers is
+    enough."""
     is_guarded = str(index.get("_class_name", "")).startswith("Cosmos") and "safety_checker" not in index
     return "  # pip install cosmos_guardrail, or give a safety_checker" if is_guarded else ""

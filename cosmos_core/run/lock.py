@@ -1,4 +1,5 @@
-"""One writer at a time, on one machine: `flock`, which the kernel releases however its holder dies."""
+"""Lock files for one writer at a time on one machine, based on `flock`, which the kernel releases when the holder
+dies."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ _POLL_SECONDS = 0.2
 
 
 class Lock:
-    """An exclusive lock on a file; its descriptor may be passed to a child, which then holds it too."""
+    """Exclusive lock on a file; a child process that inherits the descriptor also holds the lock."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -23,7 +24,7 @@ class Lock:
         self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def try_acquire(self) -> bool:
-        """Take the lock if nobody holds it."""
+        """Acquire the lock and return True, or return False if it is held elsewhere."""
         try:
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -31,13 +32,13 @@ class Lock:
         return True
 
     def acquire(self, *, while_waiting: Callable[[], None] = lambda: None) -> None:
-        """Wait for the lock; `while_waiting` is called between tries and may raise to give up."""
+        """Wait for the lock; call `while_waiting` between tries, which may raise to stop waiting."""
         while not self.try_acquire():
             while_waiting()
             time.sleep(_POLL_SECONDS)
 
     def release(self) -> None:
-        """Let go; a child that was given the descriptor goes on holding the lock."""
+        """Release the lock in this process; a child with the descriptor still holds it."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -50,10 +51,10 @@ class Lock:
 
 
 def stage_lock(run: Path, name: str) -> Lock:
-    """Open the lock of a stage of the run in a folder.
+    """Open the lock of a stage in a run directory.
 
     Raises:
-        StageFailed: its file cannot be made.
+        StageFailed: the lock file cannot be created.
     """
     path = run / "locks" / f"{name}.lock"
     try:

@@ -1,4 +1,5 @@
-"""`result.json`: the commit mark of a stage. It names every output with size and sha256, and is written last."""
+"""`result.json`: the manifest of a finished stage, with size and SHA-256 of every output. It is written last and marks
+the stage as done."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from cosmos_core.types import Outcome
 
 RESULT = "result.json"
 STORED = "stored"
-"""Key of a result whose outputs lie in an artifact store: they may be missing here until a stage reads them."""
+"""Key of a result whose outputs are in an artifact store; local copies may be missing until a stage reads them."""
 Result = dict[str, Any]
 
 
@@ -46,17 +47,17 @@ class _Input(Document):
 
 
 class Source(Document):
-    """A model or data that a stage read and no other stage made."""
+    """A model or data set that a stage read and no other stage made."""
 
     kind: Literal["model", "data"]
     name: str
     """Path, or name on the Hub."""
     digest: str
-    """Of the content as it was read, or the commit."""
+    """Digest of the content as it was read, or the commit on the Hub."""
 
 
 class _Shape(Document):
-    """What a `Result` has for certain."""
+    """Required keys of a `Result`."""
 
     name: str
     kind: str
@@ -82,8 +83,8 @@ def commit(
     """Write the manifest of a finished stage.
 
     Raises:
-        StageFailed: an output that the program named is not there.
-        ConfigError: a metric is no number, or `info` holds what TOML cannot say: other stages read both.
+        StageFailed: an output that the program named is missing.
+        ConfigError: a metric is no number, or `info` holds a value without a TOML type.
     """
     _check_outcome(outcome, stage_path.name)
     files = []
@@ -112,7 +113,7 @@ def commit(
 
 
 def digest_of(result: Result) -> str:
-    """Return one digest over all that later stages may read: files, metrics (but not how long things took) and info."""
+    """Return one digest over everything that later stages may read: files, info, and metrics except timings."""
     files = sorted(f"{file['path']}\0{file['sha256']}" for file in result["outputs"])
     metrics = {key: value for key, value in result["metrics"].items() if not key.startswith(("time/", "throughput/"))}
     text = json.dumps([files, metrics, result["info"]], sort_keys=True)
@@ -130,16 +131,16 @@ def _check_outcome(outcome: Outcome, name: str) -> None:
 
 
 def read_result(stage_path: Path) -> Result | None:
-    """Return the manifest of a stage; None when it has not finished, or its manifest was damaged."""
+    """Return the manifest of a stage; None if the stage has not finished or its manifest is damaged."""
     return read_object(stage_path / RESULT) if read_document(stage_path / RESULT, _Shape) else None
 
 
 def problem(stage_path: Path, result: Result, *, thorough: bool = False) -> str | None:
-    """Return what is wrong with the outputs of a finished stage; None when they are what was committed. One that an
-    artifact store has may be missing.
+    """Return what is wrong with the outputs of a finished stage, or None if they are as committed; an output in an
+    artifact store may be missing here.
 
-    Size, modification time and inode as recorded are trusted; when one differs, or when `thorough`, the content is
-    hashed again. A file that was only touched or copied has its record renewed.
+    A file whose size, modification time and inode are as recorded is trusted. If one differs, or with `thorough`, the
+    content is hashed again, and the record of a file with the same content is updated.
     """
     renewed = False
     for record in result["outputs"]:
@@ -168,9 +169,9 @@ def problem(stage_path: Path, result: Result, *, thorough: bool = False) -> str 
 
 
 def adopt(source: Path, target: Path, result: Result) -> Result:
-    """Make `target` hold copies of the outputs of the finished stage `source`.
+    """Copy the outputs of the finished stage `source` to `target`, and write its manifest there.
 
-    Deleting or changing either afterwards leaves the other whole.
+    The copies are independent: deleting or changing one leaves the other intact.
     """
     for record in result["outputs"]:
         file = target / record["path"]

@@ -1,7 +1,7 @@
-"""What a scheduled retraining has seen: the content of all rows and every setting that changes a result, or whether and
-where it is published, as one digest. Each config has a note for each set of overrides that it is fired with.
+"""State of scheduled retrainings: one digest over the content of all rows, every setting that changes a result, and the
+conditions and target of publication. There is one note per config and set of overrides.
 
-The model that it starts from is left out: each publication is another one, and would be a reason to train for ever.
+The digest leaves out the model that training starts from: each publication changes it, and would start a retraining.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ _COUNTS = ("kind", "result_version", "config", "data", "media", "code", "entry",
 
 
 class Seen(Document):
-    """How the newest retraining of a note went."""
+    """Digest, run and outcome of the newest retraining in a note."""
 
     digest: str
     run_id: str
     outcome: Literal["", "published", "refused", "declined"] = ""
-    """Empty: it has not ended yet, or failed."""
+    """How the retraining ended; empty if it has not ended yet or has failed."""
 
 
 def content_of(pipeline: Pipeline) -> str:
-    """Return the digest of what a pipeline, pinned, is trained on and how, and of what lets it be published where.
+    """Return the digest of the training inputs and publication settings of a pinned pipeline.
 
     Raises:
-        DataError, ConfigError: something that it names is not there.
+        DataError, ConfigError: an input that the pipeline names is missing.
     """
     digests = shared_digests(pipeline.output_dir.expanduser().absolute())
-    found: dict[str, Any] = {}
+    content: dict[str, Any] = {}
     for stage in pipeline.stages:
-        if not pipeline.kind_of(stage).is_reusable:  # a gate or an upload: what was made before it is taken over
-            found[stage.name] = stage.model_dump(mode="json", include=_OF_PUBLISHING)
+        if not pipeline.kind_of(stage).is_reusable:  # a gate or an upload; the outputs of earlier stages are reused
+            content[stage.name] = stage.model_dump(mode="json", include=_OF_PUBLISHING)
             continue
         ingredients = fingerprint(pipeline, stage, pipeline.kind_of(stage), {}, digests).ingredients
         ingredients["config"].pop(_OF_A_MODEL, None)
-        found[stage.name] = {name: ingredients[name] for name in _COUNTS if name in ingredients}
-    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+        content[stage.name] = {name: ingredients[name] for name in _COUNTS if name in ingredients}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def note_of(pipeline: Pipeline, overrides: Sequence[str], start: str) -> Path:
-    """Return the file of what is noted of a pipeline that is fired with these overrides and this start.
+    """Return the path of the note for a pipeline with these overrides and this start.
 
-    The config counts as it was named: a deployment may lay its files out in another folder for each firing.
+    The config is identified by the name it was given: a deployment may unpack its files into a new folder per trigger.
     """
     key = json.dumps([pipeline.config.name, str(pipeline.source), list(overrides), start])
     name = hashlib.sha256(key.encode()).hexdigest()[:16]
@@ -61,24 +61,24 @@ def note_of(pipeline: Pipeline, overrides: Sequence[str], start: str) -> Path:
 
 
 def note_of_flow_run(note: Path, flow_run: str) -> Path:
-    """Return the file of which run a flow run works on, and the content of that; its outcome is not in it."""
+    """Return the path of the file with the run and the content digest of a flow run; the file has no outcome."""
     return note.with_suffix("") / f"{flow_run}.json"
 
 
 def read_seen(note: Path) -> Seen | None:
-    """Return what was noted last; None: nothing was."""
+    """Return the newest retraining in a note; None if there is none."""
     return read_document(note, Seen)
 
 
 def write_seen(note: Path, seen: Seen) -> None:
-    """Note how far the newest retraining is."""
+    """Write the state of the newest retraining to a note."""
     note.parent.mkdir(parents=True, exist_ok=True)
     write_json(note, seen.model_dump())
 
 
 def retraining_lock(note: Path) -> Lock:
-    """Open the lock that a firing holds from reading the note until it has ended, on this machine.
+    """Open the lock that a triggered retraining on this machine holds from reading the note until it ends.
 
-    A firing that began with older data would otherwise publish after one that began with newer data.
+    Otherwise, a retraining that began with older data could publish after one that began with newer data.
     """
     return Lock(note.with_suffix(".lock"))

@@ -1,4 +1,4 @@
-"""Which process of which machine works on a run, and whether it is alive. Linux only."""
+"""Identity and liveness of the processes that work on a run. Linux only."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import psutil
 
 
 def start_time(pid: int) -> float | None:
-    """Return the seconds after boot at which a process started; with the pid they name it for good. None: it is gone.
+    """Return the start time of a process in seconds after boot, which identifies it uniquely with its pid; None if the
+    process has ended.
 
-    Not seconds since 1970: those of one process change when the clock of the machine is set.
+    Seconds since 1970 are not used: they change when the clock of the machine is set.
     """
     try:
         process = psutil.Process(pid)
@@ -24,7 +25,7 @@ def start_time(pid: int) -> float | None:
 
 
 def this_process() -> dict[str, Any]:
-    """Return what `State` says of the launcher, if it is this process."""
+    """Return the launcher fields of `State` for this process."""
     pid = os.getpid()
     return {
         "launcher_pid": pid,
@@ -36,25 +37,26 @@ def this_process() -> dict[str, Any]:
 
 @cache
 def this_machine() -> str:
-    """Return what names this machine between two starts of it; containers that share a name differ, for the pids of
-    each are its own."""
+    """Return an identifier of this machine since its last boot; containers with the same host name differ, because each
+    has its own pids."""
     boot, pids = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
-    known = (boot.read_text().strip() if boot.is_file() else "", os.readlink(pids) if pids.is_symlink() else "")
-    return "/".join((socket.gethostname(), *known))
+    identifiers = (boot.read_text().strip() if boot.is_file() else "", os.readlink(pids) if pids.is_symlink() else "")
+    return "/".join((socket.gethostname(), *identifiers))
 
 
 def is_here(machine: str, host: str) -> bool:
-    """Return whether a process was one of this machine, as it runs now; `machine` is empty where it is unknown."""
+    """Return True if a process ran on this machine since its last boot; `machine` is empty if only the host name is
+    known."""
     return machine == this_machine() if machine else host == socket.gethostname()
 
 
 def is_alive(pid: int | None, started: float | None) -> bool:
-    """Return whether the process with this pid and start time still runs; a zombie does not."""
+    """Return True if the process with this pid and start time is running; a zombie is not."""
     return pid is not None and started is not None and start_time(pid) == started
 
 
 def is_running(process: psutil.Process) -> bool:
-    """Return whether a process has not ended; a zombie has."""
+    """Return True if a process has not ended; a zombie has ended."""
     try:
         return process.status() not in {psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD}
     except psutil.NoSuchProcess:

@@ -1,7 +1,7 @@
-"""What a worker says about itself while it runs: `progress.json` (now) and `metrics.jsonl` (the whole story).
+"""Progress that a worker reports while it runs: `progress.json` (current state) and `metrics.jsonl` (history).
 
-Only the worker writes these. The launcher tells a hung collective from a long compilation by them: each phase has a
-deadline of its own, and what counts is that `progress.json` changes, never what its clock says.
+Only the worker writes these files. The launcher uses them to distinguish a hung collective from a long compilation:
+each phase has its own deadline, and the launcher checks that `progress.json` changes, not the times in it.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Any
 from cosmos_core.run.files import Document, json_objects, read_document, write_json, write_text
 from cosmos_core.run.tail import Tail
 
-# Seconds without a heartbeat after which a phase counts as hung. A phase that is not named here has 600.
+# Seconds without a heartbeat after which a phase counts as hung. Other phases have 600.
 PHASE_SECONDS: dict[str, float] = {
     "start": 300, "load": 3600, "compile": 3600, "prepare": 3600, "generate": 1800,
     "score": 1800, "step": 1800, "save": 3600, "validate": 3600, "export": 3600,
 }  # fmt: skip
 _LEAST_SECONDS = 0.2
-"""Between two heartbeats that are written."""
+"""Minimum number of seconds between two heartbeats that are written to disk."""
 
 
 class Position(Document):
-    """What `progress.json` holds: where a worker is."""
+    """Content of `progress.json`: phase, step and heartbeat of a worker."""
 
     pid: int = 0
     phase: str = "start"
@@ -36,25 +36,25 @@ class Position(Document):
     total: int | None = None
     checkpoint_step: int | None = None
     metrics: dict[str, Any] = {}
-    """The newest ones, as a program reported them."""
+    """The latest metrics that the program reported."""
     started: float = 0.0
     heartbeat: float = 0.0
     compile_seconds: float = 0.0
-    """In `compile` so far: no part of a step's pace."""
+    """Seconds spent in the phase `compile` so far, which are not part of the step time."""
     done: int = 0
-    """Of the `count` of a phase that says how far it is; 0 of 0: it does not."""
+    """Number of processed items, of `count`, in the current phase; 0 of 0 if the phase reports none."""
     count: int = 0
     longest_step_seconds: float = 0.0
-    """The longest time from one step to the next, with what lies between them such as validation."""
+    """The longest time from one step to the next, including validation and other work between them."""
     beats: int = 0
-    """Raised by each heartbeat."""
+    """Number of heartbeats."""
 
 
 class Progress:
     """Writes `progress.json`: phase, step of total, rate, latest metrics, and a heartbeat.
 
-    The heartbeat comes from the calls of the main loop, never from a thread of its own: a thread would go on
-    beating while the loop hangs.
+    The heartbeat comes from calls in the main loop, not from a separate thread, which would continue while the loop
+    hangs.
     """
 
     def __init__(self, path: Path) -> None:
@@ -68,18 +68,18 @@ class Progress:
 
     @property
     def total(self) -> int | None:
-        """Return the number of steps, if it is known."""
+        """Return the number of steps, or None if it is unknown."""
         return self._position.total
 
     def phase(self, name: str, deadline_seconds: float | None = None) -> None:
-        """Enter a phase; None takes the phase's usual deadline."""
+        """Enter a phase; with None, the phase has its default deadline."""
         changed = name != self._position.phase
         self._position.phase, self._position.done, self._position.count = name, 0, 0
         self._position.deadline_seconds = deadline_seconds or PHASE_SECONDS.get(name, 600)
         self._write(force=changed)
 
     def step(self, step: int, total: int | None = None, **metrics: float) -> None:
-        """Say that `step` of `total` is done; `metrics` are what a progress line shows."""
+        """Report that `step` of `total` is done; `metrics` are shown in the progress line."""
         now, position = time.monotonic(), self._position
         if self._stepped is not None and step > position.step:
             seconds = (now - self._stepped) / (step - position.step)
@@ -89,33 +89,33 @@ class Progress:
         self._write(force=step == total)
 
     def saved(self, step: int) -> None:
-        """Say that the checkpoint of `step` is complete: what counts as progress between attempts."""
+        """Report that the checkpoint of `step` is complete, which counts as progress between attempts."""
         self._position.checkpoint_step = step
         self._write(force=True)
 
     def advance(self, done: int, count: int) -> None:
-        """Say how far the present phase is: `done` of `count` rows, prompts or pairs."""
+        """Report that `done` of `count` rows, prompts or pairs of the current phase are processed."""
         self._position.done, self._position.count = done, count
         self._write(force=False)
 
     @property
     def compile_seconds(self) -> float:
-        """Return the seconds that torch has compiled so far."""
+        """Return the seconds that torch has spent compiling so far."""
         return self._position.compile_seconds
 
     def begin_compiling(self) -> None:
-        """Say that torch compiles, until `end_compiling`: the phase is another one meanwhile."""
+        """Enter the phase `compile` until `end_compiling`."""
         self._compiling = (self._position.phase, time.monotonic())
         self.phase("compile")
 
     def end_compiling(self) -> None:
-        """Go back to the phase before `begin_compiling`."""
+        """Return to the phase before `begin_compiling`."""
         phase, began = self._compiling
         self._position.compile_seconds += time.monotonic() - began
         self.phase(phase)
 
     def beat(self) -> None:
-        """Say that the worker is alive and has nothing new."""
+        """Report that the worker is alive."""
         self._write(force=False)
 
     def _write(self, *, force: bool) -> None:
@@ -129,17 +129,18 @@ class Progress:
 
 
 def read_progress(stage_path: Path) -> Position | None:
-    """Return where the worker of a stage is; None: it has not said so, or its file was damaged."""
+    """Return the progress of the worker of a stage; None if there is none yet or the file is damaged."""
     return read_document(stage_path / "progress.json", Position)
 
 
 class Metrics:
-    """Appends one JSON object a line to `metrics.jsonl`: `{"step": 12, "time": 1700000000.0, "loss": 0.5, ...}`."""
+    """Writer of `metrics.jsonl`, which has one JSON object per line: `{"step": 12, "time": 1700000000.0, "loss": 0.5,
+    ...}`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.watchers: list[Callable[[dict[str, Any]], None]] = []
-        """Each is told every line once the file has it; it must neither wait nor raise."""
+        """Callbacks that receive each line after it was written; they must neither block nor raise."""
         self._lock = threading.Lock()
 
     def log(self, step: int, values: dict[str, float]) -> None:
@@ -151,14 +152,14 @@ class Metrics:
             tell(line)
 
     def sync(self) -> None:
-        """Wait until the lines are on the disk; a checkpoint that follows does not promise more than there is."""
+        """Wait until the lines are on the disk, so that a later checkpoint does not refer to missing lines."""
         if self.path.exists():
             with open(self.path, "rb") as file:
                 os.fsync(file.fileno())
 
     def cut_back(self, step: int, again: str = "") -> None:
-        """Forget what was logged after `step`, or all of it for step 0: it is about to be measured again. `again`: and
-        lines of that step with a metric that begins so."""
+        """Remove the lines after `step`, or all lines for step 0, because these steps run again; with `again`, also the
+        lines of that step that have a metric with this prefix."""
         if not self.path.exists():
             return
         kept = [line for line in read_metrics(self.path) if step > 0 and line["step"] <= step]
@@ -168,19 +169,19 @@ class Metrics:
 
 
 def has_step(line: dict[str, Any]) -> bool:
-    """Return whether a line of a log says which step it is about."""
+    """Return True if a line of metrics has a step number."""
     return isinstance(line.get("step"), int)
 
 
 class MetricsReader:
-    """The lines of a `metrics.jsonl` that grows, each read once."""
+    """Incremental reader of a growing `metrics.jsonl`."""
 
     def __init__(self, path: Path) -> None:
         self._tail = Tail(path)
         self.lines: list[dict[str, Any]] = []
 
     def update(self) -> list[dict[str, Any]]:
-        """Return all lines there are by now; one that a kill has cut, or that is no such line, is passed over."""
+        """Return all lines so far; skip truncated lines and lines without a step."""
         new = self._tail.lines()
         if self._tail.was_replaced:  # cut back when a checkpoint was resumed
             self.lines = []
@@ -189,5 +190,5 @@ class MetricsReader:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a `metrics.jsonl`; one that a kill has cut, or that is no such line, is passed over."""
+    """Return the lines of a `metrics.jsonl`; skip truncated lines and lines without a step."""
     return MetricsReader(path).update()

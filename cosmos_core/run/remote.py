@@ -1,8 +1,8 @@
-"""Models and rows that lie in a store, `s3://BUCKET/KEY`: pinned to their content before a run begins, fetched by the
-stage that reads them, into a folder beside the runs that is named after the content.
+"""Models and rows in an S3 store, `s3://BUCKET/KEY`: a run pins their content when it begins, and the stage that reads
+them downloads them into a shared folder named after the content.
 
-Pinned, a URL ends in `#DIGEST`, over names, sizes and ETags of what lies there. `.../latest`, of what kind `upload` has
-published, is pinned to the version that the pointer names.
+A pinned URL ends in `#DIGEST`, a digest over the names, sizes and ETags of the objects. `.../latest` of a model that
+the stage kind `upload` has published is resolved to the version that its pointer names.
 """
 
 from __future__ import annotations
@@ -29,61 +29,62 @@ from cosmos_core.run.inputs import data_sources, is_remote, model_source, teache
 from cosmos_core.run.lock import Lock
 
 FETCHED = "fetched"
-"""Folder, in what the runs share, of what was fetched."""
+"""Name of the shared folder with the downloads."""
 PARTIAL = ".partial"
 _FILES_AT_ONCE = 8
 _LATEST = "latest"
 
 
 def pinned_urls(pipeline: Pipeline) -> Pipeline:
-    """Return the pipeline with every URL of a store as what lies there now.
+    """Return the pipeline with the URL of every store pinned to its present content.
 
     Raises:
-        DataError: nothing does, or the store is not reached.
-        ConfigError: it refuses the credentials.
+        DataError: there is no object at the URL, or the store is not reachable.
+        ConfigError: the store refuses the credentials.
     """
-    found: dict[str, str] = {}
+    urls: dict[str, str] = {}
 
     def pin(where: Where, text: str) -> str:
         if where is not Where.PATH or not is_remote(text) or "#" in text:
             return text
-        if text not in found:
-            found[text] = pinned_url(text)
-        return found[text]
+        if text not in urls:
+            urls[text] = pinned_url(text)
+        return urls[text]
 
     stages = [with_located(stage, pin) for stage in pipeline.stages]
     recipes = {name: with_located(recipe, pin) for name, recipe in pipeline.recipes.items()}
-    return pipeline.with_stages(stages, recipes) if found else pipeline
+    return pipeline.with_stages(stages, recipes) if urls else pipeline
 
 
 def pinned_url(url: str) -> str:
-    """Return a URL of a store as what lies there now; see `pinned_urls`."""
+    """Return a URL of a store pinned to its present content; see `pinned_urls`."""
     with translate_errors(url, DataError):
         url = _without_pointer(url)
         return f"{url}#{_digest(url, _listed(url))}"
 
 
 def digest_of(url: str) -> str:
-    """Return the digest of what a pinned URL names."""
+    """Return the digest in a pinned URL."""
     return url.rpartition("#")[2]
 
 
 def localised(pipeline: Pipeline, stage: StageConfig, pause: Callable[[], None]) -> tuple[StageConfig, Recipe]:
-    """Return a stage and its recipe with what the stage reads from stores fetched, and named by where it lies then.
+    """Download what a stage reads from stores, and return the stage and its recipe with the local paths in place of
+    URLs.
 
-    `pause` is called between files, and raises where the run is to stop.
+    `pause` is called between files and may raise to stop.
 
     Raises:
-        DataError: what lies there is not what was pinned, or the store is not reached.
-        ConfigError: it refuses the credentials.
+        DataError: the content has changed since it was pinned, or the store is not reachable.
+        ConfigError: the store refuses the credentials.
     """
     recipe, kind = pipeline.recipes[stage.name], pipeline.kind_of(stage)
     read = [model_source(stage, recipe, kind), teacher_source(recipe, kind), *data_sources(stage, recipe, kind)]
-    wanted = {url for url in read if isinstance(url, str) and is_remote(url)}
-    if not wanted:
+    urls = {url for url in read if isinstance(url, str) and is_remote(url)}
+    if not urls:
         return stage, recipe
     folder = pipeline.output_dir.expanduser().absolute() / SHARED / FETCHED
-    paths = {url: str(fetch(url, folder, pause)) for url in sorted(wanted)}
+    paths = {url: str(fetch(url, folder, pause)) for url in sorted(urls)}
 
     def local(where: Where, text: str) -> str:
         return paths.get(text, text)
@@ -92,9 +93,9 @@ def localised(pipeline: Pipeline, stage: StageConfig, pause: Callable[[], None])
 
 
 def fetch(url: str, folder: Path, pause: Callable[[], None] = lambda: None) -> Path:
-    """Return the file or folder with the content of a pinned URL, below `folder`; what is there is not fetched again.
+    """Return the local file or folder, below `folder`, with the content of a pinned URL; download it if it is missing.
 
-    A kill loses the files that were on their way, no others.
+    A killed download keeps the files that are complete.
 
     Raises:
         DataError, ConfigError: as `localised`.
@@ -116,7 +117,7 @@ def fetch(url: str, folder: Path, pause: Callable[[], None] = lambda: None) -> P
 
 
 def _without_pointer(url: str) -> str:
-    """Return the URL of the version that a published pointer names; any other URL as it is."""
+    """Return the URL of the version that a `latest` pointer names; return any other URL unchanged."""
     parent, _, last = url.rstrip("/").rpartition("/")
     if last != _LATEST:
         return url.rstrip("/")
@@ -136,11 +137,11 @@ def _without_pointer(url: str) -> str:
 def _listed(url: str) -> list[Object]:
     name, prefix = split_url(url)
     below = f"{prefix}/".lstrip("/")  # the whole bucket where there is no prefix
-    found = [each for each in Bucket(name).objects(prefix) if each.key == prefix or each.key.startswith(below)]
-    found = [each for each in found if not each.key.endswith("/")]  # some tools make an object for a folder
-    if not found:
+    objects = [each for each in Bucket(name).objects(prefix) if each.key == prefix or each.key.startswith(below)]
+    objects = [each for each in objects if not each.key.endswith("/")]  # some tools make an object for a folder
+    if not objects:
         raise DataError(f"{url}: nothing lies there; give an object, or what several begin with up to a '/'")
-    return found
+    return objects
 
 
 def _digest(url: str, objects: list[Object]) -> str:

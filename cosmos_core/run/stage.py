@@ -1,4 +1,4 @@
-"""One stage as its program sees it: where it works, what it was asked, what it may read."""
+"""`Stage`: the settings, inputs and directory of one stage, as the program of the stage receives them."""
 
 from __future__ import annotations
 
@@ -19,88 +19,89 @@ from cosmos_core.run.progress import Metrics, Progress
 from cosmos_core.types import StageKind
 
 PROFILES = "profile"
-"""Folder of traces."""
+"""Name of the folder of profiler traces."""
 PROFILE_ASKED = "profile_asked"
-"""Written anew when `cosmos profile` asks for one."""
+"""Name of the file that `cosmos profile` writes to request a trace."""
 ENGINES = "engines.json"
-"""A number, which `cosmos scale` writes."""
+"""Name of the file with the requested number of rollout engines, which `cosmos scale` writes."""
 CHECKED_PROMPTS = "prompts.json"
-"""In the folder of a check: the first prompts of each split of the rows that another stage prepares."""
+"""Name of the file, in the folder of a check, with the first prompts of each split of the prepared rows."""
 CONDITIONS = "conditions.json"
-"""In the folder of a gate: its conditions with what was measured, also where it refuses and has no result."""
+"""Name of the file, in the folder of a gate, with its conditions and measured values; it exists also after a
+refusal."""
 _OF_AN_INPUT = ("path", "kind", "fingerprint", "digest", "metrics", "info", "inputs")
 
 
 @dataclass
 class Stage:
-    """Handed to the program of a stage, in the worker or, for light kinds, in the flow's process."""
+    """Argument of the program of a stage, in the worker or, for lightweight kinds, in the process of the flow."""
 
     path: Path
-    """`<run>/stages/<name>`; everything that the stage writes lies below it."""
+    """Directory of the stage, `<run>/stages/<name>`, for all its files."""
     config: StageConfig
-    """Its entry in the pipeline."""
+    """Entry of the stage in the pipeline."""
     recipe: Recipe
-    """Its recipe, resolved."""
+    """Resolved recipe of the stage."""
     model: str
     """Folder or Hub id of the model to start from."""
     data: Path | None
-    """Folder or file of a `data = "stage:NAME"` stage; None: the recipe's dataset."""
+    """Folder or file from another stage, for `data = "stage:NAME"`; None: the data set of the recipe."""
     inputs: dict[str, dict[str, Any]]
-    """`result.json` of each stage in `after`, by name, with `path` added."""
+    """Content of `result.json` of each stage in `after`, by name, with the key `path` added."""
     fingerprint: str
-    """Of everything that can change the result."""
+    """Fingerprint of everything that can change the result."""
     kind: StageKind
-    """What is declared of its kind."""
+    """Declaration of the stage kind."""
     of_training: str = ""
-    """Fingerprint of what the training depends on, which its checkpoints have; empty: `fingerprint`."""
+    """Fingerprint of what the training depends on, which its checkpoints carry; empty: same as `fingerprint`."""
     sources: tuple[Source, ...] = ()
-    """The model and the data that it reads and no other stage made."""
+    """The model and the data that the stage reads and no other stage made."""
     origin: dict[str, Any] = field(default_factory=dict)
-    """What it descends from and no stage has made; see `run.lineage.origin`."""
+    """External model and data that the stage descends from; see `run.lineage.origin`."""
     engines: list[Any] = field(default_factory=list)
-    """Rollout engines in processes of their own, as `rollout.fleet.Handle`s; there may be more or fewer later."""
+    """Rollout engines in separate processes, as `rollout.fleet.Handle` objects; their number may change later."""
     stop_requested: bool = field(default=False)
-    """A signal asked to stop: save at the next safe point and raise `Preempted`."""
+    """Whether a signal requested a stop: save at the next safe point and raise `Preempted`."""
 
     @property
     def name(self) -> str:
-        """Return the name in the pipeline."""
+        """Return the name of the stage in the pipeline."""
         return self.config.name
 
     @property
     def entry(self) -> str:
-        """Return the import path of the program: that of the kind, or the user's own."""
+        """Return the import path of the program: that of the kind, or the user's function."""
         return self.kind.entry or self.config.entry
 
     @property
     def checkpoint_fingerprint(self) -> str:
-        """Return the fingerprint that its checkpoints have: any stage with the same one may continue from them."""
+        """Return the fingerprint of the stage's checkpoints; any stage with the same one may resume from them."""
         return self.of_training or self.fingerprint
 
     @property
     def run_path(self) -> Path:
-        """Return `<output_dir>/<run_id>`."""
+        """Return the directory of the run, `<output_dir>/<run_id>`."""
         return self.path.parent.parent
 
     @property
     def seed(self) -> int:
-        """Return the seed of initialisation, order and sampling."""
+        """Return the seed of initialisation, data order and sampling."""
         seed = self.recipe.train.seed
         assert seed is not None  # the schema fills in the default
         return seed
 
     @cached_property
     def progress(self) -> Progress:
-        """Return what takes the heartbeat and the progress line."""
+        """Return the writer of heartbeat and progress."""
         return Progress(self.path / "progress.json")
 
     @cached_property
     def metrics(self) -> Metrics:
-        """Return what takes the metrics of each step."""
+        """Return the writer of the metrics of each step."""
         return Metrics(self.path / "metrics.jsonl")
 
     def save(self) -> None:
-        """Write `stage.toml`, from which `load_stage` makes the same in another process."""
+        """Write `stage.toml`, from which `load_stage` restores the stage in another process."""
         spec = {
             "model": self.model,
             "data": str(self.data or ""),
@@ -117,7 +118,7 @@ class Stage:
 
 
 def load_stage(path: Path) -> Stage:
-    """Read `stage.toml` of a stage directory, as `Stage.save` wrote it."""
+    """Read the `stage.toml` that `Stage.save` wrote to a stage directory."""
     spec = tomllib.loads((path / "stage.toml").read_text(encoding="utf-8"))
     return Stage(
         path=path,
@@ -135,17 +136,17 @@ def load_stage(path: Path) -> Stage:
 
 
 def wanted_engines(path: Path, configured: int) -> int:
-    """Return how many rollout engines the training in a stage directory is to have now: what `cosmos scale` has asked
-    for, otherwise what is configured."""
-    asked = read_json(path / ENGINES)
-    return asked if isinstance(asked, int) and not isinstance(asked, bool) and asked > 0 else configured
+    """Return the number of rollout engines that a training should have now: the request of `cosmos scale`, otherwise
+    the configured number."""
+    requested = read_json(path / ENGINES)
+    return requested if isinstance(requested, int) and not isinstance(requested, bool) and requested > 0 else configured
 
 
 def read_kind(table: dict[str, Any]) -> StageKind:
-    """Return the kind that `dataclasses.asdict` wrote as a table; its arrays are tuples again.
+    """Return the stage kind from a table that `dataclasses.asdict` made; arrays become tuples again.
 
     Raises:
-        TypeError: the table is of another version, whose kinds have other fields.
+        TypeError: the fields differ, because another version wrote the table.
     """
     values: dict[str, Any] = {k: tuple(value) if isinstance(value, list) else value for k, value in table.items()}
     return StageKind(**values)

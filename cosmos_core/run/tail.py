@@ -1,4 +1,4 @@
-"""Follow a file that grows, such as a log: nothing is read twice and no character is cut in two."""
+"""Incremental reader of a growing text file such as a log; it reads nothing twice and splits no character."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from pathlib import Path
 
 
 class Tail:
-    """Gives what was appended to a file since the last call; a file that is not there yet is empty."""
+    """Reader of the text that was appended to a file since the last call; a missing file counts as empty."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.was_replaced = False
-        """Whether the last call found another file under the name, or a shorter one, and began at its start."""
+        """Whether the last call read from the start because the file was replaced or truncated."""
         self._inode: int | None = None
         self._offset = 0
         self._rest = ""
         self._decoder = _decoder()
 
     def text(self, *, is_last: bool = False) -> str:
-        """Return the new text; a character of which a part is missing waits for the rest, unless this `is_last`."""
+        """Return the new text; hold an incomplete character back for the next call unless `is_last`."""
         try:
             with open(self.path, "rb") as file:
                 status = os.fstat(file.fileno())
@@ -36,7 +36,7 @@ class Tail:
         return self._decoder.decode(data, final=is_last)
 
     def lines(self, *, is_last: bool = False) -> list[str]:
-        """Return the new lines that are whole; with `is_last` also one without an end."""
+        """Return the new complete lines; with `is_last`, also a last line without a line break."""
         text = self.text(is_last=is_last)
         *lines, self._rest = (self._rest + text).split("\n")
         if is_last and self._rest:

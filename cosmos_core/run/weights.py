@@ -1,4 +1,4 @@
-"""Weights that lie elsewhere than the configuration of their model: `policy.model_safetensor_path`."""
+"""Weights in a different location than the configuration of their model: `policy.model_safetensor_path`."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ _SUFFIXES = (".safetensors", ".safetensors.index.json")
 
 
 def weights_source(model: Path | str | None, recipe: Recipe, kind: StageKind) -> list[Path]:
-    """Return the files of weights that a stage reads in place of those in the folder of its model; none: those.
+    """Return the files of weights that replace those in the model folder; an empty list means that none do.
 
     Raises:
-        ModelError: nothing lies there, or the model is no folder.
+        ModelError: there are no weights at the path, or the model is not a folder.
     """
-    named = recipe.policy.model_safetensor_path
-    if not named or kind.reads_model != "weights" or source_of(str(model)) is not None:
+    value = recipe.policy.model_safetensor_path
+    if not value or kind.reads_model != "weights" or source_of(str(model)) is not None:
         return []
     if not isinstance(model, Path):
-        raise ModelError(f"{_KEY} = {named!r}: its configuration is {model!r}, which has to be a folder; download it")
-    path = Path(named).expanduser()
-    found = [path] if path.is_file() else sorted(path.iterdir()) if path.is_dir() else []
-    files = [file for file in found if file.name.endswith(_SUFFIXES)]
+        raise ModelError(f"{_KEY} = {value!r}: its configuration is {model!r}, which has to be a folder; download it")
+    path = Path(value).expanduser()
+    candidates = [path] if path.is_file() else sorted(path.iterdir()) if path.is_dir() else []
+    files = [file for file in candidates if file.name.endswith(_SUFFIXES)]
     if not files:
-        raise ModelError(f"{_KEY} = {named!r}: no .safetensors file, and no folder with one")
+        raise ModelError(f"{_KEY} = {value!r}: no .safetensors file, and no folder with one")
     return files
 
 
 def overlaid(model: Path, weights: list[Path], folder: Path) -> Path:
-    """Make `folder` a model of links: to the weights, and to all else that the model's folder has; return it."""
+    """Fill `folder` with links to the weights and to all other files of the model folder; return `folder`."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     others = [file for file in files_of_model(model) if not is_weights(file) and not file.name.endswith(_SUFFIXES)]
