@@ -1,4 +1,4 @@
-"""What `cosmos check` runs in a worker: the model's files, the tokenizer, every row, the rewards of one stage."""
+"""Worker program of `cosmos check`: validate a stage's model files, tokenizer, rows and rewards before a run."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ from cosmos_core.train.feeds import unused_rows
 from cosmos_core.train.measure import HELD_OUT_REMEDY, Rewards, reward_weights, trained_rewards
 from cosmos_core.types import JsonValue, Outcome
 
-_MOST_SHOWN = 5  # rows
-_MOST_COLUMNS = 20  # named of those that nothing reads
+_MOST_SHOWN = 5  # rows shown as examples
+_MOST_COLUMNS = 20  # unused columns that are listed by name
 
 
 def run(stage: Stage) -> Outcome:
-    """Look at everything that the stage will need.
+    """Check everything that the stage will need, and return what was learned as `info`.
 
     Raises:
-        ConfigError, DataError, ModelError, RewardError: the first mistake.
+        ConfigError, DataError, ModelError, RewardError: the first problem.
     """
     if stage.recipe.policy.is_diffusers:
         return Outcome(info=_of_diffusion(stage))
@@ -65,33 +65,33 @@ def run(stage: Stage) -> Outcome:
     tokenizer = load_tokenizer(stage.model, revision, stage.recipe.policy.chat_template)
     named = config.architectures
     architecture = named[0] if isinstance(named, list) and named else type(config).__name__
-    found = [f"{architecture}, vocabulary of {len(tokenizer)}"]
+    lines = [f"{architecture}, vocabulary of {len(tokenizer)}"]
     info: dict[str, JsonValue] = {}
     if stage.kind.makes == "data":
         outcome = prepare.run(stage)
-        found += [*_rows(stage), *cast(list[str], outcome.info.get("notices", []))]
-        found += filter(None, [check_rows(config, stage.path / "data", lambda: _empty(stage))])
+        lines += [*_rows(stage), *cast(list[str], outcome.info.get("notices", []))]
+        lines += filter(None, [check_rows(config, stage.path / "data", lambda: _empty(stage))])
         statistics = json.loads((stage.path / "data" / "statistics.json").read_text(encoding="utf-8"))
-        info |= _batches(stage, statistics["train"]["rows"], found) | _held_out(statistics)
+        info |= _batches(stage, statistics["train"]["rows"], lines) | _held_out(statistics)
         info["prompts"] = first_prompts(stage.path / "data")
         info["shown"] = cast(list[JsonValue], shown_rows(stage.path / "data", tokenizer, _MOST_SHOWN))
     else:
         check_weights(stage.model)
-        found += _check_model(stage)
+        lines += _check_model(stage)
         refused = refused_settings(stage.model, revision)
         if refused and stage.kind.feed == "rollouts" and stage.recipe.rollout.checks_generation_config:
             raise ModelError(f"{stage.model}/{FILE}: vLLM refuses to load {', '.join(refused)}; remove it there")
         if stage.kind.trains:
             rehearse_export(config, tokenizer, stage.model)
-            found += _narrowed(config, stage.recipe.train.param_dtype)
+            lines += _narrowed(config, stage.recipe.train.param_dtype)
         teacher = stage.recipe.teacher_of(stage.kind)
         if teacher and source_of(teacher.model_name_or_path) is None:
-            found.append(look_at_teacher(teacher, stage.recipe, tokenizer))
+            lines.append(look_at_teacher(teacher, stage.recipe, tokenizer))
         rewards = look_at_rewards(stage)
-        found += rewards
+        lines += rewards
         if rewards:
-            found += _tools(stage, tokenizer)
-    return Outcome(info={**info, "found": "; ".join(found)})
+            lines += _tools(stage, tokenizer)
+    return Outcome(info={**info, "found": "; ".join(lines)})
 
 
 def _empty(stage: Stage) -> PreTrainedModel:
@@ -102,7 +102,8 @@ def _empty(stage: Stage) -> PreTrainedModel:
 
 
 def _batches(stage: Stage, num_rows: int, found: list[str]) -> dict[str, JsonValue]:
-    """Say which rows fill no batch; where there is not even one, a stage that trains on them could not begin."""
+    """Append to the report which rows fill no batch; return the error as `too_few` if the rows do not fill a single
+    one."""
     try:
         found += filter(None, [unused_rows(stage.recipe, num_rows)])
     except DataError as error:
@@ -111,13 +112,15 @@ def _batches(stage: Stage, num_rows: int, found: list[str]) -> dict[str, JsonVal
 
 
 def _held_out(splits: Container[str]) -> dict[str, JsonValue]:
-    """Say where no row is held out; a stage that measures could not begin."""
+    """Return a warning under `no_held_out` if there is no validation split, without which a stage cannot validate."""
     return {} if "validation" in splits else {"no_held_out": f"no row is held out; {HELD_OUT_REMEDY}"}
 
 
 def _check_model(stage: Stage) -> list[str]:
-    """Build the model without reading its weights, with its adapter, and in pipeline stages where the run does; return
-    what the adapter changes."""
+    """Build the model with its adapter but without its weights, and return lines about the adapter.
+
+    Split the model into pipeline stages if the run does.
+    """
     policy, sizes = stage.recipe.policy, stage.recipe.policy.parallelism
     dtype = getattr(torch, stage.recipe.train.master_dtype)
     is_pipelined = stage.kind.has_mesh and sizes.pp_size > 1
@@ -130,14 +133,14 @@ def _check_model(stage: Stage) -> list[str]:
         if stage.kind.trains:
             choose_trained(model, policy)
             balance_of(model, policy.aux_loss_coeff)
-    found = _adapter(model, policy.lora)
+    lines = _adapter(model, policy.lora)
     if is_pipelined:
         apply_pp(model, sizes, 0)
-    return found
+    return lines
 
 
 def _narrowed(config: PretrainedConfig, dtype: str) -> list[str]:
-    """Return a line where kind `export` will write the trained model in a dtype of fewer bits than the base has."""
+    """Return a line if the `export` stage will write the model in a 16-bit dtype although the base model is wider."""
     base = str(getattr(config.get_text_config(), "dtype", None) or config.dtype or dtype).removeprefix("torch.")
     if base not in {"float32", "float64"} or torch.finfo(getattr(torch, dtype)).bits > 16:
         return []
@@ -149,73 +152,80 @@ def _adapter(model: nn.Module, lora: LoraConfig | None) -> list[str]:
 
 
 def _of_diffusion(stage: Stage) -> dict[str, JsonValue]:
-    """What is to be said of a diffusion model, and of the rows that one learns; no weight is read."""
-    policy, opened = stage.recipe.policy, importlib.import_module("cosmos_core.models.families")
-    family = opened.open_family(stage.model, policy)
-    found = [f"{family.folder.class_name}, {family.folder.component_class(family.denoiser_name).__name__}"]
+    """Return the findings on a diffusion model and on the rows that it trains on; reads no weights."""
+    policy, families = stage.recipe.policy, importlib.import_module("cosmos_core.models.families")
+    family = families.open_family(stage.model, policy)
+    lines = [f"{family.folder.class_name}, {family.folder.component_class(family.denoiser_name).__name__}"]
     family.latent_shape(*policy.diffusers.inference_size, policy.diffusers.inference_frames if family.is_video else 1)
     for num_steps in {policy.diffusers.sample.num_steps, policy.diffusers.sample.eval_num_steps}:
         family.set_scheduler_timestep(num_steps)
     if stage.kind.makes == "data":
-        looked = importlib.import_module("cosmos_core.data.prepare_media").look(stage)
-        found += [line for line, *_ in looked.values()]
-        prompts: JsonValue = {name: first for name, (*_, first) in looked.items()}
-        info = _batches(stage, looked["train"][1], found) | _held_out(looked)
-        return info | {"found": "; ".join(found), "prompts": prompts}
+        splits = importlib.import_module("cosmos_core.data.prepare_media").look(stage)
+        lines += [line for line, *_ in splits.values()]
+        prompts: JsonValue = {name: first for name, (*_, first) in splits.items()}
+        info = _batches(stage, splits["train"][1], lines) | _held_out(splits)
+        return info | {"found": "; ".join(lines), "prompts": prompts}
     if stage.kind.has_mesh and policy.parallelism.cp_size > 1:
         family.check_context(policy.parallelism.cp_size)
     if stage.kind.trains:
         with torch.device("meta"):
             denoiser = family.folder.build(family.denoiser_name)
             choose_trained(denoiser, policy, family.lora_targets)
-        found += _adapter(denoiser, policy.lora)
+        lines += _adapter(denoiser, policy.lora)
     frames = policy.diffusers.inference_frames if family.is_video else 1
-    return {"found": "; ".join(found + look_at_rewards(stage, frames))}
+    return {"found": "; ".join(lines + look_at_rewards(stage, frames))}
 
 
 def look_at_rewards(stage: Stage, num_frames: int | None = None) -> list[str]:
-    """Call the rewards of a stage, and ask the services among them; `num_frames`: of a made-up video, None for text.
+    """Call the local rewards of a stage on made-up completions, ask its reward services, and return a line about each.
+
+    `num_frames`: frames of the made-up video; None if completions are text.
 
     Raises:
-        RewardError: a reward cannot be loaded or scores nothing, or no service has it.
+        RewardError: a reward cannot be loaded or scores nothing, or no service provides it.
     """
-    found = []
+    lines = []
     for weights, splits in _rewards(stage):
         if isinstance(weights, RemoteRewardConfig):
             names = [each.name for each in weights.reward_fns]
-            found.append(_look_at_service(stage, names))
+            lines.append(_look_at_service(stage, names))
             if weights.video_vae:
-                found.append(look_at("remote_reward.video_vae", weights.video_vae))
+                lines.append(look_at("remote_reward.video_vae", weights.video_vae))
             continue
-        found.append(call_rewards(stage, weights, splits, num_frames))
-    return found
+        lines.append(call_rewards(stage, weights, splits, num_frames))
+    return lines
 
 
 def _look_at_service(stage: Stage, names: list[str]) -> str:
-    """See that the service of a stage has the rewards: ask the one that runs, or read the file of its own."""
-    own = stage.config.reward_service
-    if not own or own.startswith(BLOCK):
+    """Check that the stage's reward service provides the rewards `names`.
+
+    Ask a service that is running already; for a service that the run will start, read its configuration file.
+    """
+    service_file = stage.config.reward_service
+    if not service_file or service_file.startswith(BLOCK):
         ping(service_of(), names)
         return f"rewards {', '.join(names)} of a service"
-    served = [reward.reward_type for reward in read_config(Path(own)).rewards]
+    served = [reward.reward_type for reward in read_config(Path(service_file)).rewards]
     if unknown := [name for name in names if name not in served]:
-        raise RewardError(f"reward_service = {own!r} does not serve {unknown[0]!r}{suggestion(unknown[0], served)}")
-    return f"rewards {', '.join(names)} of {own}"
+        raise RewardError(
+            f"reward_service = {service_file!r} does not serve {unknown[0]!r}{suggestion(unknown[0], served)}"
+        )
+    return f"rewards {', '.join(names)} of {service_file}"
 
 
 def _rewards(stage: Stage) -> list[tuple[Rewards, list[str]]]:
-    """Return the rewards of a stage, local ones or a service's, with the splits whose completions they score."""
+    """Return each local or remote reward of a stage with the splits whose completions it scores."""
     is_measured = InStage(stage.recipe, stage.kind).measures
-    asked = [(trained_rewards(stage.recipe), "train")] if stage.kind.feed == "rollouts" else []
-    asked += [(reward_weights(stage.recipe), "validation")] if is_measured else []
+    uses = [(trained_rewards(stage.recipe), "train")] if stage.kind.feed == "rollouts" else []
+    uses += [(reward_weights(stage.recipe), "validation")] if is_measured else []
     splits: dict[str, list[str]] = {}
-    for rewards, name in asked:
+    for rewards, name in uses:
         splits.setdefault(repr(rewards), []).append(name)
-    return [(rewards, splits.pop(repr(rewards))) for rewards, _ in asked if rewards and repr(rewards) in splits]
+    return [(rewards, splits.pop(repr(rewards))) for rewards, _ in uses if rewards and repr(rewards) in splits]
 
 
 def _tools(stage: Stage, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Load the tools that are called between turns, and see what the chat template makes of their results."""
+    """Load the tools that are called between turns, and check that the chat template can render their results."""
     config = stage.recipe.rollout.multi_turn_config
     if not config.enable or not config.enable_tools:
         return []
@@ -226,7 +236,7 @@ def _tools(stage: Stage, tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 def _rows(stage: Stage) -> list[str]:
     statistics = json.loads((stage.path / "data" / "statistics.json").read_text(encoding="utf-8"))
-    found = []
+    lines = []
     for split, numbers in statistics.items():
         text = f"{split}: {numbers['rows']:,} rows, {numbers['tokens']:,} tokens"
         if numbers["label_tokens"]:
@@ -242,5 +252,5 @@ def _rows(stage: Stage) -> list[str]:
         if unread := numbers.get("unread_columns"):
             text += f", columns that nothing reads: {', '.join(unread[:_MOST_COLUMNS])}"
             text += f" and {len(unread) - _MOST_COLUMNS} more" if len(unread) > _MOST_COLUMNS else ""
-        found.append(text)
-    return found
+        lines.append(text)
+    return lines

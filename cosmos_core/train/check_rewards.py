@@ -1,6 +1,8 @@
-"""Calls each reward on prompts of the rows with made-up completions, so that `cosmos check` says what step 1 would.
+"""Call each local reward on made-up completions of prepared prompts, so that `cosmos check` reports errors before step
+1.
 
-A reward that scores none of them is refused; one that scores some is mentioned. Services are not called (`check.py`).
+A reward that scores no completion is an error; a reward that scores only some is reported. `check.py` asks remote
+services.
 """
 
 from __future__ import annotations
@@ -26,38 +28,38 @@ _MADE_UP = "2 + 2 = 4, so it is \\boxed{4}."
 
 
 def first_prompts(folder: Path) -> dict[str, JsonValue]:
-    """Return the first prompts to complete of each split of prepared rows, as JSON has them."""
-    found: dict[str, JsonValue] = {}
+    """Return the first prompts of each split of prepared rows, as JSON objects."""
+    prompts_of_split: dict[str, JsonValue] = {}
     for name in SPLITS:
         if has_split(folder, name) and rows_kind(folder, name) == "prompts":
             prompts = open_prompts(folder, name)
             first = [prompts[i] for i in range(min(_NUM_PROMPTS, len(prompts)))]
-            found[name] = [{"text": p.text, "reference": p.reference, "metadata": p.metadata} for p in first]
-    return found
+            prompts_of_split[name] = [{"text": p.text, "reference": p.reference, "metadata": p.metadata} for p in first]
+    return prompts_of_split
 
 
 def call_rewards(stage: Stage, weights: Mapping[str, float], splits: Sequence[str], num_frames: int | None) -> str:
-    """Return the names of the rewards, and which of them score only some completions.
+    """Return a line with the names of the rewards and with those that score only some completions.
 
     Args:
-        stage: the stage that scores with them.
-        weights: the rewards.
-        splits: of these the prompts are taken.
-        num_frames: of a made-up video, 1 for an image; None: a text.
+        stage: the stage that uses the rewards.
+        weights: the rewards, by name.
+        splits: the splits that the prompts come from.
+        num_frames: frames of the made-up video, 1 for an image; None if completions are text.
 
     Raises:
         RewardError: a reward cannot be loaded, or scores no completion.
     """
-    said = f"rewards {', '.join(weights)}"
+    summary = f"rewards {', '.join(weights)}"
     groups = _groups(stage, splits, num_frames)
     with open_rewards(stage, dict.fromkeys(weights, 1.0)) as score:
         scored = score(groups) if groups else []
     notices = [_judged(reward, name, scored) for reward, name in metric_names(weights).items()] if scored else []
-    return "; ".join([said, *filter(None, notices)])
+    return "; ".join([summary, *filter(None, notices)])
 
 
 def _judged(reward: str, name: str, groups: Sequence[ScoredGroup]) -> str:
-    """Return what is to be said of a reward that has not scored all completions."""
+    """Return a message about a reward that did not score all completions; empty if it did."""
     scores = [score for group in groups for score in group.scores]
     missing = [score for score in scores if name not in score.metrics]
     error = next((score.error for score in missing if f"{name}: " in score.error), "")
@@ -74,11 +76,11 @@ def _judged(reward: str, name: str, groups: Sequence[ScoredGroup]) -> str:
 
 
 def _groups(stage: Stage, splits: Sequence[str], num_frames: int | None) -> list[Group]:
-    known = _prompts(stage)
+    prompts_of_split = _prompts(stage)
     size = stage.recipe.policy.diffusers.inference_size
     groups = []
     for name in splits:
-        for i, row in enumerate(known.get(name) or known.get(SPLITS[0]) or []):
+        for i, row in enumerate(prompts_of_split.get(name) or prompts_of_split.get(SPLITS[0]) or []):
             columns, reference = row["metadata"], row["reference"]
             if num_frames is None:
                 completions = (_text(_MADE_UP), _text(reference))
@@ -96,8 +98,8 @@ def _reference_columns(stage: Stage) -> tuple[str, ...]:
 
 def _prompts(stage: Stage) -> dict[str, list[dict[str, Any]]]:
     if (file := stage.path / CHECKED_PROMPTS).exists():
-        found: dict[str, list[dict[str, Any]]] = json.loads(file.read_text(encoding="utf-8"))
-        return found
+        prompts_of_split: dict[str, list[dict[str, Any]]] = json.loads(file.read_text(encoding="utf-8"))
+        return prompts_of_split
     return first_prompts(stage.data) if stage.data is not None else {}  # type: ignore[return-value]
 
 

@@ -1,9 +1,9 @@
-"""What a policy writes while it is trained: a few completions of each step on disk, and warnings where they go wrong.
+"""Log of a policy's completions in training: a few of each step are written to disk, and warnings report collapse.
 
     <stage>/completions/step_000012.jsonl     a completion per line, with its rewards; `cosmos samples` shows them
 
-A reward can rise because it is exploited. What shows it early is watched: groups without a difference, one reward that
-rises while others fall, and completions that become short, repetitive or certain. Held-out samples are `measure.py`'s.
+A reward can rise because it is exploited. Early signs raise a warning: groups of equal rewards, one reward that
+rises while others fall, and completions that become short, repetitive or certain. `measure.py` logs held-out samples.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "completions"
 _NUM_GROUPS, _NUM_COMPLETIONS = 4, 8
-"""Of each step, and of each of its groups."""
+"""Numbers of groups that are written for each step, and of completions for each group."""
 _MOST_CHARACTERS = 20_000
 _MOST_STEPS = 1_000
 _WINDOW = 8  # steps whose halves are compared: by chance 4 values lie above 4 others once in 70 times
@@ -34,10 +34,11 @@ _NGRAM = 4
 
 
 class CompletionLog:
-    """Writes completions of each train step, on the first rank, and warns of those that teach the wrong thing."""
+    """Logger that writes completions of each train step on the first rank and warns of signs of reward hacking or
+    collapse."""
 
     def __init__(self, folder: Path, *, writes: bool) -> None:
-        """Without `writes` it only watches."""
+        """Log into `folder`; with `writes=False` only issue warnings."""
         self._folder, self._writes = folder, writes
         self._rewards: deque[Mapping[str, float]] = deque(maxlen=_WINDOW)
         self._shapes: deque[Mapping[str, float]] = deque(maxlen=_WINDOW // 2)
@@ -45,7 +46,7 @@ class CompletionLog:
         self._told: set[str] = set()
 
     def __call__(self, step: int, groups: Sequence[ScoredGroup]) -> None:
-        """Take the scored groups that step `step`, counted from 1, learns from."""
+        """Log the scored groups that train step `step`, counted from 1, uses."""
         if not is_first():
             return
         if self._writes and groups[0].group.completions[0].drawn is None:
@@ -59,13 +60,17 @@ class CompletionLog:
         text = "".join(json.dumps(line, ensure_ascii=True) + "\n" for line in lines)
         write_text(self._folder / f"step_{step:06d}.jsonl", text, durable=False)
         steps = sorted(self._folder.glob("step_*.jsonl"))
-        after = [file for file in steps if int(file.stem[5:]) > step]  # of a run that was taken up at an earlier step
+        after = [
+            file for file in steps if int(file.stem[5:]) > step
+        ]  # written before the run was resumed at an earlier step
         for file in [*after, *steps[: -len(after) or None][:-_MOST_STEPS]]:
             file.unlink()
 
     def _watch(self, step: int, groups: Sequence[ScoredGroup]) -> None:
         values = [[score.value for score in scored.scores if score.value is not None] for scored in groups]
-        is_scored = any(score.metrics for scored in groups for score in scored.scores)  # by any function
+        is_scored = any(
+            score.metrics for scored in groups for score in scored.scores
+        )  # at least one reward function returned a score
         is_constant = is_scored and max(map(len, values)) > 1 and all(len(set(each)) <= 1 for each in values)
         self._tell(
             "constant", is_constant,
@@ -87,14 +92,14 @@ class CompletionLog:
             self._tell(name, bool(problem), f"step {step}: {problem}; look at them: cosmos samples --step {step}")
 
     def _tell(self, name: str, is_wrong: bool, message: str) -> None:
-        """Warn when something begins to be wrong, once until it is right again."""
+        """Log a warning when a condition becomes true, and not again before the condition has been false."""
         if is_wrong and name not in self._told:
             logger.warning("%s", message)
         (self._told.add if is_wrong else self._told.discard)(name)
 
 
 def _chosen(groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
-    """Return a few groups: those with the best and the worst completion, then the first ones."""
+    """Return a few groups: the ones with the best and the worst completion, then the first ones."""
     ranked = sorted(range(len(groups)), key=lambda i: max(map(_rank, groups[i].scores)))
     lowest = min(
         range(len(groups)), key=lambda i: min((s.value for s in groups[i].scores if s.value is not None), default=0)
@@ -103,7 +108,8 @@ def _chosen(groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
 
 
 def _spread(scored: ScoredGroup) -> list[int]:
-    """Return completions of a group from the best to the worst, at even distances where they are many."""
+    """Return the indices of a group's completions from best to worst, evenly spaced if there are more than the log
+    keeps."""
     ranked = sorted(range(len(scored.scores)), key=lambda k: -_rank(scored.scores[k]))
     at = np.linspace(0, len(ranked) - 1, min(len(ranked), _NUM_COMPLETIONS)).round().astype(int)
     return [ranked[i] for i in at]
@@ -115,7 +121,7 @@ def _rank(score: Any) -> float:
 
 def _line(step: int, scored: ScoredGroup, k: int) -> dict[str, Any]:
     completion, score = scored.group.completions[k], scored.scores[k]
-    said = [{"role": turn.role, "text": turn.text[:_MOST_CHARACTERS]} for turn in completion.turns]
+    turns = [{"role": turn.role, "text": turn.text[:_MOST_CHARACTERS]} for turn in completion.turns]
     return {
         "step": step,
         "prompt": scored.group.prompt.text[-_MOST_CHARACTERS:],
@@ -126,12 +132,15 @@ def _line(step: int, scored: ScoredGroup, k: int) -> dict[str, Any]:
         "tokens": completion.num_sampled,
         "finish_reason": completion.finish_reason,
         **({"error": score.error} if score.error else {}),
-        **({"turns": said} if said else {}),
+        **({"turns": turns} if turns else {}),
     }
 
 
 def _opposed(means: Sequence[Mapping[str, float]]) -> str:
-    """Say which reward rose while others fell: all later steps are beyond all earlier ones; empty: none did."""
+    """Return a message if exactly one reward rose while others fell, else an empty string.
+
+    A reward rose or fell if all values of the later half of the window lie beyond all values of the earlier half.
+    """
     if len(means) < _WINDOW:
         return ""
     half, moved = _WINDOW // 2, {}
@@ -144,23 +153,25 @@ def _opposed(means: Sequence[Mapping[str, float]]) -> str:
     down = {name: each for name, each in moved.items() if name not in up}
     if len(up) != 1 or not down:
         return ""
-    said = [f"{name!r} fell from {high:.3g} to {low:.3g}" for name, (high, low) in sorted(down.items())]
+    falls = [f"{name!r} fell from {high:.3g} to {low:.3g}" for name, (high, low) in sorted(down.items())]
     [(name, (low, high))] = up.items()
-    return f"reward {name!r} rose from {low:.3g} to {high:.3g} while {' and '.join(said)}"
+    return f"reward {name!r} rose from {low:.3g} to {high:.3g} while {' and '.join(falls)}"
 
 
 def _shape(completions: Sequence[Completion]) -> dict[str, float]:
-    """Return means over completions: sampled tokens, the share of repeated 4-grams, and -log p of a token, of which the
-    mean is the entropy; nothing for images."""
+    """Return means over text completions: sampled tokens, share of repeated 4-grams, and entropy; empty for images.
+
+    The entropy is estimated as the mean of -log p of the sampled tokens.
+    """
     texts = [each for each in completions if each.drawn is None and each.num_sampled]
     if not texts:
         return {}
     logprobs = np.concatenate([each.logprobs for each in texts])
-    known = logprobs[np.isfinite(logprobs)]
+    finite = logprobs[np.isfinite(logprobs)]
     return {
         "length": float(np.mean([each.num_sampled for each in texts])),
         "repetition": float(np.mean([_repetition(each.token_ids) for each in texts])),
-        "entropy": float(-known.mean()) if len(known) else float("nan"),
+        "entropy": float(-finite.mean()) if len(finite) else float("nan"),
     }
 
 
@@ -174,7 +185,7 @@ def _mean(shapes: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _collapsed(first: Mapping[str, float], now: Mapping[str, float]) -> dict[str, str]:
-    """Say what of completions has collapsed since the first steps; an empty text: it has not."""
+    """Return a message for each property that has collapsed since the first steps; an empty message if it has not."""
     is_short = now["length"] < first["length"] / 4
     is_repetitive = now["repetition"] > max(0.5, first["repetition"] + 0.25)
     is_certain = now["entropy"] < first["entropy"] / 10

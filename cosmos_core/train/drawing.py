@@ -1,5 +1,5 @@
-"""What trainings that draw images and videos are put together from: prompts, what the engine draws with, real data
-beside rollouts."""
+"""Setup of trainings whose rollouts are images or videos: prompts, the source that the engine samples with, and the
+loss on real data that is added to the RL loss."""
 
 from __future__ import annotations
 
@@ -28,17 +28,23 @@ from cosmos_core.train.trainer import Trainer
 from cosmos_core.types import FlowSampling, Prompt, Sampling
 
 REFERENCE_KEYS = ("reference", "answer", "label")
-"""Where the metadata of a prompt may have what its rewards compare with, if the recipe names no column."""
+"""Keys of a prompt's metadata that are searched for the reference value of its rewards if the recipe names no
+column."""
 _DATA = 0x64617461
-"""Keeps the draws of a data term apart from others of the same seed."""
+"""Offset of the seed, so that the random numbers of the data term differ from others with the same seed."""
 
 
 class DrawnPrompts(LazySequence[Prompt]):
-    """Prepared prompts for images or videos, as rollouts take them."""
+    """Prepared prompts for images or videos, as a sequence of `Prompt`."""
 
     def __init__(self, prompts: MediaPrompts, column: str = "", clips: MediaRows | None = None) -> None:
-        """`column`: of the metadata, what rewards compare with; empty: the first found of `REFERENCE_KEYS`. `clips`: of
-        the same rows, whose first frames rollouts may be given."""
+        """Wrap prepared prompts.
+
+        Args:
+            prompts: the prepared prompts, with their text embeddings.
+            column: the metadata key of the rewards' reference; empty: the first of `REFERENCE_KEYS` that a prompt has.
+            clips: the clips of the same rows, for rollouts that are conditioned on first frames.
+        """
         self.media, self._columns, self._clips = prompts, (column,) if column else REFERENCE_KEYS, clips
 
     def __len__(self) -> int:
@@ -46,33 +52,36 @@ class DrawnPrompts(LazySequence[Prompt]):
 
     def item(self, index: int) -> Prompt:
         """See `LazySequence.item`."""
-        found = self.media[index]
-        reference = next((str(found.metadata[name]) for name in self._columns if name in found.metadata), "")
+        entry = self.media[index]
+        reference = next((str(entry.metadata[name]) for name in self._columns if name in entry.metadata), "")
         return Prompt(
-            found.row,
+            entry.row,
             (),
-            found.prompt,
+            entry.prompt,
             reference,
-            embedding=dict(found.text),
-            metadata=dict(found.metadata),
+            embedding=dict(entry.text),
+            metadata=dict(entry.metadata),
             given=self._clips[index].mean.float() if self._clips is not None else None,
         )
 
 
 def open_drawn(folder: Path, split: str, recipe: Recipe) -> DrawnPrompts:
-    """Return the prompts of a split of a prepare stage's data folder.
+    """Return the prompts of one split of a prepare stage's data folder.
 
     Raises:
         DataError: there is no such split, or it is damaged.
     """
     policy = recipe.train.train_policy
-    asks = policy.has_rollouts and policy.rows == "media" and recipe.policy.diffusers.flow_rl.max_conditional_frames
-    clips = open_media(folder, split) if asks else None
+    with_clips = (
+        policy.has_rollouts and policy.rows == "media" and recipe.policy.diffusers.flow_rl.max_conditional_frames
+    )
+    clips = open_media(folder, split) if with_clips else None
     return DrawnPrompts(open_media_prompts(folder, split), getattr(policy, "response_column_name", ""), clips)
 
 
 def evaluation_sampling(recipe: Recipe) -> FlowSampling:
-    """Return how images and videos of held-out prompts are drawn: without noise, by the policy or its average."""
+    """Return the sampling settings for images and videos of held-out prompts: without added noise, at the evaluation
+    size."""
     diffusers, sample = recipe.policy.diffusers, recipe.policy.diffusers.sample
     return FlowSampling(
         num_steps=sample.eval_num_steps,
@@ -85,7 +94,7 @@ def evaluation_sampling(recipe: Recipe) -> FlowSampling:
 
 
 def flow_source(stage: Stage, trainer: Trainer) -> FlowSource:
-    """Return what the engine of a diffusion model draws with: the trainer's own denoiser."""
+    """Return what the engine of a diffusion model samples with: the denoiser that the trainer holds."""
     adapter: Any = trainer.adapter
     null_text = None
     if stage.data is not None:
@@ -101,7 +110,8 @@ def flow_source(stage: Stage, trainer: Trainer) -> FlowSource:
 
 
 def prepare_algorithm(stage: Stage, trainer: Trainer, algorithm: Algorithm) -> None:
-    """Give an algorithm what it needs of the prepared data beside its prompts.
+    """Set the parts of an algorithm that come from the prepared data: the embedding of the empty text and the data
+    term.
 
     Raises:
         DataError: there are no images or clips for a data term.
@@ -114,12 +124,12 @@ def prepare_algorithm(stage: Stage, trainer: Trainer, algorithm: Algorithm) -> N
 
 
 def data_term(rows: MediaRows, recipe: Recipe, trainer: Trainer) -> Callable[[int, int], Update]:
-    """Return what gives the diffusion loss on as many real images or clips as a train step has prompts, times
-    `data_beta`: the loss of SFT.
+    """Return a function that builds the SFT diffusion loss, times `data_beta`, on real images or clips.
 
-    With `use_rl_sigma_and_noise` they are those of the prompts, at the noise levels that their rollouts are learned at
-    and with the noise that these start from; otherwise all is drawn as in SFT, other rows for each optimizer step.
-    What is returned takes the numbers of the train step and of the optimizer step, counted from 0.
+    One update has as many rows as a train step has prompts. With `use_rl_sigma_and_noise` they are the rows of the
+    prompts, at the noise levels that the rollouts are trained at and with the noise that the rollouts start from.
+    Otherwise rows, noise and levels are drawn as in SFT, anew for each optimizer step. The function takes the number of
+    the train step and the number of the optimizer step, both counted from 0.
     """
     draws, flow_rl = draws_of(rows, recipe, trainer.adapter), recipe.policy.diffusers.flow_rl
     size, seed = min(len(rows), rows_per_step(recipe)), recipe.train.order_seed
@@ -133,20 +143,20 @@ def data_term(rows: MediaRows, recipe: Recipe, trainer: Trainer) -> Callable[[in
         assert sampling.flow is not None
         start = SHARED_NOISE if sampling.flow.same_noise else 0
         levels = _learned_levels(trainer, sampling, step)[: 1 if flow_rl.data_on_first_only else None]
-        found = []
+        result = []
         for i in batch_positions(seed, step, size, len(rows), shuffles).tolist():
             sample = draws.sample(rows[i], seed_of(seed, step, i, _DATA))
             noise = noise_of(sample.latents.shape, request_seed(sampling.seed, step, rows[i].row, start))
-            found += [replace(sample, sigma=level, noise=noise, weight=1.0) for level in levels]
-        return found
+            result += [replace(sample, sigma=level, noise=noise, weight=1.0) for level in levels]
+        return result
 
     def update(step: int, number: int) -> Update:
         samples = samples_of(step, number)
 
         def loss(micro: MicroBatch) -> Loss:
-            found = flow_loss(micro, len(samples))
-            metrics = {f"data/{name}": value for name, value in found.metrics.items()}
-            return Loss(flow_rl.data_beta * found.value, metrics)
+            result = flow_loss(micro, len(samples))
+            metrics = {f"data/{name}": value for name, value in result.metrics.items()}
+            return Loss(flow_rl.data_beta * result.value, metrics)
 
         return Update(samples, loss)
 
@@ -154,7 +164,8 @@ def data_term(rows: MediaRows, recipe: Recipe, trainer: Trainer) -> Callable[[in
 
 
 def _learned_levels(trainer: Trainer, sampling: Sampling, step: int) -> list[float]:
-    """Return the noise levels at which the rollouts of a train step are learned, all but 0 where none is named."""
+    """Return the noise levels at which the rollouts of a train step are trained; all but level 0 if none is
+    selected."""
     assert sampling.flow is not None
     adapter: Any = trainer.adapter
     table = table_of(adapter.family, sampling.flow).tolist()

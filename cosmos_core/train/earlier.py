@@ -1,9 +1,9 @@
-"""Go on where another run stopped: `train.resume`.
+"""Resume from the checkpoint of another run: `train.resume`.
 
-True takes over what an interrupted stage with the same fingerprint left, so that the result is that of a run that was
-never interrupted; or, where there is none, of a stage that differs in its mesh or engines alone, whose result is the
-same but for the order of sums. A path starts from that state whatever it was trained with; its digest is in the
-fingerprint.
+`true` adopts the checkpoint of an interrupted stage with the same fingerprint, so that the result equals that of an
+uninterrupted run. Without such a stage, it adopts one whose configuration differs only in the mesh or the engines: the
+result is the same except for the order of floating-point sums. A path starts from that checkpoint, whatever settings it
+was trained with; the digest of the checkpoint is part of the fingerprint.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from cosmos_core.types import is_below
 logger = logging.getLogger(__name__)
 
 _MESH = (CARRIED, "world_size", "config.policy.parallelism", "config.rollout.parallelism")
-"""Ingredients that change no more of the trained weights than the order of sums."""
+"""Fingerprint ingredients that change the trained weights only through the order of floating-point sums."""
 
 
 def take_over(stage: Stage) -> None:
-    """Link the newest whole checkpoint that an earlier run made of this very stage, with its best one and its curves.
+    """Link the newest complete checkpoint of an earlier run of the same stage, its best checkpoint and its metrics.
 
-    Where the stage has a checkpoint of its own nothing is done; where there is none to take over, that is said.
+    Do nothing if the stage has a checkpoint already. Log a warning if no checkpoint can be adopted.
     """
-    own = stage.path / "checkpoints"
-    if newest_whole(own, stage.checkpoint_fingerprint) is not None:
+    own_folder = stage.path / "checkpoints"
+    if newest_whole(own_folder, stage.checkpoint_fingerprint) is not None:
         return
-    folders = [folder for folder in stage.run_path.parent.glob("*/stages/*/checkpoints") if folder != own]
-    found = sorted(((step, folder) for folder in folders for step in saved_steps(folder)), reverse=True)
-    same_mesh = [(step, folder, stage.checkpoint_fingerprint) for step, folder in found]
+    folders = [folder for folder in stage.run_path.parent.glob("*/stages/*/checkpoints") if folder != own_folder]
+    checkpoints = sorted(((step, folder) for folder in folders for step in saved_steps(folder)), reverse=True)
+    same_mesh = [(step, folder, stage.checkpoint_fingerprint) for step, folder in checkpoints]
     passed_over = set()
-    for step, folder, fingerprint in (*same_mesh, *_of_another_mesh(stage, found)):
+    for step, folder, fingerprint in (*same_mesh, *_of_another_mesh(stage, checkpoints)):
         checkpoint, reason = step_folder(folder, step), problem(folder, step, fingerprint)
         if reason is None:
             _link(folder, step, fingerprint, stage)
@@ -61,7 +61,7 @@ def take_over(stage: Stage) -> None:
         if reason != OF_ANOTHER and folder.parent.name == stage.name and checkpoint not in passed_over:
             logger.warning("checkpoint %s is passed over: %s", checkpoint, reason)
             passed_over.add(checkpoint)
-    others = [step_folder(folder, step) / "policy" for step, folder in found if folder.parent.name == stage.name]
+    others = [step_folder(folder, step) / "policy" for step, folder in checkpoints if folder.parent.name == stage.name]
     complete = [policy for policy in others if policy.parent not in passed_over and read_manifest(policy)]
     newest = max(complete, key=lambda policy: (policy / MANIFEST).stat().st_mtime, default=None)
     hint = f"; to go on from other settings: train.resume = '{newest}'" if newest else ""
@@ -74,22 +74,24 @@ def take_over(stage: Stage) -> None:
 
 
 def named_checkpoint(stage: Stage) -> Path | None:
-    """Return the `.../step_N/policy` folder that `train.resume` names.
+    """Return the `.../step_N/policy` folder that `train.resume` names, or None if it names no path.
 
     Raises:
-        ModelError: it was trained from another model than this stage; what was frozen then is not in it.
+        ModelError: the checkpoint began from another base model; it lacks the weights that were frozen in training.
     """
     if not isinstance(stage.recipe.train.resume, str):
         return None
     policy = Path(stage.recipe.train.resume)
-    theirs, ours = (_base(read_json(path / FINGERPRINT), stage) for path in (policy.parents[2], stage.path))
-    if theirs and ours and theirs != ours:
+    checkpoint_base, stage_base = (
+        _base(read_json(path / FINGERPRINT), stage) for path in (policy.parents[2], stage.path)
+    )
+    if checkpoint_base and stage_base and checkpoint_base != stage_base:
         raise ModelError(f"train.resume = '{policy}' began from another model than {stage.model}; start from that one")
     return policy
 
 
 def _base(fingerprint: Any, stage: Stage) -> tuple[Any, ...]:
-    """What stands for the model that a stage began from; empty: unknown."""
+    """Return the fingerprints that identify the model a stage began from; empty if unknown."""
     if not isinstance(fingerprint, dict):
         return ()
     ingredients = fingerprint["ingredients"]
@@ -97,33 +99,34 @@ def _base(fingerprint: Any, stage: Stage) -> tuple[Any, ...]:
 
 
 def _of_another_mesh(stage: Stage, found: list[tuple[int, Path]]) -> Iterator[tuple[int, Path, Any]]:
-    """Those that are of this very training on another mesh, with their fingerprint."""
-    ours = _without_mesh(read_json(stage.path / FINGERPRINT))
+    """Yield the checkpoints, with their fingerprints, of stages that differ from this stage only in the mesh."""
+    stage_ingredients = _without_mesh(read_json(stage.path / FINGERPRINT))
     for step, folder in found:
-        theirs = read_json(folder.parent / FINGERPRINT)
-        if isinstance(theirs, dict) and ours and _without_mesh(theirs) == ours:
-            yield step, folder, theirs.get("of_training", theirs["value"])
+        fingerprint = read_json(folder.parent / FINGERPRINT)
+        if isinstance(fingerprint, dict) and stage_ingredients and _without_mesh(fingerprint) == stage_ingredients:
+            yield step, folder, fingerprint.get("of_training", fingerprint["value"])
 
 
 def _without_mesh(fingerprint: Any) -> dict[str, Any]:
-    """The ingredients but for the mesh of ranks and engines, as dotted keys; empty: unknown."""
+    """Return the fingerprint's ingredients except those of the mesh, under dotted keys; empty if unknown."""
     if not isinstance(fingerprint, dict):
         return {}
     return {key: value for key, value in flat_keys(fingerprint["ingredients"]).items() if not is_below(key, _MESH)}
 
 
 def _link(folder: Path, step: int, fingerprint: str, stage: Stage) -> None:
-    """Bring the checkpoint of a step, which is of `fingerprint`, into the stage as one of its own."""
+    """Link the checkpoint of one step, and the best checkpoint that it names, into the stage and give them its
+    fingerprint."""
     extra = read_json(step_folder(folder, step) / "policy" / EXTRA)
-    assert isinstance(extra, dict)  # its digest was right
+    assert isinstance(extra, dict)  # `problem` has verified its digest
     best = (extra.get("best") or {}).get("step", step)
     steps = [best, step] if problem(folder, best, fingerprint) is None else [step]
-    for each in dict.fromkeys(steps):
-        with replaced_folder(step_folder(stage.path / "checkpoints", each)) as building:
-            shutil.copytree(step_folder(folder, each), building, copy_function=link_or_copy, dirs_exist_ok=True)
-            manifest = building / "policy" / MANIFEST
+    for number in dict.fromkeys(steps):
+        with replaced_folder(step_folder(stage.path / "checkpoints", number)) as new_folder:
+            shutil.copytree(step_folder(folder, number), new_folder, copy_function=link_or_copy, dirs_exist_ok=True)
+            manifest = new_folder / "policy" / MANIFEST
             content = read_manifest(manifest.parent)
-            manifest.unlink()  # a link: theirs must not change
+            manifest.unlink()  # a hard link to the other run's file, which must not change
             write_json(manifest, {**content, "fingerprint": stage.checkpoint_fingerprint})
     for name in ("metrics.jsonl", SAMPLES):
         if (folder.parent / name).exists() and not (stage.path / name).exists():

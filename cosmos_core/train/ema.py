@@ -1,4 +1,5 @@
-"""The moving average of the trained weights, a set of `NamedWeights` that is measured and exported in their place."""
+"""Exponential moving average of the trained weights, a set of `NamedWeights` that is validated and exported in their
+place."""
 
 from __future__ import annotations
 
@@ -9,8 +10,7 @@ NAME = "ema"
 
 
 class MovingAverage:
-    """Moves the average after each optimizer step, as DiffusionNFT and Flow-GRPO do; a pure function of the weights
-    after each of them."""
+    """Moving average that is updated after optimizer steps, with the decay schedule of DiffusionNFT and Flow-GRPO."""
 
     def __init__(self, named: NamedWeights, train: TrainConfig) -> None:
         self._named = named
@@ -19,6 +19,7 @@ class MovingAverage:
         named.add(NAME)
 
     def update(self, num_updates: int) -> None:
-        """Take in the weights after `num_updates` optimizer steps, if the interval says so."""
+        """Update the average with the weights after `num_updates` optimizer steps, unless the interval skips this
+        step."""
         if (num_updates + 1) % self._interval == 0:
             self._named.lerp(NAME, 1 - min((1 + num_updates) / (10 + num_updates), self._decay))

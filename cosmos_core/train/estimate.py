@@ -1,6 +1,6 @@
-"""What a training stage will need, from config.json and the recipe alone: parameters, memory, tokens, steps, GPUs.
+"""Estimate what a training stage will need from config.json and the recipe: parameters, memory, tokens, steps, disk.
 
-The program of `cosmos plan --estimate`. No weight is read and nothing is computed; memory is traced (`memory.py`).
+The worker program of `cosmos plan --estimate`. It reads no weights and computes no step; `memory.py` traces memory.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """One training stage. Bytes are those of one GPU; None: unknown, and `notes` says why."""
+    """Estimated needs of one training stage. Bytes are those of one GPU; None: unknown, and `notes` says why."""
 
     parameters: int
-    """Tied ones once."""
+    """Number of parameters; tied ones count once."""
     trainable: int
     memory: Memory
-    """At the peak of a train step."""
+    """Memory at the peak of a train step."""
     peak: int
-    """Sum of `memory`."""
+    """Peak memory, the sum of `memory`."""
     engine_weights: int
     """RL: the rollout engine's own copy of the weights, in `param_dtype`."""
     kv_cache: int | None
-    """RL: keys and values of all sequences that are generated at once, each at its longest."""
+    """RL: bytes of the KV cache if all sequences that are generated at once have their maximum length."""
     sequence_length: int
     """Tokens of the longest row, prompt and completion together."""
     rows: int | None
@@ -62,24 +62,24 @@ class Estimate:
     is_steps_bound: bool
     """`steps` is an upper bound: the rows, or the lengths that fill its batches, are not known."""
     tokens: int | None
-    """Seen in all steps."""
+    """Number of tokens trained on in all steps."""
     is_tokens_bound: bool
     """`tokens` is an upper bound: lengths of rows or completions are not known."""
     disk: int
-    """Bytes of the checkpoints and the model that it leaves."""
+    """Bytes of the checkpoints that are kept and of the exported model."""
     machine: dict[str, Any]
-    """Where the estimate was made: `device`, `is_cpu`, `flops` of a product of matrices per second, bytes of
+    """The machine that made the estimate: `device`, `is_cpu`, `flops` of a matrix product per second, bytes of
     `memory`."""
     notes: tuple[str, ...]
 
 
 class _Course(NamedTuple):
-    """Of a whole training."""
+    """Length of the whole training."""
 
     steps: int | None
     tokens: int | None
     is_bound: bool
-    """`steps` is an upper bound."""
+    """Whether `steps` is an upper bound."""
 
 
 class _Rows(NamedTuple):
@@ -89,7 +89,7 @@ class _Rows(NamedTuple):
     longest: int | None = None
     mean: float | None = None
     of_a_row: int = 1
-    """Sequences of a row; those of a pair are two."""
+    """Number of sequences in a row: 2 for a pair, else 1."""
 
 
 def run(stage: Stage) -> Outcome:
@@ -99,17 +99,17 @@ def run(stage: Stage) -> Outcome:
         ModelError, DataError: config.json or the rows are missing or wrong.
     """
     stage.progress.phase("load")
-    found = estimate(stage.recipe, stage.model, stage.progress, prepared=stage.data)
-    return Outcome(info={"estimate": asdict(found)})
+    result = estimate(stage.recipe, stage.model, stage.progress, prepared=stage.data)
+    return Outcome(info={"estimate": asdict(result)})
 
 
 def estimate(recipe: Recipe, model: str, progress: Progress, *, prepared: Path | None = None) -> Estimate:
-    """Estimate the needs of one training.
+    """Estimate the needs of one training stage.
 
     Args:
-        recipe: of the stage.
+        recipe: the recipe of the stage.
         model: folder or Hub id; only its config.json is read.
-        progress: told that the trace is alive.
+        progress: receives heartbeats during the trace.
         prepared: data folder of a finished `prepare` stage; None: the rows of a local dataset are counted.
 
     Raises:
@@ -120,16 +120,16 @@ def estimate(recipe: Recipe, model: str, progress: Progress, *, prepared: Path |
     limit = recipe.train.max_num_steps
     notes = []
     if rows.number is None:
-        known = f"at most max_num_steps = {limit} and what they read" if limit else "unknown"
-        notes.append(f"steps and tokens: {known}, because the rows are not on this machine yet")
+        bound = f"at most max_num_steps = {limit} and what they read" if limit else "unknown"
+        notes.append(f"steps and tokens: {bound}, because the rows are not on this machine yet")
     course = _course(recipe, rows, prepared)
     if course.is_bound and rows.number is not None:
         notes.append(f"steps: at most max_num_steps = {limit}, because batches are filled by tokens, yet to be counted")
-    built, memory, trouble = _trace(recipe, model, length, progress)
-    held = sharded(memory, recipe)
+    built, memory, trace_notes = _trace(recipe, model, length, progress)
+    rank_memory = sharded(memory, recipe)
     if recipe.train.activation_offload:
         notes.append("activations: as if they stayed, yet activation_offload moves them to host memory")
-    notes += trouble
+    notes += trace_notes
     kv_cache: int | None = 0
     if recipe.train.train_policy.has_rollouts:
         kv_cache = kv_cache_bytes(built.config, recipe, length)
@@ -140,8 +140,8 @@ def estimate(recipe: Recipe, model: str, progress: Progress, *, prepared: Path |
     return Estimate(
         parameters=parameters,
         trainable=trainable,
-        memory=held,
-        peak=held.total,
+        memory=rank_memory,
+        peak=rank_memory.total,
         engine_weights=_engine_weights(recipe, parameters),
         kv_cache=kv_cache,
         sequence_length=length,
@@ -157,7 +157,8 @@ def estimate(recipe: Recipe, model: str, progress: Progress, *, prepared: Path |
 
 
 def kv_cache_bytes(config: PretrainedConfig, recipe: Recipe, length: int) -> int | None:
-    """Keys and values of the sequences that are generated at once; None: a kind of layer that keeps something else."""
+    """Return the bytes of keys and values of all sequences that are generated at once; None if a layer caches something
+    else."""
     text, rollout = config.get_text_config(), recipe.rollout
     window = getattr(text, "sliding_window", None)
     kinds = (
@@ -178,31 +179,30 @@ def kv_cache_bytes(config: PretrainedConfig, recipe: Recipe, length: int) -> int
 
 
 def sharded(memory: Memory, recipe: Recipe) -> Memory:
-    """Return the memory of one rank under FSDP, context, tensor and pipeline parallelism, without what is kept in host
-    memory.
+    """Return the memory of one rank under FSDP, context, tensor and pipeline parallelism.
 
-    Of a pipeline the first rank has its own layers, and the activations of as many micro-batches as are
-    under way there.
+    State that is offloaded to host memory counts as 0. For a pipeline this is the first rank, which holds the
+    activations of all micro-batches in flight.
     """
     mesh, mini_batch = recipe.policy.parallelism, recipe.train.train_policy.mini_batch
-    under_way = {"1F1B": mesh.pp_size, "Interleaved1F1B": 2 * mesh.pp_size - 1, "GPipe": mini_batch}
-    rows = min(mini_batch, under_way[mesh.pp_schedule] * mesh.pp_micro_batch_size) if mesh.pp_size > 1 else mini_batch
+    in_flight = {"1F1B": mesh.pp_size, "Interleaved1F1B": 2 * mesh.pp_size - 1, "GPipe": mini_batch}
+    rows = min(mini_batch, in_flight[mesh.pp_schedule] * mesh.pp_micro_batch_size) if mesh.pp_size > 1 else mini_batch
     ranks = prod((abs(mesh.dp_shard_size), mesh.cp_size, mesh.tp_size, mesh.pp_size))
-    kept = 0 if recipe.train.fsdp_offload else 1
+    on_device = 0 if recipe.train.fsdp_offload else 1
     activations, ways = memory.activations, mesh.cp_size * mesh.tp_size * mesh.pp_size * mini_batch
     return Memory(
-        weights=kept * -(-memory.weights // ranks),
-        gradients=kept * -(-memory.gradients // ranks),
-        optimizer=kept * -(-memory.optimizer // ranks),
+        weights=on_device * -(-memory.weights // ranks),
+        gradients=on_device * -(-memory.gradients // ranks),
+        optimizer=on_device * -(-memory.optimizer // ranks),
         reference=-(-memory.reference // ranks),
         casts=None if memory.casts is None else -(-memory.casts // ranks),
         activations=None if activations is None else -(-activations * rows // ways),
-        average=kept * -(-memory.average // ranks),
+        average=on_device * -(-memory.average // ranks),
     )
 
 
 def _trace(recipe: Recipe, model: str, length: int, progress: Progress) -> tuple[PreTrainedModel, Memory, list[str]]:
-    """The model without data, its memory if it were not sharded, and what could not be traced."""
+    """Return the model without data, its memory before sharding, and notes about what could not be traced."""
     train, policy = recipe.train, recipe.policy
     named = () if train.train_policy.scores_rows_once else train.train_policy.named_weights
 
@@ -214,20 +214,20 @@ def _trace(recipe: Recipe, model: str, length: int, progress: Progress) -> tuple
             gradient_checkpointing=checkpointing,
         )
 
-    with torch.device("meta"):  # adapters cannot be put into a model of pretended tensors
+    with torch.device("meta"):  # adapters cannot be added to a model of fake tensors
         built = build(policy.model_gradient_checkpointing)
         choose_trained(built, policy)
     with FakeTensorMode():
         _pretend_data(built)
         try:
-            # What torchao compiles cannot be traced; its moments are counted.
+            # torchao's compiled 8-bit optimizers cannot be traced; `_as_held` counts their moments.
             wide = train.derived(optm_name=train.optm_name.removesuffix("8bit"))
             trainer = Trainer(CausalLM(built, wide, Reading(0)), wide, progress)
             for name in named:
                 trainer.named.add(name)
             memory = step_memory(trainer, make_algorithm(recipe), wide, length)
         except Exception as error:
-            # A model's code may do anything to tensors without data; then its memory is unknown, the rest is not.
+            # A model's code may fail on tensors without data; then only the activations are unknown.
             logger.info("the step cannot be traced", exc_info=True)
             reason = first_line(error)
             unknown = f"activations: unknown, because the model cannot be traced without data ({reason})"
@@ -236,7 +236,7 @@ def _trace(recipe: Recipe, model: str, length: int, progress: Progress) -> tuple
 
 
 def _as_held(memory: Memory, model: PreTrainedModel, train: TrainConfig) -> Memory:
-    """With what the step itself does not show: moments in eight bits, and the moving average."""
+    """Return `memory` with what the traced step does not show: 8-bit moments and the moving average."""
     if train.optm_name.endswith("8bit"):
         memory = replace(memory, optimizer=eight_bit_moments(model))
     if train.ema_enable:
@@ -246,16 +246,16 @@ def _as_held(memory: Memory, model: PreTrainedModel, train: TrainConfig) -> Memo
 
 
 def _pretend_data(model: PreTrainedModel) -> None:
-    """Move a model from the meta device to what the fake mode takes for a CPU; ties stay ties."""
+    """Replace a model's meta tensors by fake CPU tensors in place; tied parameters stay tied."""
     moved: dict[int, torch.Tensor] = {}
     for module in model.modules():
-        held: list[dict[str, Any]] = [module._parameters, module._buffers]
-        for tensors in held:
+        registries: list[dict[str, Any]] = [module._parameters, module._buffers]
+        for tensors in registries:
             for name, tensor in tensors.items():
                 if tensor is not None and id(tensor) not in moved:
-                    made = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    fake = torch.empty(tensor.shape, dtype=tensor.dtype)
                     is_weight = isinstance(tensor, torch.nn.Parameter)
-                    moved[id(tensor)] = torch.nn.Parameter(made, tensor.requires_grad) if is_weight else made
+                    moved[id(tensor)] = torch.nn.Parameter(fake, tensor.requires_grad) if is_weight else fake
                 if tensor is not None:
                     tensors[name] = moved[id(tensor)]
 
@@ -274,7 +274,7 @@ def _of_a_row(recipe: Recipe) -> int:
 
 
 def _count_rows(recipe: Recipe) -> int | None:
-    """Rows to train on of a local dataset; None for one that would have to be downloaded or is yet to be made."""
+    """Return the training rows of a local dataset; None for one that must be downloaded or does not exist yet."""
     dataset = recipe.train.train_policy.dataset
     if annotations := media_of(recipe).annotation_path:
         dataset = dataset.derived(name=annotations, split=("train",))
@@ -288,14 +288,14 @@ def _count_rows(recipe: Recipe) -> int | None:
 
 
 def _row_length(recipe: Recipe, tokens: float | None) -> float:
-    """Of a row with that many tokens, in RL a prompt and its longest completion; not known: the most allowed."""
+    """Return the length of a row of `tokens` tokens, in RL with its longest completion; None: the maximum length."""
     completion = recipe.rollout.max_response_length if recipe.train.train_policy.has_rollouts else 0
     longest = recipe.policy.model_max_length
     return longest if tokens is None else min(longest, tokens + completion)
 
 
 def _course(recipe: Recipe, rows: _Rows, prepared: Path | None) -> _Course:
-    """How far the training goes."""
+    """Return the steps and tokens of the training."""
     train, policy = recipe.train, recipe.train.train_policy
     if policy.balances_tokens:
         return _balanced_course(recipe, prepared)
@@ -307,8 +307,11 @@ def _course(recipe: Recipe, rows: _Rows, prepared: Path | None) -> _Course:
 
 
 def _balanced_course(recipe: Recipe, prepared: Path | None) -> _Course:
-    """With batches that are filled by tokens: planned as the feed does, or the most that the budget allows."""
-    assert recipe.train.max_num_steps is not None  # the schema asks for it
+    """Return the course of a training whose batches are filled by tokens.
+
+    It is planned as the feed plans it; without prepared rows it is the maximum that the token budget allows.
+    """
+    assert recipe.train.max_num_steps is not None  # the schema requires it
     if prepared is None:
         steps, policy = recipe.train.max_num_steps, recipe.train.train_policy
         assert isinstance(policy, SupervisedConfig)
@@ -328,17 +331,17 @@ def _balanced_course(recipe: Recipe, prepared: Path | None) -> _Course:
 
 
 def _disk(recipe: Recipe, memory: Memory, parameters: int, trainable: int, steps: int | None) -> int:
-    """Bytes of the checkpoints that are kept, with the optimizer's state, and of the model in `param_dtype`."""
+    """Return the bytes of the checkpoints that are kept, with optimizer state, and of the exported model."""
     ckpt = recipe.train.ckpt
-    kept = 1  # the last state is saved regardless
+    num_kept = 1  # the final state is always saved
     if ckpt.enable_checkpoint:
         of_an_epoch = max(1, (steps or 0) // recipe.train.epoch)
         freq = max(0, ckpt.save_freq_in_epoch) * of_an_epoch or ckpt.save_freq
         saves = ckpt.max_keep if steps is None else -(-steps // freq)
-        kept = max(1, saves if ckpt.max_keep == -1 else min(saves, ckpt.max_keep))
+        num_kept = max(1, saves if ckpt.max_keep == -1 else min(saves, ckpt.max_keep))
     weights = trainable * _itemsize(recipe.train.master_dtype)  # frozen ones are not saved
     checkpoint = weights + memory.optimizer + memory.reference + memory.average
-    return kept * checkpoint + parameters * _itemsize(recipe.train.param_dtype)
+    return num_kept * checkpoint + parameters * _itemsize(recipe.train.param_dtype)
 
 
 def _machine(recipe: Recipe) -> dict[str, Any]:
@@ -354,7 +357,8 @@ def _machine(recipe: Recipe) -> dict[str, Any]:
 
 
 def _engine_weights(recipe: Recipe, parameters: int) -> int:
-    """The `hf` engine generates with the trainer's own module."""
+    """Return the bytes of the engine's own weights; 0 for the `hf` engine, which generates with the trainer's
+    module."""
     if not recipe.train.train_policy.has_rollouts or recipe.rollout.backend != "vllm":
         return 0
     mesh = recipe.rollout.parallelism

@@ -1,7 +1,7 @@
-"""Where samples come from: rows of a data set, or rollouts scored by rewards. SFT and RL differ here and nowhere else.
+"""Sources of samples for a train step: rows of a dataset, or rollouts scored by rewards.
 
-What the feeds of this file give at a step is a pure function of (seed, step) and, for rollouts, of the weights and the
-state of the group source: a resumed run goes on with the same samples.
+SFT and RL differ only in their feed. What the feeds of this module return at a step is a pure function of (seed, step)
+and, for rollouts, of the weights and the state of the group source, so a resumed run continues with the same samples.
 """
 
 from __future__ import annotations
@@ -26,51 +26,51 @@ from cosmos_core.errors import DataError
 from cosmos_core.models.base import ModelAdapter
 
 _DATA_TERM = 0x64617461
-"""Keeps the order of a data term apart from that of the prompts."""
+"""Offset of the seed, so that the order of the data term's rows differs from the order of the prompts."""
 _HELD_OUT = -1
-"""Stands for the step in the seeds of held-out rows."""
+"""The value that replaces the step number in the seeds of held-out rows."""
 
 
 class Feed:
-    """Gives the samples of one train step after the other; those here are numbered, and `samples` gives each."""
+    """Source of the samples of consecutive train steps; subclasses implement `samples`."""
 
     total_steps: int | None
-    """Train steps until the data ends; None: unknown before it does."""
+    """Number of train steps until the data ends; None if it is not known in advance."""
     steps_per_epoch: int
     notice = ""
-    """What is to be said of rows that no step of an epoch trains on; empty: there are none."""
+    """Message about rows that no step of an epoch trains on; empty if there are none."""
     step = 0
-    """The next train step, counted from 0."""
+    """Number of the next train step, counted from 0."""
 
     def next(self) -> tuple[list[Any], dict[str, float]] | None:
-        """Return the samples of the next train step and metrics about them; None: the data has ended."""
+        """Return the samples of the next train step and metrics about them; None if the data has ended."""
         if self.total_steps is not None and self.step >= self.total_steps:
             return None
-        found = self.samples(self.step)
+        batch = self.samples(self.step)
         self.step += 1
-        return found
+        return batch
 
     def samples(self, step: int) -> tuple[list[Any], dict[str, float]]:
         """Return the samples of train step `step`, counted from 0, and metrics about them."""
         raise NotImplementedError(type(self).__name__)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint has to keep, JSON values: the next step, and what was read ahead."""
+        """Return the state to checkpoint, as JSON values: the next step, and whatever was read ahead."""
         return {"step": self.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Restore the state that `state_dict` returned."""
         self.step = int(state["step"])
 
 
 def total_steps(recipe: Recipe, num_rows: int) -> int:
-    """Return the train steps of a run: its epochs, at most `max_num_steps`.
+    """Return the number of train steps of a run: those of its epochs, at most `max_num_steps`.
 
     Raises:
         DataError: the rows do not fill one step.
     """
     train = recipe.train
-    if recipe.spreads_groups:  # what is left of an epoch goes into a step with prompts of the next
+    if recipe.spreads_groups:  # the last prompts of an epoch share a step with the first ones of the next
         steps = -(-train.epoch * num_rows * recipe.rollout.n_generation // train.train_batch_per_replica)
     else:
         steps = train.epoch * batches_per_epoch(rows_per_step(recipe), num_rows, train.train_policy.drops_last)
@@ -78,14 +78,16 @@ def total_steps(recipe: Recipe, num_rows: int) -> int:
 
 
 def rows_per_step(recipe: Recipe) -> int:
-    """Return the rows of a train step; of prompts, whose completions are counted, a part of them, the most where that
-    differs between steps."""
+    """Return the number of dataset rows that a train step reads.
+
+    For rollouts these are prompts, each with `n_generation` completions; the result is rounded up.
+    """
     size = recipe.train.train_batch_per_replica
     return -(-size // recipe.rollout.n_generation) if recipe.train.train_policy.has_rollouts else size
 
 
 def unused_rows(recipe: Recipe, num_rows: int) -> str:
-    """Return what is to be said of rows that fill no train step at the end of an epoch; empty: there are none.
+    """Return a message about the rows at the end of an epoch that fill no train step; empty if there are none.
 
     Raises:
         DataError: the rows do not fill one step.
@@ -94,14 +96,15 @@ def unused_rows(recipe: Recipe, num_rows: int) -> str:
 
 
 def balanced_steps(rows: Sequences | Pairs | MediaRows, recipe: Recipe) -> BalancedSteps | None:
-    """Return steps of micro-batches filled by tokens; None: a batch is a number of rows."""
+    """Return train steps whose micro-batches are filled up to a number of tokens; None if a batch is a number of
+    rows."""
     train, policy = recipe.train, recipe.train.train_policy
     if not policy.balances_tokens:
         return None
     assert (
         isinstance(policy, SupervisedConfig) and not isinstance(rows, MediaRows) and train.max_num_steps is not None
-    )  # the schema asks for it
-    is_packed = bool(train.sequence_packing)  # where the model decides, the budget is for either
+    )  # the schema requires it
+    is_packed = bool(train.sequence_packing)  # "auto" counts as packed: the budget holds for packed and padded rows
     return BalancedSteps(
         _pair_lengths(rows, is_packed=is_packed) if isinstance(rows, Pairs) else rows.lengths,
         lambda epoch: epoch_order(train.order_seed, epoch, len(rows), policy.dataloader_shuffle),
@@ -118,13 +121,13 @@ def balanced_steps(rows: Sequences | Pairs | MediaRows, recipe: Recipe) -> Balan
 
 
 def _pair_lengths(pairs: Pairs, *, is_packed: bool) -> np.ndarray:
-    """Return the tokens of each pair in a micro-batch: both responses are padded to the longer one, unless packed."""
+    """Return the tokens of each pair in a micro-batch: packed, the sum of both; padded, twice the longer response."""
     lengths = np.stack([pairs.chosen.lengths, pairs.rejected.lengths])
     return lengths.sum(0) if is_packed else 2 * lengths.max(0)
 
 
 def micro_batch_tokens(recipe: Recipe) -> int:
-    """Return the budget of a micro-batch that is filled by tokens."""
+    """Return the maximum number of tokens in a micro-batch that is filled by tokens."""
     policy = recipe.train.train_policy
     assert isinstance(policy, SupervisedConfig)
     rows = policy.mini_batch * policy.sequences_per_row
@@ -132,7 +135,7 @@ def micro_batch_tokens(recipe: Recipe) -> int:
 
 
 class RowFeed(Feed):
-    """Prepared rows in an order that is a pure function of seed, epoch and position."""
+    """Feed of prepared rows, in an order that is a pure function of seed, epoch and position."""
 
     def __init__(self, rows: Sequences | Pairs | MediaRows, recipe: Recipe) -> None:
         self._rows, self._recipe = rows, recipe
@@ -146,7 +149,7 @@ class RowFeed(Feed):
         self.total_steps = total_steps(recipe, len(rows))
 
     def positions(self, step: int) -> np.ndarray:
-        """Return the rows of a step, where a batch is a number of rows."""
+        """Return the row numbers of a train step, for batches of a fixed number of rows."""
         train = self._recipe.train
         return batch_positions(
             train.order_seed, step, self._batch, len(self._rows),
@@ -158,22 +161,22 @@ class RowFeed(Feed):
 
 
 class SequenceFeed(RowFeed):
-    """Prepared sequences, each a sample."""
+    """Feed of prepared sequences, with one sample for each sequence."""
 
     _rows: Sequences
 
     def samples(self, step: int) -> tuple[list[Sample], dict[str, float]]:
-        """Return the rows of this step."""
+        """Return the sequences of train step `step` as samples, and metrics about them."""
         if self._balanced:
             batches = enumerate(self._balanced.micro_batches(step))
-            found = [sequence_sample(self._rows, i, micro_batch=number) for number, batch in batches for i in batch]
+            samples = [sequence_sample(self._rows, i, micro_batch=number) for number, batch in batches for i in batch]
         else:
-            found = [sequence_sample(self._rows, int(i)) for i in self.positions(step)]
-        return found, self._epoch(step)
+            samples = [sequence_sample(self._rows, int(i)) for i in self.positions(step)]
+        return samples, self._epoch(step)
 
 
 class PairFeed(RowFeed):
-    """Prepared pairs: of each the chosen sample and behind it the rejected one, in the same micro-batch."""
+    """Feed of prepared pairs: the chosen sample, then the rejected one, in the same micro-batch."""
 
     _rows: Pairs
 
@@ -181,27 +184,31 @@ class PairFeed(RowFeed):
         super().__init__(pairs, recipe)
         self._lengths = _pair_lengths(pairs, is_packed=False)
         self.reference: np.ndarray | None = None
-        """Log-probability of each chosen and rejected response; None: there is no reference policy."""
+        """Log-probabilities of the chosen and the rejected response of each pair under the reference policy, or
+        None."""
 
     @property
     def trained(self) -> np.ndarray:
-        """Return the pairs that any step trains on, in the order of the file."""
+        """Return the sorted numbers of the pairs that at least one train step uses."""
         steps = range(self.total_steps or 0)
         return np.unique([i for step in steps for batch in self._micro_batches(step) for i in batch])
 
     def samples(self, step: int) -> tuple[list[Sample], dict[str, float]]:
-        """Return the pairs of this step."""
-        found = [
+        """Return the samples of the pairs of train step `step`, and metrics about them."""
+        samples = [
             sample
             for number, batch in enumerate(self._micro_batches(step))
             for i in batch
             for sample in pair_samples(self._rows, i, self.reference, micro_batch=number)
         ]
-        return found, self._epoch(step)
+        return samples, self._epoch(step)
 
     def _micro_batches(self, step: int) -> list[list[int]]:
-        """Return pairs of like length together, in micro-batches small enough that each data-parallel rank gets one;
-        pairs with images apart from others."""
+        """Return the pairs of a step in micro-batches of similar length.
+
+        Each micro-batch is small enough that every data-parallel rank gets one. All pairs of one have as many images
+        each.
+        """
         if self._balanced:
             return self._balanced.micro_batches(step)
         policy, mesh = self._recipe.train.train_policy, self._recipe.policy.parallelism
@@ -209,15 +216,15 @@ class PairFeed(RowFeed):
         num_ranks = mesh.dp_replicate_size * abs(mesh.dp_shard_size)
         size = min(policy.mini_batch, -(-len(ordered) // num_ranks))
         num_images = self._rows.chosen.num_images
-        alike = [[i for i in ordered if num_images[i] == count] for count in np.unique(num_images[ordered])]
-        return [rows[start : start + size] for rows in alike for start in range(0, len(rows), size)]
+        groups = [[i for i in ordered if num_images[i] == count] for count in np.unique(num_images[ordered])]
+        return [rows[start : start + size] for rows in groups for start in range(0, len(rows), size)]
 
 
 class MediaFeed(RowFeed):
-    """Prepared images or clips, each a sample at a noise level that is drawn for it at each step.
+    """Feed of prepared images or clips, each at a noise level that is drawn anew for each step.
 
-    Reading a row of a large pipeline and drawing its noise takes milliseconds: a thread does it for the next step while
-    this one is trained.
+    Reading a row and drawing its noise takes milliseconds for large latents, so a thread prefetches the next step while
+    the current one is trained.
     """
 
     _rows: MediaRows
@@ -229,12 +236,12 @@ class MediaFeed(RowFeed):
         self._ahead: tuple[int, Future[list[FlowSample]]] | None = None
 
     def samples(self, step: int) -> tuple[list[FlowSample], dict[str, float]]:
-        """Return the rows of this step, with their noise."""
-        ahead, self._ahead = self._ahead, None
-        found = ahead[1].result() if ahead and ahead[0] == step else self._drawn(step)
+        """Return the images or clips of train step `step`, with their noise, and metrics about them."""
+        prefetched, self._ahead = self._ahead, None
+        samples = prefetched[1].result() if prefetched and prefetched[0] == step else self._drawn(step)
         if step + 1 != self.total_steps:
             self._ahead = step + 1, self._thread.submit(self._drawn, step + 1)
-        return found, self._epoch(step)
+        return samples, self._epoch(step)
 
     def _drawn(self, step: int) -> list[FlowSample]:
         seed = self._recipe.train.order_seed
@@ -242,10 +249,10 @@ class MediaFeed(RowFeed):
 
 
 def sft_rows(rows: Sequences, recipe: Recipe) -> Callable[[int], Update]:
-    """Return what gives the data term of an optimizer step: rows in an order of their own, a function of the seed.
+    """Return a function that builds the data term of an optimizer step from rows in a seeded order of their own.
 
     Raises:
-        DataError: there are fewer rows than a step has.
+        DataError: there are fewer rows than one optimizer step needs.
     """
     train, term = recipe.train, recipe.train.train_policy.real_rows
     assert term is not None
@@ -265,18 +272,19 @@ def sft_rows(rows: Sequences, recipe: Recipe) -> Callable[[int], Update]:
 
 
 def draws_of(rows: MediaRows, recipe: Recipe, adapter: Any) -> Draws:
-    """Return how noise levels and the rest are drawn for rows that a diffusion model learns."""
+    """Return the generator of noise levels, noise and dropped captions for the rows that a diffusion model trains
+    on."""
     family = adapter.family
     return Draws(recipe.policy.diffusers, family.dropped_text(rows.null_text), family.train_shift, family.max_given)
 
 
 def held_out_sample(rows: MediaRows, i: int, draws: Draws) -> FlowSample:
-    """Return row `i` with the same noise and level whenever it is asked for, and with its prompt."""
+    """Return row `i` with its caption, and with noise and a noise level that are the same at every call."""
     return draws.sample(rows[i], seed_of(_HELD_OUT, i), dropout=0.0)
 
 
 def sequence_sample(rows: Sequences, i: int, micro_batch: int | None = None) -> Sample:
-    """Return prepared sequence `i` as a sample, whose reward is its label, if it has one."""
+    """Return prepared sequence `i` as a sample; its reward is the row's label, or 0 without labels."""
     reward = 0.0 if rows.labels is None else float(rows.labels[i])
     return Sample(*rows[i], reward=reward, images=rows.images(i), micro_batch=micro_batch)
 
@@ -284,9 +292,12 @@ def sequence_sample(rows: Sequences, i: int, micro_batch: int | None = None) -> 
 def pair_samples(
     pairs: Pairs, i: int, reference: np.ndarray | None, micro_batch: int | None = None
 ) -> tuple[Sample, Sample]:
-    """Return the chosen and the rejected sample of prepared pair `i`; `reference`: the log-probabilities of all."""
+    """Return the chosen and the rejected sample of prepared pair `i`.
+
+    `reference` holds the log-probabilities of all pairs under the reference policy, shape (pairs, 2).
+    """
     chosen, rejected = (0.0, 0.0) if reference is None else reference[i].tolist()
-    images = pairs.chosen.images(i)  # the prompt shows them, which both begin with
+    images = pairs.chosen.images(i)  # the images are in the prompt, which both responses share
     return (
         Sample(*pairs.chosen[i], reference_logprob=chosen, images=images, micro_batch=micro_batch),
         Sample(*pairs.rejected[i], reference_logprob=rejected, images=images, micro_batch=micro_batch),

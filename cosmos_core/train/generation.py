@@ -1,4 +1,4 @@
-"""What a stage generates with: the rollout engine, the publisher of its weights, the rewards."""
+"""The rollout engine of a stage, the publisher of its weights, and its rewards."""
 
 from __future__ import annotations
 
@@ -43,17 +43,18 @@ _ALL_WEIGHTS: tuple[WeightFormat, ...] = ("checkpoint", "module")
 
 
 class Generation:
-    """Engine and rewards of a stage, each opened when it is first asked for and closed with the stack."""
+    """Engine and rewards of a stage, each opened at its first use and closed with the exit stack."""
 
     def __init__(self, stage: Stage, trainer: Trainer, stack: ExitStack) -> None:
         self._stage, self._trainer, self._stack = stage, trainer, stack
         self._scores: dict[Hashable, ScoreGroups] = {}
         self._newest = 0
-        """The version that was sent last."""
+        """Version of the weights that were published last."""
 
     @cached_property
     def engine(self) -> Engine:
-        """Return the rollout engine, with the weights of the stage's model; a `Fleet` where they are apart."""
+        """Return the rollout engine, which starts with the weights of the stage's model; a `Fleet` if engines are
+        disaggregated."""
         stage, adapter = self._stage, self._trainer.adapter
         stage.progress.phase("load")
         engine: Engine
@@ -76,7 +77,7 @@ class Generation:
 
     @property
     def fleet(self) -> Fleet:
-        """Return the engines that are apart."""
+        """Return the engine as a `Fleet`; only valid if the engines are disaggregated."""
         assert isinstance(self.engine, Fleet)
         return self.engine
 
@@ -95,8 +96,11 @@ class Generation:
 
     @property
     def _transfer_dtype(self) -> torch.dtype | None:
-        """Return what weights are cast to on their way; None: nothing. vLLM holds them in `param_dtype`: wider ones
-        would be more bytes, and the same bits there. The factors of an adapter are scaled first, in float32."""
+        """Return the dtype that weights are cast to before they are sent; None: no cast.
+
+        vLLM holds weights in `param_dtype`: wider ones would take more bytes and become the same bits. The factors of
+        an adapter are not cast, because they are first scaled in float32.
+        """
         recipe, chosen = self._stage.recipe, transfer_dtype_of(self._stage.recipe.train)
         holds_narrower = recipe.rollout.backend == "vllm" and self.engine.weight_format == "checkpoint"
         if chosen is None and holds_narrower and recipe.train.master_dtype == "float32" != recipe.train.param_dtype:
@@ -104,17 +108,19 @@ class Generation:
         return chosen
 
     def publish(self, version: int) -> dict[str, float]:
-        """Send the present weights to the engine as `version`; return metrics."""
+        """Send the current weights to the engine as version `version`, and return metrics."""
         self._newest = version
         return self._publisher.publish(version)
 
     def score(self, weights: Rewards, max_tokens: int | None = None) -> ScoreGroups:
-        """Return what scores groups by these rewards, when all ranks ask together; see `score_here`."""
+        """Return a function that scores groups by these rewards and that all ranks call together; see `score_here`."""
         return shared(self.score_here(weights, max_tokens))
 
     def score_here(self, weights: Rewards, max_tokens: int | None = None) -> ScoreGroups:
-        """Return what scores groups by these rewards on the first rank; `max_tokens`: the most that a completion may
-        have, None: as in training."""
+        """Return a function that scores groups by these rewards on the first rank.
+
+        `max_tokens`: maximum length of a completion; None: as in training.
+        """
         most = max_tokens or self._stage.recipe.rollout.max_response_length
         key = (tuple(weights.items()), most) if isinstance(weights, dict) else weights
         if key not in self._scores:
@@ -122,11 +128,11 @@ class Generation:
         return self._scores[key]
 
     def close_with(self, close: Callable[[], None]) -> None:
-        """Have something closed before what it generates and scores with."""
+        """Register a function that runs before the engine and the rewards are closed."""
         self._stack.callback(close)
 
     def resync(self, version: int) -> dict[str, float]:
-        """Send the present weights, as `version`, to the engines of a fleet that have none, and probe them."""
+        """Send the current weights, as version `version`, to the engines of a fleet that have none, and probe them."""
         with self.fleet.only_new():
             return self._publisher.publish(version)
 
@@ -137,7 +143,7 @@ class Generation:
 
 
 def transfer_dtype_of(train: TrainConfig) -> torch.dtype | None:
-    """Return what weights are cast to on their way to an engine; None: they travel as they are trained."""
+    """Return the dtype that weights are cast to before they are sent to an engine; None: they are sent as trained."""
     return None if train.transfer_dtype in (None, train.master_dtype) else getattr(torch, train.transfer_dtype)
 
 
@@ -170,7 +176,7 @@ def _fleet(stage: Stage) -> Fleet:
 
 
 def open_replica(path: Path) -> Replica:
-    """Open the engine of the stage in `path`, in a process of its own."""
+    """Open the engine of the stage in `path` in a separate process, without the trainer's weights."""
     return Replica(partial(_open_apart, path))
 
 
@@ -185,7 +191,7 @@ def _open_apart(path: Path) -> Engine:
             stage.model, revision=policy.model_revision, dtype=getattr(torch, stage.recipe.train.master_dtype)
         )
     if stage.kind.trains:
-        choose_trained(model, policy)  # an engine that has the adapter's shapes gets the adapter alone
+        choose_trained(model, policy)  # with the adapter's shapes known, only the adapter needs to be sent
     if generation := load_generation_config(stage.model, policy.model_revision):
         model.generation_config = generation
     return make_engine(_settings(stage, model, tokenizer, open_vision(stage), is_apart=True))

@@ -1,4 +1,4 @@
-"""The user's own functions at points of a training: `[train.hooks]`."""
+"""User-defined functions that are called at fixed points of a training: `[train.hooks]`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Hooks:
     """The hooks of a stage's recipe.
 
     Raises:
-        ConfigError: one does not exist, or raised.
-        StageFailed: one raised what may be gone at the next attempt.
+        ConfigError: a hook does not exist, or it raised an error.
+        StageFailed: a hook raised a transient error.
     """
 
     def __init__(self, stage: Stage) -> None:
@@ -24,7 +24,7 @@ class Hooks:
         self._functions = {key: import_user_code(name) for key, name in named.items()}
 
     def __call__(self, key: str, **data: Any) -> None:
-        """Call the hook of that name, where there is one."""
+        """Call the hook named `key`, if the recipe sets it."""
         if (function := self._functions.get(key)) is None:
             return
         try:

@@ -21,11 +21,11 @@ logger = logging.getLogger(__name__)
 _DIFFERENCE, _LAG = "rollout/logprob_difference_mean", "rollout/version_lag"
 _NOT_FINITE = "rollout/tokens_not_finite"
 _OUTDATED = 1.0
-"""Nats per token between weights some steps apart that training does not explain; a wrong tensor costs more."""
+"""Tolerance in nats per token between weights of different steps; a wrong tensor causes larger differences."""
 
 
 class LogprobDrift:
-    """Compares the log-probabilities that engines and trainer compute for the completions of a train step."""
+    """Check that compares the log-probabilities of engines and trainer for the completions of a train step."""
 
     def __init__(
         self,
@@ -35,17 +35,24 @@ class LogprobDrift:
         *,
         stops: bool = False,
     ) -> None:
-        """`dtype`: what engines compute in; `transfer_dtype`: what weights are cast to on their way, None: nothing;
-        `sampling`: how completions are drawn, None: from the policy; `stops`: an alarm ends the stage."""
+        """Set the tolerance.
+
+        Args:
+            dtype: the dtype that engines compute in.
+            transfer_dtype: the dtype that weights are cast to before they are sent; None: no cast.
+            sampling: the sampling settings of completions; None: unmodified samples of the policy.
+            stops: whether an alarm ends the stage.
+        """
         self._stops = stops
         self._tolerance = tolerance_of(dtype, transfer_dtype) + (_by_sampling(sampling) if sampling else 0.0)
         self._is_told = False
 
     def check(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return `watch/alarm`, 1 if they differ by more than rounding explains; no metric if none were compared.
+        """Return `watch/alarm`: 1 if the log-probabilities differ by more than the tolerance; empty if none were
+        compared.
 
         Raises:
-            StageFailed: they do, and an alarm ends the stage.
+            StageFailed: they differ and an alarm ends the stage.
         """
         difference = math.nan if metrics.get(_NOT_FINITE) else metrics.get(_DIFFERENCE)
         if difference is None:
@@ -68,8 +75,10 @@ class LogprobDrift:
 
 
 def _by_sampling(sampling: Sampling) -> float:
-    """Return by how much the engine's log-probability of a token may be above the policy's because of the way in which
-    it is drawn: by that of the mass that was kept, which only `top_p` bounds."""
+    """Return the bound on how far sampling raises an engine's log-probability of a token above the policy's.
+
+    Renormalizing the kept probability mass raises it by -log of that mass, which only `top_p` bounds.
+    """
     is_bounded = (
         sampling.top_k <= 0
         and sampling.repetition_penalty == 1

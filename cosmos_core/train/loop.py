@@ -1,8 +1,8 @@
-"""The loop. The first file to read: a feed gives samples, an algorithm turns them into updates, a trainer applies them.
+"""The training loop: a feed returns samples, an algorithm turns them into updates, and a trainer applies the updates.
 
-It does not know which algorithm runs, where samples come from, or what the model is. Everything that a step needs is
-a function of the step number and of what a checkpoint holds, so a run that was killed anywhere and resumed ends with
-the same bits as one that was not.
+Start reading here. The loop depends neither on the algorithm, nor on the source of the samples, nor on the model.
+Everything that a step needs is a function of the step number and of the checkpoint's contents, so a run that is killed
+and resumed ends with the same bits as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from cosmos_core.train.validation_apart import Ended, ValidationApart
 from cosmos_core.types import JsonValue
 
 Measure = Callable[[int], dict[str, float]]
-"""Held-out metrics after that many steps, named `validation/...`."""
+"""Returns the held-out metrics, named `validation/...`, after the given number of train steps."""
 
 
 @dataclass
 class Loop:
-    """One training, from whatever step its newest checkpoint is at to its last."""
+    """One training, from the step of its newest checkpoint to its last step."""
 
     stage: Stage
     trainer: Trainer
@@ -46,35 +46,38 @@ class Loop:
     algorithm: Algorithm
     checkpointer: Checkpointer
     publish: Callable[[int], dict[str, float]] = lambda step: {}
-    """Sends the weights of the policy at step N to whoever generates; returns metrics about it."""
+    """Sends the weights of train step N to the engines that generate; returns metrics about the transfer."""
     publish_every: int = 1
-    """Train steps between two of them; a training that begins or goes on begins with one."""
+    """Number of train steps between two calls of `publish`, which is also called when a training starts or resumes."""
     measure: Measure | None = None
-    """None: no validation during training."""
+    """Computes held-out metrics; None: no validation during training."""
     apart: ValidationApart | None = None
-    """Measures while the training goes on, in the place of `measure` but for the first and the last time."""
+    """Validates while the training continues; replaces `measure` except for the first and the last validation."""
     average: MovingAverage | None = None
-    """What is measured and, in the end, left in the model; None: the weights themselves."""
+    """Moving average that is validated and finally copied into the model; None: the weights themselves are used."""
     watch: Callable[[int, dict[str, float]], dict[str, float]] = lambda step, metrics: {}
-    """Judges the metrics of a train step, such as whether engines agree with the trainer; returns metrics about it."""
+    """Checks the metrics of a train step, for example the drift between engines and trainer; returns metrics about
+    it."""
     utilization: Utilization | None = None
-    """Counts the share of the devices' rate that train steps reach; None: not reported."""
+    """Measures the model FLOPs utilization of train steps; None: it is not reported."""
     begin_from: Path | None = None
-    """The folder `.../step_N/policy` of another run, for a training that has no checkpoint of its own yet."""
+    """The folder `.../step_N/policy` of another run, from which a training without a checkpoint starts."""
     best: Best | None = None
-    """The best step by validation; None: none was validated yet."""
+    """The best step by validation; None if no step was validated yet."""
     step: int = 0
-    """Train steps that are complete."""
+    """Number of completed train steps."""
     _num_updates: int = 0
-    """Optimizer steps taken, of which a train step may have several."""
+    """Number of optimizer steps taken; a train step may have several."""
     _hooks: Hooks = field(init=False)
     _measured_at: int = -1
-    """The newest step that was validated, or that another run has left behind; -1: none."""
+    """The newest step that was validated, or the step of an adopted checkpoint; -1 if there is neither."""
     _is_held: bool = False
-    """Weights were not published, because engines still measure those of another step."""
+    """Whether publishing was postponed because engines still validate the weights of another step."""
     _last: dict[str, float] = field(default_factory=dict)
-    """Metrics of the newest step, `..._max` of all steps; in every checkpoint, so that a run killed after its last
-    step reports the same."""
+    """Metrics of the newest step, and maxima over all steps for names that end in `_max`.
+
+    Every checkpoint has them, so that a run that is killed after its last step reports the same metrics.
+    """
 
     def __post_init__(self) -> None:
         self._hooks = Hooks(self.stage)
@@ -82,10 +85,10 @@ class Loop:
             self.apart.on_end = self._validated
 
     def run(self) -> dict[str, float]:
-        """Train to the end; return the metrics of the last step and its validation, of all steps for `..._max`.
+        """Train to the end, and return the metrics of the last step and its validation, with `..._max` over all steps.
 
         Raises:
-            Preempted: a signal asked to stop.
+            Preempted: a signal requested a stop.
         """
         self.trainer.adapter.prove()
         hooks, (start, is_unmeasured) = self._hooks, self._restore()
@@ -99,10 +102,10 @@ class Loop:
             self._log(0, self._measured(0))
         with StepProfiler(self.stage, start) as profiler:
             self._train(profiler)
-        is_told = self._settle()
-        is_told = self._measure_last() or is_told
+        has_new_metrics = self._settle()
+        has_new_metrics = self._measure_last() or has_new_metrics
         self.checkpointer.wait()
-        if is_told or self.checkpointer.latest() != self.step:
+        if has_new_metrics or self.checkpointer.latest() != self.step:
             self._save()
             self.checkpointer.wait()
         if self.average:
@@ -111,7 +114,7 @@ class Loop:
         return self._last
 
     def _train(self, profiler: StepProfiler) -> None:
-        """Take the steps that are left, measuring and saving as the recipe asks."""
+        """Take the remaining train steps; validate and save at the steps that the recipe sets."""
         train, validation = self.stage.recipe.train, self.stage.recipe.validation
         save_freq = max(0, train.ckpt.save_freq_in_epoch) * self.feed.steps_per_epoch or train.ckpt.save_freq
         while (metrics := self._next()) is not None:
@@ -120,9 +123,9 @@ class Loop:
             is_due = self.measure is not None and (self.step % validation.freq == 0 or is_last)
             saves = self.step % save_freq == 0
             if (is_due or saves) and self._settle():
-                best_before = self.best  # what a checkpoint has is known when it is saved
+                best_before = self.best  # the best step so far is known before this step's checkpoint is saved
             if is_due and self.apart and not is_last:
-                saves = True  # it may be the best, which will be known when its weights are gone
+                saves = True  # save now: it may prove best after the weights have changed
             elif is_due:
                 measured = self._measured(self.step, metrics)
                 metrics |= measured
@@ -134,7 +137,7 @@ class Loop:
                 self._save()
 
     def _next(self) -> dict[str, float] | None:
-        """Take one train step and publish its weights; return its metrics, None: the data has ended."""
+        """Take one train step, publish its weights and return its metrics; None if the data has ended."""
         began = time.perf_counter()
         try:
             check_stop(self.stage)
@@ -151,7 +154,7 @@ class Loop:
         return metrics
 
     def _published(self) -> dict[str, float]:
-        """Publish the present weights, unless engines still measure others."""
+        """Publish the current weights, unless engines still validate those of another step; return metrics."""
         self._is_held = False
         if self.apart is not None:
             self.apart.check()
@@ -159,7 +162,7 @@ class Loop:
         return {} if self._is_held else self.publish(self.step)
 
     def _begin_validation(self) -> None:
-        """Have the present weights measured while the training goes on."""
+        """Start a validation of the current weights that runs while the training continues."""
         assert self.apart is not None
         self._hooks("pre_validation_hook", current_step=self.step)
         if self.step % self.publish_every:
@@ -167,7 +170,7 @@ class Loop:
         self.apart.begin(self.step)
 
     def _validated(self, ended: Ended) -> None:
-        """Take what was measured of an earlier step."""
+        """Record the metrics of a validation that ended, and publish the current weights if that was postponed."""
         self._hooks("post_validation_hook", current_step=ended.step, **ended.metrics)
         self.best, self._measured_at = best_of(self.best, ended.step, ended.metrics), ended.step
         self._last |= ended.metrics
@@ -177,7 +180,7 @@ class Loop:
             self.publish(self.step)
 
     def _settle(self) -> bool:
-        """Wait for the validation of an earlier step; return whether there was one."""
+        """Wait for the validation that is running, if any, and return whether there was one."""
         if self.apart is None or self.apart.step is None:
             return False
         self.stage.progress.phase("validate")
@@ -188,10 +191,11 @@ class Loop:
         return True
 
     def _measure_last(self) -> bool:
-        """Validate the last step where the data ended before anybody could know that it was; return whether it did."""
+        """Validate the last step if its validation is missing because the data ended unexpectedly; return whether it
+        did."""
         if self.measure is None or self.step == 0 or self._measured_at == self.step:
             return False
-        self.publish(self.step)  # the engine may have given up its weights for those of a step that never came
+        self.publish(self.step)  # the engine may not hold these weights: it prepared for a step that never came
         measured = self._measured(self.step)
         self.best = best_of(self.best, self.step, measured)
         self._last |= measured
@@ -200,13 +204,13 @@ class Loop:
 
     def _step(self) -> dict[str, float] | None:
         learning_rates = self.trainer.set_learning_rate(self.step, self.feed.total_steps)
-        given = self.feed.next()
-        if given is None:
+        batch = self.feed.next()
+        if batch is None:
             return None
-        samples, metrics = given
+        samples, metrics = batch
         self._hooks("pre_training_step_hook", current_step=self.step + 1, total_steps=self.feed.total_steps)
         self.stage.progress.phase("step")
-        began, compiled = time.perf_counter(), self.stage.progress.compile_seconds
+        start, compiled = time.perf_counter(), self.stage.progress.compile_seconds
         updates = []
         for update in self.algorithm.updates(samples, self.trainer) if samples else ():
             updates.append(self.trainer.update(update))
@@ -215,11 +219,11 @@ class Loop:
                 self.average.update(self._num_updates)
             if self.utilization:
                 self.utilization.add(update)
-        self.trainer.drop_gradients()  # an engine may need their memory now
+        self.trainer.drop_gradients()  # a colocated engine may need the memory
         metrics |= _over_updates(updates)
         metrics |= self.watch(self.step + 1, metrics)
         compiling = self.stage.progress.compile_seconds - compiled
-        seconds = time.perf_counter() - began - compiling
+        seconds = time.perf_counter() - start - compiling
         if self.utilization:
             metrics["throughput/mfu"] = self.utilization.reached(seconds)
         num_tokens = sum(self.trainer.adapter.cost(sample) for sample in samples)
@@ -232,13 +236,16 @@ class Loop:
         }
 
     def _preempted(self) -> Preempted:
-        """Save, where the recipe asks for it: nothing of the next step has changed a weight."""
+        """Save a checkpoint if the recipe asks for one on exit, and return the error to raise.
+
+        No weight has changed since the last completed step.
+        """
         done = f"stopped after step {self.step} of {self.feed.total_steps or 'an unknown number'}"
         if not (self.stage.recipe.train.save_ckpt_at_exit and self.step > 0):
             return Preempted(f"{done}; nothing saved")
         self.checkpointer.wait()
         if self.apart and self.apart.step is not None and self.apart.step != self.step:
-            saved = self.checkpointer.latest()  # of the step that is being measured, to be measured again
+            saved = self.checkpointer.latest()  # validated again by the resumed run
             return Preempted(f"{done}, while step {self.apart.step} was validated; the checkpoint is of step {saved}")
         if self.checkpointer.latest() != self.step:
             self._save()
@@ -246,16 +253,15 @@ class Loop:
         return Preempted(f"{done}; checkpoint saved")
 
     def _restore(self) -> tuple[int, bool]:
-        """Continue from the newest whole checkpoint; return its number of steps, and whether its weights were still
-        being measured.
+        """Resume from the newest complete checkpoint; return its step, and whether its validation has to be run again.
 
         Raises:
             ConfigError: the checkpoint of another run has as many steps as this training, or more.
         """
         state, total = self._state(), self.feed.total_steps
-        own = self.checkpointer.load_latest(state) or 0
-        start = own or (load_from(self.begin_from, state) if self.begin_from else 0)
-        if start > own and total is not None and start >= total:
+        own_step = self.checkpointer.load_latest(state) or 0
+        start = own_step or (load_from(self.begin_from, state) if self.begin_from else 0)
+        if start > own_step and total is not None and start >= total:
             raise ConfigError(
                 f"train.resume = '{self.begin_from}' is at step {start} and this training ends at step "
                 f"{total}; raise train.epoch or train.max_num_steps"
@@ -264,20 +270,20 @@ class Loop:
             self.feed.load_state_dict(state.feed or {"step": start})
             self.algorithm.load_state_dict(state.algorithm)
             self._num_updates = int(str(state.extra.get("num_updates", start)))
-            # Last of all set-up: starting an engine draws from and reseeds every generator.
+            # Last step of the setup: starting an engine advances and reseeds every random generator.
             self._restore_rng(start, state.extra["rng"])
-        else:  # opening the model has seeded those of torch
+        else:  # opening the model has seeded the generators of torch
             seed_rng(self.stage.seed, 0, self._data_rank, keeps_torch=True)
         self._measured_at = start
-        if own:
+        if own_step:
             self._last = {str(key): float(value) for key, value in _table(state.extra["metrics"]).items()}
             self.best = Best(**_table(state.extra["best"])) if state.extra.get("best") else None
-            self._measured_at = int(str(state.extra.get("measured_at", own)))
-            self.stage.progress.saved(own)
+            self._measured_at = int(str(state.extra.get("measured_at", own_step)))
+            self.stage.progress.saved(own_step)
         if start:
             self._hooks("load_checkpoint_hook", step=start)
         self.checkpointer.name_best(self._kept)
-        is_unmeasured = bool(own and state.extra.get("is_unmeasured"))
+        is_unmeasured = bool(own_step and state.extra.get("is_unmeasured"))
         self.stage.metrics.cut_back(start, again=PREFIX if is_unmeasured else "")
         self.stage.progress.step(start, total)
         self.step = start
@@ -291,7 +297,7 @@ class Loop:
 
     @property
     def _data_rank(self) -> int:
-        """The number of this rank in seeds: ranks that share a sample draw alike."""
+        """Return the rank's number in random seeds: ranks that share a sample have the same one."""
         mesh = self.trainer.adapter.mesh
         return mesh.data.get_local_rank() if mesh else 0
 
@@ -312,7 +318,7 @@ class Loop:
 
     @property
     def _kept(self) -> Best | None:
-        """The best step, if it was saved for being that."""
+        """Return the best step if checkpoints of best steps are saved, else None."""
         return self.best if self.stage.recipe.train.ckpt.enable_checkpoint else None
 
     def _state(self) -> TrainState:
@@ -325,11 +331,14 @@ class Loop:
         )
 
     def _was_cut_off(self, start: int) -> bool:
-        """Return whether a stop was asked for while the step that the training goes on from was validated."""
+        """Return True if a stop was requested while the step to resume from was being validated."""
         return self.apart is None and self._measured_at < start and start % self.stage.recipe.validation.freq == 0
 
     def _measured(self, step: int, metrics: dict[str, float] | None = None) -> dict[str, float]:
-        """Return what is measured of a step, whose own metrics are told where a stop cuts that off."""
+        """Return the validation metrics of a step.
+
+        If a stop is requested meanwhile, the step's own `metrics` are logged first.
+        """
         assert self.measure is not None
         self.stage.progress.phase("validate")
         began = time.perf_counter()
@@ -363,12 +372,12 @@ class Loop:
 
 
 def _over_updates(updates: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the mean of each metric over the updates of a step, the largest of those that are maxima."""
-    found: dict[str, float] = {}
+    """Return the mean of each metric over the updates of a step; the maximum for names that end in `_max`."""
+    combined: dict[str, float] = {}
     for name in dict.fromkeys(name for metrics in updates for name in metrics):
         values = [metrics[name] for metrics in updates if name in metrics]
-        found[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
-    return found
+        combined[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
+    return combined
 
 
 def _table(value: JsonValue) -> dict[str, Any]:

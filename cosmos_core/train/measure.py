@@ -1,6 +1,6 @@
-"""Held-out metrics: of rows by the algorithm's own measure, of prompts by the rewards of generated completions.
+"""Validation metrics: for rows by the algorithm's own metrics, for prompts by the rewards of generated completions.
 
-Used during training, and by a stage of its own (`validate.py`).
+Used during training and by stages of kind `validate` (`validate.py`).
 """
 
 from __future__ import annotations
@@ -53,15 +53,17 @@ from cosmos_core.train.trainer import Trainer
 from cosmos_core.types import Group, Prompt, Sampling, Score, ScoredGroup
 
 Rewards = dict[str, float] | RemoteRewardConfig
-"""Reward functions with their weights, or what is asked of a reward service."""
+"""Reward functions with their weights, or the rewards of a remote service."""
 
 SAMPLES = "samples.jsonl"
 HELD_OUT_REMEDY = "name validation.dataset, or split some off with train.train_policy.dataset.test_size"
 PREFIX = "validation/"
 _NUM_SAMPLES = 24
 _SEED_STEP = 0
-"""Stands for the step in the seeds of held-out completions: equal ones at each step, so that what differs between two
-validations is the weights."""
+"""Value that replaces the step number in the seeds of held-out completions.
+
+It is the same in all validations, so that two validations differ only in the weights.
+"""
 
 
 def row_metrics(
@@ -72,7 +74,10 @@ def row_metrics(
     recipe: Recipe,
     progress: Progress,
 ) -> dict[str, float]:
-    """Return the algorithm's metrics of all held-out rows; `reference`: of pairs, the log-probabilities of all."""
+    """Return the algorithm's metrics over all held-out rows.
+
+    `reference`: for pairs, the log-probabilities of all pairs under the reference policy.
+    """
     size = recipe.validation.batch_size or recipe.train.train_policy.mini_batch
     is_compared = isinstance(rows, Pairs) or (isinstance(rows, Sequences) and rows.labels is not None)
     rows_per_chunk = CHUNK if is_compared else size
@@ -96,12 +101,12 @@ def row_metrics(
 def completion_metrics(groups: Sequence[ScoredGroup], full_reward: float | None) -> dict[str, float]:
     """Return mean reward, accuracy and length over valid completions, and the mean of each reward function.
 
-    Accuracy is the fraction of completions with the full reward: every reward function gave 1, and a penalty nothing.
-    With several completions of a prompt, `pass@k` estimates without bias how often at least one of k would have it (see
-    `pass_at`). Without a full reward there is neither.
+    Accuracy is the fraction of completions with the full reward, that is, every reward function returned 1 and no
+    penalty applied. With several completions of a prompt, `pass@k` is the unbiased estimate of how often at least one
+    of k completions has the full reward (see `pass_at`). Without a full reward both are omitted.
 
     Raises:
-        RewardError, StageFailed: none has a valid reward.
+        RewardError, StageFailed: no completion has a valid reward.
     """
     values = np.array([s.value for g in groups for s in g.scores if s.value is not None], dtype=np.float64)
     num_completions = sum(len(group.scores) for group in groups)
@@ -110,10 +115,10 @@ def completion_metrics(groups: Sequence[ScoredGroup], full_reward: float | None)
         raise all_invalid(f"all {num_completions} held-out completions have an invalid reward", scores)
     completions = [completion for group in groups for completion in group.group.completions]
     lengths = [completion.num_sampled for completion in completions if completion.drawn is None]
-    right: dict[str, float] = {}
+    correctness: dict[str, float] = {}
     if full_reward is not None:
         accuracy = float((values >= full_reward - 1e-9).mean())
-        right = {"validation/accuracy": accuracy, **_pass_at_each(groups, full_reward)}
+        correctness = {"validation/accuracy": accuracy, **_pass_at_each(groups, full_reward)}
     return {
         **{PREFIX + name.partition("/")[2]: value for name, value in turn_metrics(completions).items()},
         "validation/reward": float(values.mean()),
@@ -121,37 +126,39 @@ def completion_metrics(groups: Sequence[ScoredGroup], full_reward: float | None)
         "validation/invalid": float(num_completions - len(values)),
         **({"validation/length_mean": float(np.mean(lengths))} if lengths else {}),
         "validation/prompts": float(len(groups)),
-        **right,
+        **correctness,
         **{f"validation/reward/{name}": mean for name, mean in reward_means(groups).items()},
     }
 
 
 def _standard_error(groups: Sequence[ScoredGroup]) -> float:
-    """Return that of the mean reward over prompts: completions of one prompt are no independent draws."""
-    means = [np.mean(found) for g in groups if (found := [s.value for s in g.scores if s.value is not None])]
+    """Return the standard error of the mean reward over prompts; completions of one prompt are not independent."""
+    means = [np.mean(values) for g in groups if (values := [s.value for s in g.scores if s.value is not None])]
     return float(np.std(means, ddof=1) / math.sqrt(len(means))) if len(means) > 1 else 0.0
 
 
 def _pass_at_each(groups: Sequence[ScoredGroup], full_reward: float) -> dict[str, float]:
-    """Return pass@k for powers of 2, over the prompts with so many valid completions."""
+    """Return pass@k for powers of 2, each over the prompts with at least k valid completions."""
     valid = [[s.value for s in group.scores if s.value is not None] for group in groups]
     counts = [(len(values), sum(value >= full_reward - 1e-9 for value in values)) for values in valid]
-    most = max(count for count, _ in counts)
-    found = {}
-    for k in (2**i for i in range(1, most.bit_length())):
+    largest = max(count for count, _ in counts)
+    metrics = {}
+    for k in (2**i for i in range(1, largest.bit_length())):
         estimates = [pass_at(k, count, right) for count, right in counts if count >= k]
-        found[f"validation/pass@{k}"] = float(np.mean(estimates))
-    return found
+        metrics[f"validation/pass@{k}"] = float(np.mean(estimates))
+    return metrics
 
 
 def pass_at(k: int, count: int, right: int) -> float:
-    """Return 1 - C(count - right, k) / C(count, k): how likely one of `k` of `count` completions is among those that
-    are right (Chen et al., arXiv 2107.03374, section 2.1)."""
+    """Return the probability that a random choice of `k` of `count` completions has at least one of the `right` ones.
+
+    It is 1 - C(count - right, k) / C(count, k) (Chen et al., arXiv 2107.03374, section 2.1).
+    """
     return 1.0 - math.comb(count - right, k) / math.comb(count, k)
 
 
 class Completions:
-    """Generates and scores completions of held-out prompts."""
+    """Validation by generating and scoring completions of held-out prompts."""
 
     def __init__(self, prompts: Prompts | DrawnPrompts, engine: Engine, score: ScoreGroups, stage: Stage) -> None:
         self._prompts: Sequence[Prompt] = prompts
@@ -161,11 +168,12 @@ class Completions:
         self._is_scored = bool(reward_weights(stage.recipe)) or isinstance(prompts, Prompts)
 
     def measure(self, step: int) -> dict[str, float]:
-        """Return metrics after `step` steps; some completions are added to `samples.jsonl`. Where images are drawn and
-        no reward is asked, they are all that is made, of the first prompts.
+        """Return the validation metrics after `step` train steps, and add some completions to `samples.jsonl`.
+
+        For images without rewards, only the first prompts are completed, for the gallery.
 
         Raises:
-            StopAsked: a signal asked to stop.
+            StopAsked: a signal requested a stop.
         """
         if not self._is_scored:
             self._prompts = self._prompts[: gallery.MOST_PROMPTS]
@@ -174,15 +182,15 @@ class Completions:
         self._engine.wake()
         for start in range(0, len(self._prompts), size):
             self._stage.progress.advance(start, len(self._prompts))
-            made = generate(self._engine, self._prompts[start : start + size], self._sampling, _SEED_STEP)
-            groups += self._score(made)
+            generated = generate(self._engine, self._prompts[start : start + size], self._sampling, _SEED_STEP)
+            groups += self._score(generated)
             check_stop(self._stage)
         self._engine.sleep()
         return self.told(step, groups)
 
     @property
     def asked(self) -> tuple[Sequence[Prompt], Sampling, int]:
-        """Return the prompts, how each is completed, and what stands for the step in their seeds."""
+        """Return the held-out prompts, their sampling settings, and the value that replaces the step in their seeds."""
         return self._prompts, self._sampling, _SEED_STEP
 
     def scored(self, groups: Sequence[Group]) -> list[ScoredGroup]:
@@ -190,23 +198,25 @@ class Completions:
         return self._score(groups)
 
     def told(self, step: int, groups: Sequence[ScoredGroup]) -> dict[str, float]:
-        """Return metrics of scored groups; the first rank adds some of them to `samples.jsonl`."""
+        """Return the metrics of scored groups; the first rank adds some of them to `samples.jsonl`."""
         if is_first():
             with telling_of_full_disk(self._stage.path):
                 add_samples(self._stage.path / SAMPLES, step, groups[:_NUM_SAMPLES], is_scored=self._is_scored)
         if isinstance(self._prompts, Prompts):
             return completion_metrics(groups, self._full)
-        told = {f"{PREFIX}diversity": diversity(groups)} if self._sampling.num_completions > 1 else {}
-        return (completion_metrics(groups, self._full) if self._is_scored else {}) | told
+        diversity_metrics = {f"{PREFIX}diversity": diversity(groups)} if self._sampling.num_completions > 1 else {}
+        return (completion_metrics(groups, self._full) if self._is_scored else {}) | diversity_metrics
 
 
 def add_samples(path: Path, step: int, groups: Sequence[ScoredGroup], *, is_scored: bool = True) -> None:
-    """Put the first completion of each group under `step`, in place of what an interrupted run wrote from there on."""
-    kept = []
+    """Write the first completion of each group under `step`, replacing lines of this and later steps."""
+    lines_to_write = []
     if path.exists():
         lines = json_objects(path.read_text(encoding="utf-8", errors="replace").split("\n"))
-        kept = [json.dumps(line, ensure_ascii=False) for line in lines if has_step(line) and line["step"] < step]
-    drawn = add_drawings(path.parent, step, groups, is_scored=is_scored)
+        lines_to_write = [
+            json.dumps(line, ensure_ascii=False) for line in lines if has_step(line) and line["step"] < step
+        ]
+    media_files = add_drawings(path.parent, step, groups, is_scored=is_scored)
     for index, group in enumerate(groups):
         completion, score = group.group.completions[0], group.scores[0]
         prompt = group.group.prompt
@@ -217,17 +227,17 @@ def add_samples(path: Path, step: int, groups: Sequence[ScoredGroup], *, is_scor
             "completion": completion.text,
             "reward": score.value if is_scored else None,
         }
-        if index < len(drawn):
-            record["media"] = drawn[index]
+        if index < len(media_files):
+            record["media"] = media_files[index]
             record |= {"rewards": [score.value for score in group.scores]} if is_scored else {}
         if completion.turns:
             record["turns"] = [asdict(turn) for turn in completion.turns]
-        kept.append(json.dumps(record, ensure_ascii=False))
-    write_text(path, "".join(line + "\n" for line in kept))
+        lines_to_write.append(json.dumps(record, ensure_ascii=False))
+    write_text(path, "".join(line + "\n" for line in lines_to_write))
 
 
 def add_drawings(stage: Path, step: int, groups: Sequence[ScoredGroup], *, is_scored: bool) -> list[list[str]]:
-    """Write what a diffusion model drew of each prompt, under `step`; return the files of each, none for text."""
+    """Write the images or videos of each prompt under `step`; return the files of each prompt, none for text."""
     rows = [
         [
             gallery.Drawing(scored.group.prompt.text, completion.drawn.pixels.numpy(), score.value, is_scored)
@@ -241,7 +251,8 @@ def add_drawings(stage: Path, step: int, groups: Sequence[ScoredGroup], *, is_sc
 
 
 def validation_sampling(recipe: Recipe) -> Sampling:
-    """Return how held-out completions are drawn: `[validation]`, with `[rollout]` where it is silent."""
+    """Return the sampling settings of held-out completions: `[validation]`, with `[rollout]` for keys that it leaves
+    unset."""
     validation, rollout = recipe.validation, recipe.rollout
     assert recipe.train.seed is not None
     return Sampling(
@@ -257,25 +268,27 @@ def validation_sampling(recipe: Recipe) -> Sampling:
 
 
 def most_tokens(recipe: Recipe) -> int:
-    """Return the most tokens that a held-out completion may have."""
+    """Return the maximum number of tokens in a held-out completion."""
     return recipe.validation.max_response_length or recipe.rollout.max_response_length
 
 
 def trained_rewards(recipe: Recipe) -> Rewards:
-    """Return what scores the completions that are learned from."""
+    """Return the rewards of training completions."""
     policy = recipe.train.train_policy
     return policy.remote_rewards or policy.rewards
 
 
 def reward_weights(recipe: Recipe) -> Rewards:
-    """Return the rewards of validation, or those of training where it names none."""
+    """Return the rewards of validation, or those of training if validation names none."""
     validation = recipe.validation
     return validation.remote_rewards or validation.reward_function or recipe.train.train_policy.held_out_rewards
 
 
 def full_reward(recipe: Recipe) -> float | None:
-    """Return the reward of a held-out completion for which every reward function gives 1, and no penalty is due; None:
-    no reward tells one completion from another."""
+    """Return the reward of a completion for which every reward function returns 1 and no penalty applies.
+
+    None: no reward function distinguishes completions.
+    """
     rewards = reward_weights(recipe)
     if not isinstance(rewards, dict):
         return rewards.full
@@ -285,9 +298,11 @@ def full_reward(recipe: Recipe) -> float | None:
 
 @contextmanager
 def open_rewards(stage: Stage, weights: Rewards, max_tokens: int | None = None) -> Iterator[ScoreGroups]:
-    """Score groups by these rewards, in killable children of the first rank, which alone may ask for it, or by a
-    service; see `shared`. Without any reward every score is 0. `max_tokens`: the most that a completion may have, None:
-    as in training.
+    """Context manager for a function that scores groups by these rewards.
+
+    Reward functions run in killable child processes of the first rank, and remote rewards in a service. Only the first
+    rank may call the function; see `shared`. Without rewards every score is 0. `max_tokens`: maximum length of a
+    completion; None: as in training.
 
     Raises:
         RewardError: a reward cannot be loaded, or the environment names no service.
@@ -319,11 +334,11 @@ def _no_groups(groups: Sequence[Group]) -> list[ScoredGroup]:
 
 
 def shared(score: ScoreGroups) -> ScoreGroups:
-    """Return what gives all ranks the scores of the first, when all ask together about the same groups."""
+    """Return a function that scores groups on the first rank and broadcasts the scores; all ranks call it together."""
 
     def scored(groups: Sequence[Group]) -> list[ScoredGroup]:
-        found = broadcast_object([each.scores for each in score(groups)] if is_first() else [])
-        return [ScoredGroup(group, scores) for group, scores in zip(groups, found, strict=True)]
+        all_scores = broadcast_object([each.scores for each in score(groups)] if is_first() else [])
+        return [ScoredGroup(group, scores) for group, scores in zip(groups, all_scores, strict=True)]
 
     return scored
 
@@ -332,7 +347,7 @@ def held_out(folder: Path) -> Prompts | Pairs | Sequences | MediaRows | DrawnPro
     """Return the held-out rows of prepared data.
 
     Raises:
-        DataError: there are none.
+        DataError: no rows are held out.
     """
     if not has_split(folder, "validation"):
         raise DataError(f"{folder} has no held-out rows; {HELD_OUT_REMEDY}")
@@ -349,7 +364,8 @@ def held_out(folder: Path) -> Prompts | Pairs | Sequences | MediaRows | DrawnPro
 
 
 def learned_held_out(folder: Path) -> Sequences | None:
-    """Return held-out rows as they would be learned, where others complete them as prompts; None: there are none."""
+    """Return held-out rows with their trained responses, if the validation split holds only prompts; None: there are
+    none."""
     return open_sequences(folder, LEARNED_HELD_OUT) if has_split(folder, LEARNED_HELD_OUT) else None
 
 
@@ -357,7 +373,7 @@ def prepared_folder(stage: Stage) -> Path:
     """Return the folder of the prepared rows.
 
     Raises:
-        DataError: no prepare stage is named.
+        DataError: the stage names no prepare stage.
     """
     if stage.data is None:
         raise DataError(f'stage {stage.name!r} has no prepared data; name a prepare stage with data = "stage:NAME"')

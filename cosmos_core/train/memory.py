@@ -1,8 +1,8 @@
-"""Memory of one optimizer step: the trainer's own update, run on tensors that have shapes but no data.
+"""Memory of one optimizer step, traced by running the trainer's update on tensors that have shapes but no data.
 
-FakeTensorMode is the meta device with a pretended one: PyTorch chooses the kernels, autograd keeps the tensors and
-autocast casts the weights as they would on a CPU, and nothing is computed. Every storage is followed from its
-allocation to its end. Left out: scratch space inside a kernel, fragments of an allocator, `train.compile`.
+FakeTensorMode combines meta tensors with a pretended device. PyTorch selects kernels, autograd saves tensors and
+autocast casts weights as on a CPU, but nothing is computed. Each storage is tracked from allocation to release. Not
+included: scratch space inside kernels, fragmentation of the allocator, `train.compile`.
 """
 
 from __future__ import annotations
@@ -31,24 +31,25 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes alive at the peak of a step; the parts add up to it."""
+    """Bytes in use at the peak of a train step, by their use."""
 
     weights: int
-    """Parameters and buffers in `master_dtype`, tied ones once."""
+    """Parameters and buffers in `master_dtype`; tied ones count once."""
     gradients: int
     optimizer: int
     reference: int
-    """Named weights of the algorithm, such as the reference policy of a KL penalty: a copy of what is trained."""
+    """Copies of the trained parameters that the algorithm needs, such as the reference policy of a KL penalty."""
     casts: int | None
-    """Copies of weights in `param_dtype` that autocast made and autograd keeps; None: unknown, with activations."""
+    """Copies of weights in `param_dtype` that autocast makes and autograd keeps; None if unknown, as for
+    `activations`."""
     activations: int | None
-    """What autograd keeps beside these, and everything short-lived: logits, their gradient, the optimizer's terms."""
+    """Other tensors that autograd saves, and temporary ones: logits, their gradient, intermediates of the optimizer."""
     average: int = 0
     """The moving average of the trained weights."""
 
     @property
     def total(self) -> int:
-        """Return the peak; without activations where they are unknown."""
+        """Return the sum of all parts; unknown parts count as 0."""
         return (
             self.weights
             + self.gradients
@@ -61,8 +62,10 @@ class Memory:
 
 
 def held_memory(model: PreTrainedModel, num_named: int) -> Memory:
-    """Return what a step holds whatever it computes, with both moments of Adam and `num_named` copies of what is
-    trained; activations unknown."""
+    """Return the memory that a step needs without activations, which stay unknown.
+
+    It has both moments of Adam and `num_named` copies of the trained parameters.
+    """
     gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     return Memory(
         weights=_bytes(_state(model)),
@@ -75,22 +78,25 @@ def held_memory(model: PreTrainedModel, num_named: int) -> Memory:
 
 
 def eight_bit_moments(model: PreTrainedModel) -> int:
-    """Bytes of both moments as torchao keeps them: a byte a value with a scale for each 256 and a table of codes; as
-    wide as the weight where there are few values, or they do not divide."""
-    found = 0
+    """Return the bytes of both moments in torchao's 8-bit format.
+
+    Each value has one byte, each block of 256 values a scale, and each parameter a table of codes. Parameters that are
+    small or not divisible into blocks keep moments in their own dtype.
+    """
+    total = 0
     for parameter in model.parameters():
         if parameter.requires_grad:
             count = parameter.numel()
             is_small = count < 4096 or count % 256
-            found += 2 * (parameter.nbytes if is_small else count + 4 * (count // 256) + 4 * 256)
-    return found
+            total += 2 * (parameter.nbytes if is_small else count + 4 * (count // 256) + 4 * 256)
+    return total
 
 
 def step_memory(trainer: Trainer, algorithm: Algorithm, train: TrainConfig, length: int) -> Memory:
-    """Return the peak of a step after the first, every row (each response of a pair) `length` tokens long.
+    """Return the peak memory of a step after the first, for rows (responses of pairs) of `length` tokens.
 
-    To be called under the fake mode that made the model.
-    Two micro-batches where the step has more than one: the second meets the gradients of the first.
+    Call it under the FakeTensorMode that created the model. It runs two micro-batches if the step has more than one,
+    because the second one runs while the gradients of the first exist.
     """
     policy, model = train.train_policy, trainer.adapter.model
     ids, mask = np.zeros(length, np.int64), np.ones(length, np.uint8)
@@ -104,7 +110,7 @@ def step_memory(trainer: Trainer, algorithm: Algorithm, train: TrainConfig, leng
     with live, live.refusing_values_in(model):
         live.hold("weights", _state(model))
         live.hold("reference", [tensor for named in trainer.named.tensors.values() for tensor in named.values()])
-        for parameter in model.parameters():  # those of the step before live until the update drops them
+        for parameter in model.parameters():  # gradients of the previous step exist until the update frees them
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
         live.hold("gradients", _gradients(model))
         for update in algorithm.updates(samples, trainer):
@@ -116,7 +122,7 @@ def step_memory(trainer: Trainer, algorithm: Algorithm, train: TrainConfig, leng
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Follows every storage that an operation returns, and remembers when each began and ended."""
+    """Dispatch mode that records when each storage that an operation returns is allocated and released."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,17 +130,18 @@ class _LiveBytes(TorchDispatchMode):
         self._sizes: list[int] = []
         self._uses: list[str] = []
         self._events: list[tuple[int, int]] = []
-        """Number of a storage, and 1 where it began or -1 where it ended, in order."""
+        """Number of a storage, and 1 for its allocation or -1 for its release, in order of time."""
         self._is_inside_model = False
 
     def hold(self, use: str, tensors: Iterable[Tensor]) -> None:
-        """Count these storages as `use`, now and in all that was remembered of them."""
+        """Attribute the storages of these tensors to `use`, for past and future events."""
         for tensor in tensors:
             self._uses[self._follow(tensor)] = use
 
     @contextmanager
     def refusing_values_in(self, model: PreTrainedModel) -> Iterator[None]:
-        """Let no forward pass of `model` ask for a value: what it would do with it decides about memory."""
+        """Context manager in which forward passes of `model` cannot read tensor values, since they may decide about
+        memory."""
 
         def enter(*_: Any) -> None:
             self._is_inside_model = True
@@ -151,25 +158,25 @@ class _LiveBytes(TorchDispatchMode):
                 hook.remove()
 
     def peak(self) -> Memory:
-        """Return the bytes of each use at the moment of most.
+        """Return the bytes of each use at the moment of peak memory.
 
-        The optimizer's state is there from the start, as in every step but the first.
+        The optimizer's state counts from the start, as in every step but the first.
         """
         optimizer = sum(size for size, use in zip(self._sizes, self._uses, strict=True) if use == "optimizer")
         events = [(self._uses[number], sign * self._sizes[number]) for number, sign in self._events]
         events = [event for event in events if event[0] != "optimizer"]
         sums = np.cumsum([size for _, size in events])
-        found = dict.fromkeys(("weights", "gradients", "reference", "casts", "activations"), 0)
+        totals = dict.fromkeys(("weights", "gradients", "reference", "casts", "activations"), 0)
         for use, size in events[: int(sums.argmax()) + 1]:
-            found[use] += size
-        return Memory(optimizer=optimizer, **found)
+            totals[use] += size
+        return Memory(optimizer=optimizer, **totals)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operation on its tensors without data."""
+        """Run an operation on fake tensors and track the storages of its results."""
         if func is aten._local_scalar_dense.default and not self._is_inside_model:
-            # The loss, the norm and the metrics are asked for their values, which change no memory: each is a finite 1.
+            # The values of the loss, the norm and the metrics do not affect memory: return a finite 1 for each.
             return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
         result = _grouped(*args) if func is aten._grouped_mm.default else func(*args, **(kwargs or {}))
         tree_map_only(Tensor, self._follow, result)
@@ -178,7 +185,7 @@ class _LiveBytes(TorchDispatchMode):
         return result
 
     def _follow(self, tensor: Tensor) -> int:
-        """The number of the tensor's storage."""
+        """Return the number of the tensor's storage, and track the storage if it is new."""
         storage = tensor.untyped_storage()
         if storage not in self._numbers:
             self._numbers[storage] = number = len(self._sizes)
@@ -190,13 +197,14 @@ class _LiveBytes(TorchDispatchMode):
 
 
 def _grouped(left: Tensor, right: Tensor, offsets: Tensor | None = None, *_: Any) -> Tensor:
-    """The experts' product: its own rule for tensors without data knows no dtype but bfloat16."""
+    """Return a tensor with the shape of the experts' grouped product; PyTorch's own rule for meta tensors needs
+    bfloat16."""
     shape = (left.shape[-2], right.shape[-1])
     return left.new_empty((len(offsets), *shape) if left.ndim == right.ndim == 2 and offsets is not None else shape)
 
 
 def _state(model: PreTrainedModel) -> list[Tensor]:
-    """Parameters and buffers, tied ones once."""
+    """Return the parameters and buffers; tied ones once."""
     return [*model.parameters(), *model.buffers()]
 
 

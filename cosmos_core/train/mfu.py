@@ -1,4 +1,4 @@
-"""MFU: the share of the devices' own rate of matrix products that train steps reach; `logging.report_mfu`."""
+"""Model FLOPs utilization (MFU) of train steps, relative to the devices' measured matmul rate; `logging.report_mfu`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from cosmos_core.train.trainer import Trainer
 
 
 class Utilization:
-    """Counts the FLOPs of updates against the rate of all ranks, which is measured when it is made.
+    """Counter of model FLOPs, compared with the matmul rate of all ranks.
 
-    FLOPs are those of the model, all ranks together; passes without a gradient are not counted.
+    The rate is measured when the object is created. Forward passes without a gradient are not counted.
     """
 
     def __init__(self, trainer: Trainer, dtype: str) -> None:
-        """`dtype`: what matrices are multiplied in."""
+        """Measure the matmul rate in `dtype`."""
         adapter = trainer.adapter
         self._cost = adapter.cost
         self._flops = TrainFlops(adapter.whole if adapter.whole is not None else adapter.model)
@@ -25,12 +25,12 @@ class Utilization:
         self._counted = 0.0
 
     def add(self, update: Update) -> None:
-        """Count an update."""
+        """Count the FLOPs of an update and of its data term."""
         for each in (update, update.data):
             if each is not None:
                 self._counted += self._flops.of([self._cost(sample) for sample in each.samples])
 
     def reached(self, seconds: float) -> float:
-        """Return the fraction of the rate that what was counted since the last call reached in that time."""
+        """Return the utilization since the last call, which was `seconds` ago, as a fraction."""
         counted, self._counted = self._counted, 0.0
         return counted / max(1e-9, seconds) / self._rate

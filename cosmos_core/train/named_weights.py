@@ -1,9 +1,9 @@
-"""Weights beside the policy's, by name: the moving average that is exported, the reference policy, a lagged policy.
+"""Named sets of weights besides the policy's: the moving average that is exported, the reference policy, a lagged
+policy.
 
-A set holds what is trained, an adapter or all parameters, each tensor sharded like the policy's own; what is frozen is
-the same in all sets. A set that follows the policy is in float32 whatever the weights are: with a decay of 0.9999 one
-in bfloat16 would not move. `use` exchanges a set with the policy's weights in place, so one model computes under any of
-them.
+A set holds the trained parameters (an adapter or all), each sharded like the policy's parameter; frozen parameters are
+shared by all sets. A set that follows the policy is in float32 in any case: with a decay of 0.9999, a set in bfloat16
+would not move. `use` swaps a set with the policy's weights in place, so one model can compute under any set.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ from cosmos_core.parallel.fsdp import local
 
 
 class NamedWeights:
-    """The sets of one model; a checkpoint holds `tensors`."""
+    """Named sets of weights of one model; a checkpoint saves `tensors`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.tensors: dict[str, dict[str, Tensor]] = {}
-        """Of each set, by the name of their parameter."""
+        """The tensors of each set, by set name and parameter name."""
 
     def add(self, name: str) -> None:
-        """Begin a set with a copy of the policy's weights: one that follows them in float32, others in their dtype."""
+        """Add a set with a copy of the policy's weights, in float32 if the set follows the policy, else in their
+        dtype."""
         dtype = torch.float32 if name in FOLLOWING else None
         self.tensors[name] = {n: weight.to(dtype or weight.dtype, copy=True) for n, weight in self.policy.items()}
 
     def reset(self, name: str) -> None:
-        """Make a set what the policy is now."""
+        """Set a set's weights to the policy's current weights."""
         for n, weight in self.policy.items():
             self.tensors[name][n].copy_(weight)
 
     def equals_policy(self, name: str) -> bool:
-        """Return whether a set is what the policy is now, to the bit; of sharded weights this rank's shards are."""
+        """Return whether a set equals the policy bit by bit; for sharded weights, on this rank's shards."""
         return all(_is_same(weight, self.tensors[name][n]) for n, weight in self.policy.items())
 
     @torch.no_grad()
@@ -49,32 +50,33 @@ class NamedWeights:
 
     @property
     def policy(self) -> dict[str, Tensor]:
-        """Return the policy's weights as they are now: FSDP moves those that were read in parts at its first pass."""
+        """Return the policy's current weights; read anew, because FSDP may move parameters in its first forward
+        pass."""
         return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
     @contextmanager
     def use(self, name: str) -> Iterator[None]:
-        """Let the model compute with a set inside the block.
+        """Context manager in which the model computes with a set of weights.
 
-        Tensors of the policy's dtype are swapped one by one; others are copied, because a cast loses bits.
+        Tensors in the policy's dtype are swapped one by one; others are copied and restored, because a cast loses bits.
         """
         if name == "policy":
             yield
             return
-        kept: dict[str, Tensor] = {}
+        saved: dict[str, Tensor] = {}
         for n, weight in self.policy.items():
             other = self.tensors[name][n]
             if other.dtype == weight.dtype:
                 _exchange(weight, other)
             else:
-                kept[n] = weight.clone()
+                saved[n] = weight.clone()
                 weight.copy_(other)
         try:
             yield
         finally:
             for n, weight in self.policy.items():
-                if n in kept:
-                    weight.copy_(kept[n])
+                if n in saved:
+                    weight.copy_(saved[n])
                 else:
                     _exchange(weight, self.tensors[name][n])
 
@@ -85,9 +87,9 @@ class NamedWeights:
 
 
 def _exchange(one: Tensor, other: Tensor) -> None:
-    kept = one.clone()
+    copy = one.clone()
     one.copy_(other)
-    other.copy_(kept)
+    other.copy_(copy)
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

@@ -1,7 +1,7 @@
-"""The optimizer, the learning-rate schedule and gradient clipping.
+"""Optimizer, learning-rate schedule and gradient clipping.
 
-The learning rate is a pure function of the step, so a checkpoint holds no scheduler and a resumed run cannot
-drift from its schedule. When a step is taken, and what is done about a non-finite gradient, is the loop's business.
+The learning rate is a pure function of the step, so a checkpoint holds no scheduler and a resumed run cannot drift from
+its schedule. The trainer decides when to step and handles non-finite gradients.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cosmos_core.registry import suggestion
 from cosmos_core.train.muon import MuonWithAdamW, hidden_matrices
 
 GLOBAL = "global"
-"""In `optm_lr`, stands for all modules that are not named."""
+"""Key of `optm_lr` for all modules that are not named."""
 
 
 def build_optimizer(
@@ -28,11 +28,11 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer of `[train]` over the parameters that require a gradient, at the peak learning rates.
 
-    Each module path of `optm_lr` has groups of its own. Parameters of one dimension (biases, norms) are apart from
-    the others, without weight decay. `whole`: what `model` is a part of, if it is.
+    Each module path of `optm_lr` has parameter groups of its own. One-dimensional parameters (biases, norms) have
+    separate groups without weight decay. `whole`: the complete model, if `model` is a pipeline stage of it.
 
     Raises:
-        ConfigError: nothing that is trained lies below a module path, or in the model.
+        ConfigError: a module path or the model has no trained parameters.
     """
     rates = _rates(train)
     _check_paths(whole or model, rates)
@@ -40,10 +40,10 @@ def build_optimizer(
     matrices = hidden_matrices(whole or model) if train.optm_name == "Muon" else None
     for path, trained in _parameters_by_path(model, rates).items():
         common = {"lr": rates[path], "initial_lr": rates[path], "path": path}
-        for alike in by_mesh(trained):
+        for same_mesh in by_mesh(trained):
             groups += [
-                {**common, "params": [p for p in alike if p.ndim > 1], "weight_decay": train.optm_weight_decay},
-                {**common, "params": [p for p in alike if p.ndim <= 1], "weight_decay": 0.0},
+                {**common, "params": [p for p in same_mesh if p.ndim > 1], "weight_decay": train.optm_weight_decay},
+                {**common, "params": [p for p in same_mesh if p.ndim <= 1], "weight_decay": 0.0},
             ]
     if matrices is not None:
         groups = [
@@ -63,14 +63,14 @@ def build_optimizer(
 
 
 def learning_rate_factor(step: int, total_steps: int | None, train: TrainConfig) -> float:
-    """Return what the peak learning rate is multiplied with at optimizer step `step` (0-based) of `total_steps`.
+    """Return the factor of the peak learning rate at optimizer step `step` (0-based) of `total_steps`.
 
-    Where the number of steps is unknown the schedule is laid over `max_num_steps`; without that too, a warm-up of so
-    many steps is followed by the peak rate.
+    If the number of steps is unknown, the schedule spans `max_num_steps`. Without `max_num_steps`, the warm-up is
+    followed by the peak rate.
 
-    Warm-up, stable, decay, as in Cosmos-RL (`optm/__init__.py`) with two corrections. Step k of W warm-up steps has
-    start + (1 - start) * (k + 1) / W: there, step 0 has the start factor itself, so with the default of 0 it changes
-    nothing. And a decay that would begin inside the warm-up is shortened to what the warm-up leaves.
+    Warm-up, stable, decay as in Cosmos-RL (`optm/__init__.py`) with two corrections. Step k of W warm-up steps has the
+    factor start + (1 - start) * (k + 1) / W; in Cosmos-RL, step 0 has the start factor, so with the default of 0 it
+    changes no weight. A decay that would begin inside the warm-up is shortened to begin after it.
     """
     warmup_steps = train.optm_warmup_steps
     total_steps = total_steps or train.max_num_steps
@@ -104,11 +104,11 @@ def learning_rate_factor(step: int, total_steps: int | None, train: TrainConfig)
 def set_learning_rate(
     optimizer: torch.optim.Optimizer, step: int, total_steps: int | None, train: TrainConfig
 ) -> dict[str, float]:
-    """Give every group its learning rate of optimizer step `step` (0-based); as metrics, `lr` and `lr/PATH`."""
+    """Set the learning rate of every group for optimizer step `step` (0-based); return metrics `lr` and `lr/PATH`."""
     factor = learning_rate_factor(step, total_steps, train)
     for group in optimizer.param_groups:
         rate = group["initial_lr"] * factor
-        if isinstance(group["lr"], torch.Tensor):  # torchao compiles its step around the tensor
+        if isinstance(group["lr"], torch.Tensor):  # torchao's compiled step reads the rate from the tensor
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
@@ -116,10 +116,10 @@ def set_learning_rate(
 
 
 def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> float:
-    """Scale all gradients so that their global 2-norm is at most `max_norm`; returns the norm before that.
+    """Scale all gradients so that their global 2-norm is at most `max_norm`; return the norm before scaling.
 
-    `max_norm` <= 0 only measures. A norm that is not finite is returned with the gradients as they are: scaling by
-    it would turn one bad value into NaN everywhere, and only the caller can skip the step.
+    With `max_norm` <= 0 the norm is only measured. If the norm is not finite, the gradients stay unchanged: scaling
+    would turn one bad value into NaN everywhere, and only the caller can skip the step.
     """
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
     norm = total_norm(p.grad for p in parameters if p.grad is not None)
@@ -128,13 +128,13 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float) ->
 
 
 def _class(name: str) -> Callable[..., torch.optim.Optimizer]:
-    """In torch, in torchao where the moments have eight bits, or that of `muon`."""
+    """Return the optimizer class: from torch, from torchao for 8-bit moments, or `MuonWithAdamW`."""
     if name == "Muon":
         return MuonWithAdamW
-    found: Callable[..., torch.optim.Optimizer] = getattr(
+    optimizer: Callable[..., torch.optim.Optimizer] = getattr(
         importlib.import_module("torchao.optim" if name.endswith("8bit") else "torch.optim"), name
     )
-    return found
+    return optimizer
 
 
 def _implementation(train: TrainConfig) -> dict[str, bool]:
@@ -144,36 +144,37 @@ def _implementation(train: TrainConfig) -> dict[str, bool]:
 
 
 def forget_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Set all that the optimizer has gathered to 0, the numbers of its steps too."""
+    """Reset the optimizer's moments and step counts to 0."""
     for state in optimizer.state.values():
         for value in state.values():
             if isinstance(value, torch.Tensor):
-                mine = local(value)
-                mine.copy_(torch.zeros(mine.shape, device=mine.device))  # moments in eight bits know no `zero_`
+                shard = local(value)
+                shard.copy_(torch.zeros(shard.shape, device=shard.device))  # 8-bit moments do not implement `zero_`
 
 
 def _rates(train: TrainConfig) -> dict[str, float]:
-    assert not isinstance(train.optm_lr, tuple)  # several model parts are refused by the capability check
+    assert not isinstance(train.optm_lr, tuple)  # the capability check rejects lists of rates
     return train.optm_lr if isinstance(train.optm_lr, dict) else {GLOBAL: train.optm_lr}
 
 
 def _parameters_by_path(model: torch.nn.Module, paths: Mapping[str, float]) -> dict[str, list[torch.nn.Parameter]]:
-    """What is trained, below the deepest of `paths` that leads to it; a tied parameter has several names."""
+    """Return the trained parameters, grouped by the deepest of `paths` above them; a tied parameter has several
+    names."""
     names: dict[torch.nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:
             names.setdefault(parameter, []).append(name)
-    found: dict[str, list[torch.nn.Parameter]] = {GLOBAL: []}
-    for parameter, known in names.items():
-        leading = [path for path in paths if any(f"{name}.".startswith(f"{path}.") for name in known)]
+    groups: dict[str, list[torch.nn.Parameter]] = {GLOBAL: []}
+    for parameter, names_of_parameter in names.items():
+        leading = [path for path in paths if any(f"{name}.".startswith(f"{path}.") for name in names_of_parameter)]
         path = max(leading, key=lambda path: path.count("."), default=GLOBAL)
-        found.setdefault(path, []).append(parameter)
-    return found
+        groups.setdefault(path, []).append(parameter)
+    return groups
 
 
 def _check_paths(model: torch.nn.Module, paths: Mapping[str, float]) -> None:
-    found = _parameters_by_path(model, paths)
-    for path in [path for path in paths if path not in found]:
+    groups = _parameters_by_path(model, paths)
+    for path in [path for path in paths if path not in groups]:
         modules = [name for name, _ in model.named_modules() if name]
         raise ConfigError(
             f"train.optm_lr: no weight is trained with the rate of {path!r}; give the path of a module that is trained"

@@ -1,4 +1,4 @@
-"""Traces of train steps by torch.profiler, where `[profiler]` asks for them: `profile/` in the stage."""
+"""Traces of train steps by torch.profiler, as set in `[profiler]`; written to `profile/` in the stage."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ _NUM_OPERATORS = 20
 
 
 class StepProfiler:
-    """Records the train steps of one rank, once at the beginning or whenever `cosmos profile` asks.
+    """Profiler of one rank's train steps, which records at the start of the training or when `cosmos profile` requests
+    it.
 
-    A context manager whose `step` is called behind each train step.
+    A context manager whose `step` is called after each train step.
     """
 
     def __init__(self, stage: Stage, start: int) -> None:
-        """`start`: train steps that are complete."""
+        """Prepare the profiler; `start` is the number of completed train steps."""
         self._stage, self._config = stage, stage.recipe.profiler.sub_profiler_config
         self._rank = rank_number()
         self._is_on = stage.recipe.profiler.enable_profiler and self._rank in (self._config.rank_filter or (0,))
@@ -42,15 +43,15 @@ class StepProfiler:
             self._profile.stop()
 
     def step(self, step: int) -> None:
-        """Take note of the end of train step `step`."""
+        """Notify the profiler that train step `step` has ended."""
         self._step = step
         if self._profile is not None:
             self._profile.step()
             if step == self._last:
                 self._profile.stop()
                 self._profile = None
-        elif self._is_on and (asked := self._asked_at()) != self._asked:
-            self._asked = asked
+        elif self._is_on and (request_time := self._asked_at()) != self._asked:
+            self._asked = request_time
             self._begin()
 
     def _asked_at(self) -> float:
@@ -79,7 +80,7 @@ class StepProfiler:
 
     def _write(self, found: profile) -> None:
         if (first := self._last - self._config.active_steps + 1) > self._step:
-            return  # the training ended before
+            return  # the training ended before a traced step
         folder = self._stage.path / PROFILES
         folder.mkdir(exist_ok=True)
         name = f"steps_{first}-{self._step}_rank_{self._rank}"
@@ -88,7 +89,7 @@ class StepProfiler:
 
 
 def _longest(found: profile) -> list[dict[str, Any]]:
-    """Return the operators with the longest time of their own, in milliseconds on the device that computes."""
+    """Return the operators with the longest self time, in milliseconds on the device that computes."""
     on_device = torch.cuda.is_available()
     events = found.key_averages()
     rows = [(each.self_device_time_total if on_device else each.self_cpu_time_total, each) for each in events]

@@ -1,9 +1,9 @@
-"""Settings for rows, a model and a machine that no recipe describes yet, each with its reason.
+"""Propose settings of a recipe for rows, a model and a machine, each with its reason.
 
     python -m cosmos_core.train.propose JSON
 
-The program behind `cosmos sft` and its relatives, which write what it prints as a recipe. It reads config.json, up to
-500 rows and the size of the machine's memory; it loads no weights. What it cannot know it leaves to the defaults.
+The program behind `cosmos sft` and its relatives, which write its output as a recipe. It reads config.json, up to 500
+rows and the size of the machine's memory; it loads no weights. It sets only keys for which it has a reason.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ Setting = tuple[str, Any, str]
 
 _NUM_ROWS = 500
 _GIB = 2**30
-_STATE_BYTES = 16  # float32 weights, gradients and both moments of Adam, of each trained weight
-_ROOM = 0.7  # of the memory; the rest is for activations
+_STATE_BYTES = 16  # for each trained weight: the weight, its gradient and both moments of Adam in float32
+_ROOM = 0.7  # fraction of memory for weights and optimizer; the rest is for activations
 _IMAGES = {".png", ".jpg", ".jpeg", ".webp"}
 
 
 class Asked(NamedTuple):
-    """What the command was given; empty: nothing."""
+    """Options of the command; an empty string means that the option is missing."""
 
     method: str
     model: str
@@ -51,20 +51,20 @@ class Asked(NamedTuple):
 
 @dataclass(frozen=True)
 class Machine:
-    """What the training will run on."""
+    """Hardware that the training will run on."""
 
     memory: int
-    """Bytes of one GPU, or what is available of the host's."""
+    """Bytes of memory of one GPU; without a GPU, the available host memory."""
     num_gpus: int
 
     @property
     def name(self) -> str:
-        """Return what a reason calls it."""
+        """Return the description of the machine that reasons contain."""
         return f"{self.memory / _GIB:.0f} GiB {'of a GPU' if self.num_gpus else 'of host memory, no GPU'}"
 
 
 def machine() -> Machine:
-    """Return this machine."""
+    """Return a description of this machine."""
     if torch.cuda.is_available():
         return Machine(torch.cuda.get_device_properties(0).total_memory, torch.cuda.device_count())
     return Machine(psutil.virtual_memory().available, 0)
@@ -74,7 +74,7 @@ def propose(asked: Asked, here: Machine) -> Iterator[Setting]:
     """Yield the settings of a recipe.
 
     Raises:
-        ModelError, DataError: the model or the rows cannot be used, or columns have to be named.
+        ModelError, DataError: the model or the rows are unusable, or the options must name the columns.
     """
     method = METHODS[asked.method]
     yield "policy.model_name_or_path", asked.model, "--model"
@@ -96,15 +96,19 @@ def _of_text(asked: Asked, method: Method, here: Machine) -> Iterator[Setting]:
     config, tokenizer = load_config(asked.model), load_tokenizer(asked.model)
     longest = _longest(tokenizer, _reader(method, columns), sample)
     has_turns = method.rows == "prompts" or any(isinstance(value, list) for value in sample[0][1].values())
-    if has_turns and not tokenizer.chat_template:  # texts alone are learned as they are
+    if has_turns and not tokenizer.chat_template:  # plain text is trained on without a template
         named = "chatml" if {"<|im_start|>", "<|im_end|>"} <= tokenizer.get_vocab().keys() else "plain"
         yield "policy.chat_template", named, "the model has none, and the rows have turns"
     text, is_drawn = config.get_text_config(), method.rows == "prompts"
     drawn = (1024 if here.num_gpus else 256) * is_drawn
-    room = getattr(text, "max_position_embeddings", None) or 1 << 20
-    length = min(room, 64 * ceil((longest * 1.1 + drawn) / 64))
-    found = f"the longest of the first {len(sample):,} rows has {longest:,} tokens"
-    yield "policy.model_max_length", length, f"{found}, a completion {drawn:,}" if drawn else found
+    context_length = getattr(text, "max_position_embeddings", None) or 1 << 20
+    length = min(context_length, 64 * ceil((longest * 1.1 + drawn) / 64))
+    reason_for_length = f"the longest of the first {len(sample):,} rows has {longest:,} tokens"
+    yield (
+        "policy.model_max_length",
+        length,
+        f"{reason_for_length}, a completion {drawn:,}" if drawn else reason_for_length,
+    )
     if is_drawn:
         yield "rollout.max_response_length", min(drawn, length // 2), "raise it for longer reasoning"
         yield "train.train_policy.reward_function", asked.reward, "--reward"
@@ -112,22 +116,24 @@ def _of_text(asked: Asked, method: Method, here: Machine) -> Iterator[Setting]:
         model = model_without_weights(asked.model, dtype=torch.float32)
     num = sum(weight.numel() for weight in model.parameters())
     yield from _of_size(method, num, here)
-    per_token = (text.num_hidden_layers + 40) * text.hidden_size * 4  # recomputed: the inputs of layers, and one layer
+    per_token = (
+        (text.num_hidden_layers + 40) * text.hidden_size * 4
+    )  # with recomputation: the inputs of all layers, and the inside of one layer
     free = here.memory * 0.9 - min(num * _STATE_BYTES, int(here.memory * _ROOM))
     yield from _of_batch(is_drawn, len(rows), max(1, int(free / (per_token * length))))
     if len(rows) >= 10:
-        held = max(1, min(200, len(rows) // 20))
-        yield "train.train_policy.dataset.test_size", held, f"held out of {len(rows):,} rows"
+        num_held_out = max(1, min(200, len(rows) // 20))
+        yield "train.train_policy.dataset.test_size", num_held_out, f"held out of {len(rows):,} rows"
         yield "validation.enable", True, f"the {'rewards' if is_drawn else 'loss'} of held-out rows"
         yield "validation.val_before_train", True, "so that the report has before and after"
         yield "validation.freq", 50, "steps"
 
 
 def _columns(asked: Asked, method: Method, row: Row) -> tuple[dict[str, str], str]:
-    """Return the keys that name columns of the rows, and why these.
+    """Return the recipe keys that name columns of the rows, and the reason for the choice.
 
     Raises:
-        DataError: no column is known, and which it is cannot be told.
+        DataError: the columns cannot be inferred.
     """
     named = {"prompt_column_name": asked.prompt, "response_column_name": asked.response}
     if any(named.values()):
@@ -137,14 +143,20 @@ def _columns(asked: Asked, method: Method, row: Row) -> tuple[dict[str, str], st
     except SkippedRow:
         pass
     except DataError as error:
-        words = [name for name, value in row.items() if isinstance(value, str) and any(map(str.isalpha, value))]
-        texts = words if len(words) == 2 else [name for name, value in row.items() if isinstance(value, str)]
+        sentence_columns = [
+            name for name, value in row.items() if isinstance(value, str) and any(map(str.isalpha, value))
+        ]
+        text_columns = (
+            sentence_columns
+            if len(sentence_columns) == 2
+            else [name for name, value in row.items() if isinstance(value, str)]
+        )
         if method.rows == "pairs":
             raise DataError(f"--data {asked.data}: {error}") from error
-        if len(texts) != 2:
+        if len(text_columns) != 2:
             options = "--prompt COLUMN and --response COLUMN"
             raise DataError(f"--data {asked.data}: the columns are {columns_of(row)}; name them: {options}") from error
-        return dict(zip(named, texts, strict=True)), "the only two columns of text, in their order"
+        return dict(zip(named, text_columns, strict=True)), "the only two columns of text, in their order"
     return {}, ""
 
 
@@ -152,30 +164,30 @@ def _reader(method: Method, columns: dict[str, str]) -> Callable[[Row, str], Any
     names = (columns.get("prompt_column_name", ""), columns.get("response_column_name", ""))
     if method.rows == "prompts":
         return lambda row, where: read_prompt(row, where, *names, with_images=True)[0]
-    own = {known: name for known, name in zip(("prompt", "response"), names, strict=True) if name}
+    columns_by_field = {field: name for field, name in zip(("prompt", "response"), names, strict=True) if name}
     read = read_preference if method.rows == "pairs" else read_conversation
-    return lambda row, where: read(ReadRow(row, own, where), where, with_images=True)
+    return lambda row, where: read(ReadRow(row, columns_by_field, where), where, with_images=True)
 
 
 def _longest(tokenizer: Any, read: Callable[[Row, str], Any], sample: list[tuple[str, Row]]) -> int:
-    """Return the tokens of the longest row, with some for the chat template around each turn."""
-    longest, refused = 0, None
+    """Return the number of tokens in the longest row, with an allowance for the chat template around each turn."""
+    longest, error_of_row = 0, None
     for where, row in sample:
         try:
             texts = list(_texts(read(row, where)))
         except SkippedRow:
             continue
         except DataError as error:
-            refused = error
+            error_of_row = error
             continue
         longest = max(longest, sum(len(tokenizer(text)["input_ids"]) + 8 for text in texts))
-    if not longest and refused:
-        raise refused
+    if not longest and error_of_row:
+        raise error_of_row
     return longest
 
 
 def _texts(read: Any) -> Iterator[str]:
-    """Yield the texts of plain text, of turns, or of both completions of a pair, which are more than it needs."""
+    """Yield the texts of plain text, of turns, or of both completions of a pair (an upper bound of its tokens)."""
     if isinstance(read, str):
         yield read
     elif isinstance(read, dict):
@@ -186,7 +198,8 @@ def _texts(read: Any) -> Iterator[str]:
 
 
 def _of_size(method: Method, num: int, here: Machine) -> Iterator[Setting]:
-    """Yield what follows from the number of weights and the memory: an adapter or all weights, rates, dtype."""
+    """Yield the settings that depend on the number of weights and on memory: adapter, learning rate, dtype,
+    sharding."""
     if not here.num_gpus:
         yield "train.param_dtype", "float32", "no GPU here; a CPU is seldom faster in bfloat16"
     shown = f"{num / 1e9:.2f} billion" if num >= 1e9 else f"{num / 1e6:.3g} million"
@@ -202,7 +215,7 @@ def _of_size(method: Method, num: int, here: Machine) -> Iterator[Setting]:
 
 
 def _of_batch(is_drawn: bool, num_rows: int, fits: int) -> Iterator[Setting]:
-    """Yield batches, epochs and the schedule; `fits`: rows of the longest length that memory has room for."""
+    """Yield batch sizes, epochs and the schedule; `fits`: number of longest rows that fit into memory."""
     if is_drawn:
         prompts = min(8, num_rows)
         batch = 8 * prompts
@@ -223,14 +236,16 @@ def _of_batch(is_drawn: bool, num_rows: int, fits: int) -> Iterator[Setting]:
 
 
 def _of_images(asked: Asked, method: Method, here: Machine) -> Iterator[Setting]:
-    """Yield the settings of a diffusion model; its weights are counted by the size of their files."""
+    """Yield the settings of a diffusion model, whose number of weights is estimated from its file sizes."""
     folder = Path(asked.data)
     count = sum(path.suffix.lower() in _IMAGES | {".mp4"} for path in folder.rglob("*")) if folder.is_dir() else 0
     if folder.is_dir() and not count:
         raise DataError(f"--data {asked.data}: no images or videos in the folder")
     yield "train.train_policy.dataset.local_dir", asked.data, f"--data; {count:,} images and videos"
     files = list((Path(asked.model) / "transformer").glob("*.safetensors"))
-    num = sum(file.stat().st_size for file in files) // 4 if files else 10**10  # on the Hub: unknown, taken as large
+    num = (
+        sum(file.stat().st_size for file in files) // 4 if files else 10**10
+    )  # a model on the Hub has no local files: assume a large one
     if side := _side(Path(asked.model)):
         yield "policy.diffusers.inference_size", [side, side], "what the model was made for"
     yield from _of_size(method, num, here)
@@ -241,7 +256,7 @@ def _of_images(asked: Asked, method: Method, here: Machine) -> Iterator[Setting]
 
 
 def _side(model: Path) -> int | None:
-    """Return the side in pixels of the images that the model was made for; None: its files do not say."""
+    """Return the side length in pixels of the images that the model was trained for; None if its files do not say."""
     try:
         latents = json.loads((model / "transformer" / "config.json").read_text(encoding="utf-8"))["sample_size"]
         blocks = json.loads((model / "vae" / "config.json").read_text(encoding="utf-8"))["block_out_channels"]
@@ -251,13 +266,13 @@ def _side(model: Path) -> int | None:
 
 
 def main() -> int:
-    """Print the settings as JSON; a mistake is one line on standard error and its exit code."""
+    """Print the settings as JSON; report an error as one line on standard error and return its exit code."""
     try:
-        found = list(propose(Asked(**json.loads(sys.argv[1])), machine()))
+        settings = list(propose(Asked(**json.loads(sys.argv[1])), machine()))
     except CosmosError as error:
         sys.stderr.write(f"{' '.join(str(error).split())}\n")
         return error.exit_code
-    sys.stdout.write(json.dumps(found))
+    sys.stdout.write(json.dumps(settings))
     return 0
 
 

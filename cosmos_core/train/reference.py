@@ -1,8 +1,8 @@
 """Log-probabilities of preference pairs under the reference policy, which is the model that the stage starts from.
 
-They are computed once, before the first step, and kept in `<stage>/reference/`: no copy of the reference's weights is
-held while training, several epochs cost one pass, and a stage that is resumed goes on with the same bits. Stages behind
-find them there, to measure against the same reference.
+They are computed once, before the first step, and saved in `<stage>/reference/`. Training then needs no copy of the
+reference weights, several epochs cost one pass, and a resumed stage uses the same bits. Later stages read the files to
+validate against the same reference.
 """
 
 from __future__ import annotations
@@ -25,23 +25,27 @@ from cosmos_core.train.feeds import pair_samples
 from cosmos_core.train.trainer import Trainer
 
 NAME = "reference"
-"""Of the weights, and of the folder in the stage."""
+"""Name of the weights, and of the folder in the stage."""
 CHUNK = 256
-"""Pairs that are computed together. What each is padded to depends on the others, so chunks are always the same."""
+"""Number of pairs that are computed together; constant, because padding and so the result depend on the chunk."""
 _SAVE_SECONDS = 60.0
 
 logger = logging.getLogger(__name__)
 
 
 def asks_once(recipe: Recipe) -> bool:
-    """Return whether the algorithm asks for the log-probabilities of each row before the first step alone."""
+    """Return whether the algorithm needs the reference log-probabilities of each row only once, before the first
+    step."""
     policy = recipe.train.train_policy
     return policy.scores_rows_once and NAME in policy.named_weights
 
 
 def pair_logprobs(trainer: Trainer, pairs: Pairs, positions: np.ndarray, size: int) -> np.ndarray:
-    """Return the log-probabilities of the chosen and rejected responses at `positions` under the policy as it is, sums
-    over their learned tokens: N x 2, float64; `size` pairs per forward pass."""
+    """Return the log-probabilities of both responses of the pairs at `positions` under the current policy.
+
+    The result has shape (N, 2), chosen then rejected, float64, summed over the trained tokens. A forward pass has
+    `size` pairs.
+    """
     samples = [sample for i in positions for sample in pair_samples(pairs, int(i), None)]
     rows = trainer.evaluate(samples, size=2 * size)
     sums = [row["logprobs"].sum(dtype=torch.float64) for row in rows]
@@ -51,11 +55,12 @@ def pair_logprobs(trainer: Trainer, pairs: Pairs, positions: np.ndarray, size: i
 def reference_logprobs(
     stage: Stage, trainer: Trainer, pairs: Pairs, split: str, positions: np.ndarray
 ) -> np.ndarray | None:
-    """Return `pair_logprobs` of all pairs, NaN where `positions` does not ask for them; None: the algorithm does not
-    ask. What an earlier attempt has computed is taken from its file.
+    """Return the reference log-probabilities of all pairs, shape (pairs, 2), NaN outside `positions`.
+
+    None: the algorithm does not need them. Values that an earlier attempt has computed are read from its file.
 
     Raises:
-        Preempted: a signal came; what is done is kept.
+        Preempted: a signal requested a stop; computed values are saved.
     """
     if not asks_once(stage.recipe):
         return None
@@ -63,37 +68,37 @@ def reference_logprobs(
     file = stage.path / NAME / f"{split}.json"
     key = {"fingerprint": stage.checkpoint_fingerprint, "rows": sha256(pairs.path)}
     saved_before = torch.from_numpy(_saved(file, key, len(pairs))) if is_first() else torch.empty(0)
-    found = broadcast_object(saved_before).numpy()
+    logprobs = broadcast_object(saved_before).numpy()
     policy, saved = stage.recipe.train.train_policy, time.monotonic()
     for start in range(0, len(positions), CHUNK):
         stage.progress.advance(start, len(positions))
         chunk = positions[start : start + CHUNK]
-        if not np.isnan(found[chunk]).any():
+        if not np.isnan(logprobs[chunk]).any():
             continue
         if any_on_ranks(stage.stop_requested):
-            _save(file, key, found)
+            _save(file, key, logprobs)
             raise Preempted(f"stopped with the reference log-probabilities of {start} of {len(positions)} pairs")
-        found[chunk] = pair_logprobs(trainer, pairs, chunk, policy.mini_batch)
+        logprobs[chunk] = pair_logprobs(trainer, pairs, chunk, policy.mini_batch)
         if time.monotonic() - saved > _SAVE_SECONDS:
-            _save(file, key, found)
+            _save(file, key, logprobs)
             saved = time.monotonic()
-    _save(file, key, found)
-    return found
+    _save(file, key, logprobs)
+    return logprobs
 
 
 def handed_on(stage: Stage, pairs: Pairs, split: str) -> np.ndarray | None:
-    """Return what the training of a stage before this one found for these pairs; None: the algorithm does not ask.
+    """Return the log-probabilities of these pairs that an earlier stage's training saved; None if none are needed.
 
     Raises:
-        ConfigError: none did.
+        ConfigError: no input stage has saved them.
     """
     if not asks_once(stage.recipe):
         return None
     key = {"rows": sha256(pairs.path)}
     for result in stage.inputs.values():
-        found = _saved(Path(result["path"]) / NAME / f"{split}.json", key, len(pairs))
-        if not np.isnan(found).any():
-            return found
+        logprobs = _saved(Path(result["path"]) / NAME / f"{split}.json", key, len(pairs))
+        if not np.isnan(logprobs).any():
+            return logprobs
     raise ConfigError(
         f"stage {stage.name!r} has no log-probabilities of its held-out pairs under a reference; name the stage that "
         f"trained on the same pairs in `after`, or set train.train_policy.dpo.reference_free = true"
@@ -101,10 +106,10 @@ def handed_on(stage: Stage, pairs: Pairs, split: str) -> np.ndarray | None:
 
 
 def _saved(file: Path, key: dict[str, str], count: int) -> np.ndarray:
-    kept = read_json(file)
-    if not isinstance(kept, dict) or any(kept.get(name) != value for name, value in key.items()):
+    content = read_json(file)
+    if not isinstance(content, dict) or any(content.get(name) != value for name, value in key.items()):
         return np.full((count, 2), np.nan)
-    return np.array([kept["chosen"], kept["rejected"]], dtype=np.float64).T
+    return np.array([content["chosen"], content["rejected"]], dtype=np.float64).T
 
 
 def _save(file: Path, key: dict[str, str], found: np.ndarray) -> None:

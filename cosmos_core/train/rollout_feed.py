@@ -1,4 +1,4 @@
-"""Scored groups of completions as a feed of a training, and the order in which prompts are taken."""
+"""Feed of scored groups of completions, and the order of the prompts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cosmos_core.types import Prompt, Sampling, ScoredGroup
 
 
 class RolloutFeed(Feed):
-    """Scored groups of completions, turned into samples by the algorithm's credit rule."""
+    """Feed of scored groups of completions, which the algorithm turns into samples."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class RolloutFeed(Feed):
         recipe: Recipe,
         log: Callable[[int, Sequence[ScoredGroup]], None] = lambda step, groups: None,
     ) -> None:
-        """`log` is called with each train step, counted from 1, and the groups that it learns from first."""
+        """Build the feed; `log` is called with each train step, counted from 1, and the groups that it trains on."""
         self._source, self._algorithm, self._log, self._steps = source, algorithm, log, step_groups(recipe)
         self._policy = recipe.train.train_policy
         self.steps_per_epoch = max(1, len(prompts) * self._steps.size // self._steps.batch)
@@ -41,12 +41,13 @@ class RolloutFeed(Feed):
         self.notice = unused_rows(recipe, len(prompts))
 
     def next(self) -> tuple[list[Any], dict[str, float]] | None:
-        """See `Feed.next`; a source that drops groups may end before the last step that the prompts could fill, and of
-        groups whose rewards are equal an algorithm may learn nothing.
+        """Return the samples of the next train step and metrics about them; None if the data has ended.
+
+        A source that drops groups may end before the last planned step.
 
         Raises:
-            RewardError: no completion has a valid reward, because a function raises.
-            ProgramError: no completion has one for another reason, or none of a full step's groups is of use.
+            RewardError: no completion has a valid reward because a reward function raises.
+            ProgramError: no completion has a valid reward for another reason, or all groups of a step were dropped.
         """
         if self._source.is_over or self.step == self.total_steps:
             return None
@@ -55,9 +56,9 @@ class RolloutFeed(Feed):
             if not groups:
                 return None
             self.total_steps = self.step + 1
-        found, credited = self._credited(groups, metrics)
+        samples, credited = self._credited(groups, metrics)
         self.step += 1
-        return found, metrics | credited
+        return samples, metrics | credited
 
     def _credited(self, groups: Sequence[ScoredGroup], metrics: dict[str, float]) -> tuple[list[Any], dict[str, float]]:
         """Return the samples that the algorithm makes of the groups of this step, and metrics."""
@@ -67,16 +68,17 @@ class RolloutFeed(Feed):
                 f"equal; raise train.train_policy.max_retry_for_on_policy, or take other prompts or rewards"
             )
         check_scores(self.step, groups)
-        found = self._algorithm.credit(groups)
+        credit = self._algorithm.credit(groups)
         self._log(self.step + 1, groups)
-        return found
+        return credit
 
     def state_dict(self) -> dict[str, Any]:
         """See `Feed.state_dict`."""
         return super().state_dict() | {"source": self._source.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Feed.load_state_dict`; the checkpoint may be of a training that took its prompts step by step."""
+        """Restore the state; a checkpoint without the source's state is one of a training that took its prompts step by
+        step."""
         super().load_state_dict(state)
         self._source.load_state_dict({"drawn": self._steps.first(self.step), **state.get("source", {})})
 
@@ -95,37 +97,38 @@ class PromptOrder:
         return [self._prompts[int(i)] for i in positions]
 
     def take(self, start: int, count: int, end: int | None = None) -> list[Prompt]:
-        """Return `count` prompts from position `start` of all epochs on; fewer where these end, or at `end`."""
+        """Return `count` prompts from position `start` over all epochs; fewer at the end of the last epoch or at
+        `end`."""
         num_prompts, shuffle = len(self._prompts), self._train.train_policy.dataloader_shuffle
-        found = []
+        prompts = []
         last = self._train.epoch * num_prompts
         for position in range(start, min(start + count, last, last if end is None else end)):
             epoch, i = divmod(position, num_prompts)
-            found.append(self._prompts[int(epoch_order(self._train.order_seed, epoch, num_prompts, shuffle)[i])])
-        return found
+            prompts.append(self._prompts[int(epoch_order(self._train.order_seed, epoch, num_prompts, shuffle)[i])])
+        return prompts
 
 
 def group_filter(recipe: Recipe) -> Filter | None:
-    """Return what drops groups of no use; None: all are trained on."""
+    """Return the filter that drops groups without a learning signal; None: all groups are trained on."""
     sampling = recipe.train.train_policy.dynamic_sampling
     return None if sampling is None else Filter(*sampling)
 
 
 def in_turns(sync: SyncGroupSource, order: PromptOrder, recipe: Recipe) -> GroupSource:
-    """Return what generates when it is asked, with others in place of groups that are dropped."""
-    chosen = group_filter(recipe)
-    if chosen is None and not recipe.spreads_groups:
+    """Return a source that generates on demand and, with a filter, replaces the groups that it drops."""
+    filtered = group_filter(recipe)
+    if filtered is None and not recipe.spreads_groups:
         return sync
-    return FilteredGroupSource(sync, order.take, rows_per_step(recipe), chosen)
+    return FilteredGroupSource(sync, order.take, rows_per_step(recipe), filtered)
 
 
 def step_groups(recipe: Recipe) -> StepGroups:
-    """Return which groups train steps need."""
+    """Return the plan of how many groups each train step needs."""
     return StepGroups(recipe.train.train_batch_per_replica, recipe.rollout.n_generation)
 
 
 def training_sampling(recipe: Recipe) -> Sampling:
-    """Return how training completions are drawn."""
+    """Return the sampling settings of training completions."""
     config, policy = recipe.rollout.sampling_config, recipe.train.train_policy
     seed = recipe.rollout.seed if recipe.rollout.seed is not None else recipe.train.seed
     assert seed is not None

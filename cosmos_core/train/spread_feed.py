@@ -1,8 +1,8 @@
-"""Rollouts where a train step has another number of completions than whole groups have.
+"""Feed for train steps whose number of completions is not a multiple of the group size.
 
-Groups are compared as a whole, when the first step needs them, and spread over steps: what is left of a step waits for
-the next one, in checkpoints too. A completion without a valid reward keeps its position, so that each step has the
-completions that it would have without any being invalid, and one whose completions are all invalid has no update.
+Credit is assigned to whole groups when the first step needs them, and the completions are spread over steps. Remaining
+completions wait for the next step, and checkpoints save them. A completion without a valid reward keeps its position,
+so the partition into steps does not depend on validity; a step whose completions are all invalid has no update.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from cosmos_core.types import ImageRef, ScoredGroup
 
 
 class CarriedSamples:
-    """The completions of credited groups, in their order, that no train step has trained on."""
+    """Queue of completions that have an advantage but were not used by a train step yet."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[int, Sample | None]] = []
-        """Version of the weights and sample of each completion; None: its reward is invalid."""
+        """Version of the weights and sample of each completion; the sample is None if its reward is invalid."""
         self._metrics: dict[str, float] = {}
-        """Of the newest groups."""
+        """Metrics of the groups that were added last."""
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def add(self, groups: Sequence[ScoredGroup], samples: Sequence[Any], metrics: dict[str, float]) -> None:
-        """Add the completions of groups, and what is said of them; `samples`: of those with a valid reward.
+        """Add the completions of groups and the groups' metrics; `samples` has one entry for each valid reward.
 
         Raises:
             ConfigError: the algorithm does not make one sample of each completion.
@@ -47,33 +47,35 @@ class CarriedSamples:
                 f"a group cannot be spread over train steps; make train.train_batch_per_replica a multiple of "
                 f"rollout.n_generation"
             )
-        given = iter(samples)
+        remaining = iter(samples)
         self._entries += [
-            (version, next(given) if used else None) for (version, _), used in zip(scores, is_used, strict=True)
+            (version, next(remaining) if used else None) for (version, _), used in zip(scores, is_used, strict=True)
         ]
         self._metrics = metrics
 
     def take(self, count: int, step: int) -> tuple[list[Sample], dict[str, float]]:
-        """Return the samples of the next `count` completions, and what was said of the newest groups, with the age of
-        the weights that drew them at train step `step`."""
+        """Remove and return the samples of the next `count` completions, with the metrics of the newest groups.
+
+        The metrics include the age of the sampling weights at train step `step`.
+        """
         taken, self._entries = self._entries[:count], self._entries[count:]
         lags = [step - version for version, _ in taken]
-        found = {"rollout/version_lag": float(max(lags)), "rollout/version_lag_mean": float(np.mean(lags))}
-        return [sample for _, sample in taken if sample is not None], self._metrics | found
+        lag_metrics = {"rollout/version_lag": float(max(lags)), "rollout/version_lag_mean": float(np.mean(lags))}
+        return [sample for _, sample in taken if sample is not None], self._metrics | lag_metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Return JSON values and tensors."""
+        """Return the state as JSON values and tensors."""
         entries = [[version, sample and _state_of(sample)] for version, sample in self._entries]
         return {"entries": entries, "metrics": self._metrics}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Restore the state that `state_dict` returned."""
         self._entries = [(int(version), saved and _sample_of(saved)) for version, saved in state["entries"]]
         self._metrics = dict(state["metrics"])
 
 
 class SpreadRolloutFeed(RolloutFeed):
-    """A `RolloutFeed` of groups that are spread over train steps."""
+    """`RolloutFeed` that spreads the completions of a group over train steps."""
 
     @cached_property
     def _carried(self) -> CarriedSamples:
@@ -89,13 +91,17 @@ class SpreadRolloutFeed(RolloutFeed):
             return None
         if groups or not self._carried:
             samples, credited = self._credited(groups, metrics)
-            said = {name: value for name, value in metrics.items() if name.startswith(("reward/", "completion/"))}
-            self._carried.add(groups, samples, said | credited)
-        samples, said = self._carried.take(self._steps.batch, self.step)
+            sample_metrics = {
+                name: value for name, value in metrics.items() if name.startswith(("reward/", "completion/"))
+            }
+            self._carried.add(groups, samples, sample_metrics | credited)
+        samples, sample_metrics = self._carried.take(self._steps.batch, self.step)
         self.step += 1
         if self._source.is_over and not self._carried:
             self.total_steps = self.step
-        return within_budget(samples, getattr(self._policy, "max_token_len_per_mini_batch", None)), metrics | said
+        return within_budget(
+            samples, getattr(self._policy, "max_token_len_per_mini_batch", None)
+        ), metrics | sample_metrics
 
     def state_dict(self) -> dict[str, Any]:
         """See `Feed.state_dict`."""
@@ -109,12 +115,12 @@ class SpreadRolloutFeed(RolloutFeed):
 
 
 def _state_of(sample: Sample) -> dict[str, Any]:
-    found = {field.name: getattr(sample, field.name) for field in fields(sample)}
-    found["images"] = [
+    values = {field.name: getattr(sample, field.name) for field in fields(sample)}
+    values["images"] = [
         {**asdict(image), "content": None if image.content is None else _bytes(image.content)}
         for image in sample.images
     ]
-    return {name: torch.from_numpy(each) if isinstance(each, np.ndarray) else each for name, each in found.items()}
+    return {name: torch.from_numpy(each) if isinstance(each, np.ndarray) else each for name, each in values.items()}
 
 
 def _bytes(content: bytes) -> torch.Tensor:
@@ -122,11 +128,11 @@ def _bytes(content: bytes) -> torch.Tensor:
 
 
 def _sample_of(state: dict[str, Any]) -> Sample:
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         name: each.numpy() if isinstance(each, torch.Tensor) else each for name, each in state.items()
     }
     images = [
         ImageRef(**{**each, "content": None if each["content"] is None else each["content"].numpy().tobytes()})
         for each in state["images"]
     ]
-    return Sample(**{**found, "images": tuple(images)})
+    return Sample(**{**values, "images": tuple(images)})

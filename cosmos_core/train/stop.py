@@ -1,4 +1,4 @@
-"""How a signal that asks to stop reaches the loop from wherever a step is."""
+"""Pass a stop signal from any rank to the loop, at points where no weight of the current step has changed."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from cosmos_core.run.stage import Stage
 
 
 class StopAsked(Exception):
-    """A signal asked to stop, and nothing of the present step has changed a weight."""
+    """Raised when a signal requested a stop and the current step has not changed a weight yet."""
 
 
 def check_stop(stage: Stage) -> None:
-    """Look at a safe point whether a signal came to any rank; all ranks call it together.
+    """Check whether any rank received a stop signal; all ranks call this function together.
 
     Raises:
-        StopAsked: one did.
+        StopAsked: at least one rank received a signal.
     """
     if any_on_ranks(stage.stop_requested):
         raise StopAsked

@@ -1,7 +1,7 @@
-"""The trainer: a model adapter, its optimizer and named weights, and how an update runs through them.
+"""Trainer: runs optimizer steps on a model adapter with its optimizer and named weights.
 
-It does not know what a sample is. Micro-batches are made here, by the adapter's cost; each data-parallel rank runs its
-share of them.
+It is independent of the type of samples. It sorts samples into micro-batches by the adapter's cost, and each
+data-parallel rank runs its share of them.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ Consume = Callable[[MicroBatch], Tensor | None]
 
 
 class Plan(NamedTuple):
-    """One micro-batch of a data-parallel rank."""
+    """Samples of one micro-batch of a data-parallel rank."""
 
     indices: Sequence[int]
-    """Positions of its samples; empty: the rank only takes part in what others do."""
+    """Positions of the samples; empty: the rank only takes part in collective operations."""
     filler: int
-    """Position of the sample that stands in an empty one."""
+    """Position of the sample that an empty micro-batch computes as a placeholder."""
 
 
 class Trainer:
-    """One rank of a mesh, all of which call the same methods in the same order; without a mesh the only one."""
+    """Trainer of one rank. All ranks of a mesh call the same methods in the same order; without a mesh there is one
+    rank."""
 
     def __init__(self, adapter: ModelAdapter, train: TrainConfig, progress: Progress) -> None:
         self.adapter = adapter
@@ -51,15 +52,15 @@ class Trainer:
         self._train, self._progress = train, progress
 
     def add_model(self, name: str, adapter: ModelAdapter) -> None:
-        """Let `evaluate` ask another model, such as a teacher of another architecture."""
+        """Add another model, such as a teacher with another architecture, that `evaluate` can run by name."""
         adapter.model.requires_grad_(False)
         self._models[name] = adapter
 
     @contextmanager
     def weights(self, name: str) -> Iterator[None]:
-        """Let the model compute with named weights inside the block; `policy` are its own.
+        """Context manager in which the model computes with named weights; `policy` names its own weights.
 
-        What FSDP has gathered of other weights, and keeps for a backward pass that does not come, is given up.
+        Parameters that FSDP has gathered from the previous weights are freed on entry and on exit.
         """
         with self.named.use(name):
             self.adapter.runner.reshard()
@@ -69,14 +70,14 @@ class Trainer:
                 self.adapter.runner.reshard()
 
     def set_learning_rate(self, step: int, total_steps: int | None) -> dict[str, float]:
-        """Set the rates of train step `step`, counted from 0, and return them as metrics."""
+        """Set the learning rates of train step `step`, counted from 0, and return them as metrics."""
         return set_learning_rate(self.optimizer, step, total_steps, self._train)
 
     def update(self, update: Update) -> dict[str, float]:
-        """Take one optimizer step; return its metrics.
+        """Take one optimizer step, and return its metrics.
 
         Raises:
-            ProgramError: the loss or the gradient is not finite; the weights were not touched.
+            ProgramError: the loss or the gradient norm is not finite; the weights are unchanged.
         """
         self.adapter.runner.train(True)
         self.optimizer.zero_grad(set_to_none=True)
@@ -97,32 +98,34 @@ class Trainer:
         return {"loss": loss, "grad_norm": norm, **means(total), **_quantiles(values)}
 
     def drop_gradients(self) -> None:
-        """Free the gradients, which nothing needs after the last update of a train step."""
+        """Free the memory of the gradients after the last update of a train step."""
         self.optimizer.zero_grad(set_to_none=True)
 
     @torch.no_grad()
     def evaluate(
         self, samples: Sequence[Any], wants: Wants = None, *, weights: str = "policy", size: int | None = None
     ) -> list[dict[str, Tensor]]:
-        """Return the wanted outputs of each sample under named weights or another model, without dropout; all ranks
-        get those of all samples. `size` samples per forward pass; None: `mini_batch`."""
+        """Return the outputs `wants` of each sample under named weights or another model, without dropout.
+
+        All ranks get the outputs of all samples. `size`: samples in a forward pass; None: `mini_batch`.
+        """
         adapter = self._models.get(weights, self.adapter)
-        found: dict[int, dict[str, Tensor]] = {}
+        outputs: dict[int, dict[str, Tensor]] = {}
 
         def keep(micro: MicroBatch) -> None:
-            found.update(zip(micro.indices, adapter.rows(micro), strict=True))
+            outputs.update(zip(micro.indices, adapter.rows(micro), strict=True))
 
         adapter.runner.train(False)
         with self.weights("policy" if weights in self._models else weights):
             self._run(adapter, samples, keep, wants, size=size)
         if adapter.mesh:
-            on_cpu = {i: {name: row.cpu() for name, row in rows.items()} for i, rows in found.items()}
-            found = {i: rows for of_rank in adapter.mesh.all_gather_object(on_cpu) for i, rows in of_rank.items()}
-            found = {i: {name: row.to(adapter.device) for name, row in rows.items()} for i, rows in found.items()}
-        return [found[i] for i in range(len(samples))]
+            on_cpu = {i: {name: row.cpu() for name, row in rows.items()} for i, rows in outputs.items()}
+            outputs = {i: rows for of_rank in adapter.mesh.all_gather_object(on_cpu) for i, rows in of_rank.items()}
+            outputs = {i: {name: row.to(adapter.device) for name, row in rows.items()} for i, rows in outputs.items()}
+        return [outputs[i] for i in range(len(samples))]
 
     def reset(self, weights: str, *, optimizer: bool = False) -> None:
-        """Make named weights what the policy is now; `optimizer`: and forget the optimizer's moments."""
+        """Set named weights to the policy's current weights; `optimizer`: also reset the optimizer's moments."""
         self.named.reset(weights)
         if optimizer:
             forget_moments(self.optimizer)
@@ -132,35 +135,41 @@ class Trainer:
         self.named.lerp(weights, fraction)
 
     def _unmoved(self, names: Sequence[str]) -> list[str]:
-        """Return the named weights that are the policy's own at this moment, on all ranks: what they give is what the
-        policy gives, such as an old policy that follows at once. Dropout would make a difference."""
+        """Return the names of the weights that equal the policy's on all ranks, so that their outputs equal the
+        policy's.
+
+        With dropout no outputs are equal, so the list is empty.
+        """
         if not names or any(isinstance(module, nn.Dropout) and module.p for module in self.adapter.model.modules()):
             return []
-        found = [name for name in names if self.named.equals_policy(name)]
-        of_ranks = all_gather_object(found)
-        return [name for name in found if all(name in each for each in of_ranks)]
+        equal = [name for name in names if self.named.equals_policy(name)]
+        of_ranks = all_gather_object(equal)
+        return [name for name in equal if all(name in each for each in of_ranks)]
 
     @torch.no_grad()
     def _compared(self, update: Update, names: Sequence[str]) -> dict[int, dict[str, Tensor]]:
-        """Return the outputs under named weights that the update compares with, for the samples of this rank."""
-        found: dict[int, dict[str, Tensor]] = {}
+        """Return the outputs of this rank's samples under the named weights that the update compares the policy
+        with."""
+        outputs: dict[int, dict[str, Tensor]] = {}
         if not names:
-            return found
+            return outputs
         self.adapter.runner.train(False)
         for weights in names:
 
             def keep(micro: MicroBatch, weights: str = weights) -> None:
                 for i, row in zip(micro.indices, self.adapter.rows(micro), strict=True):
-                    found.setdefault(i, {}).update({f"{weights}/{name}": value for name, value in row.items()})
+                    outputs.setdefault(i, {}).update({f"{weights}/{name}": value for name, value in row.items()})
 
             with self.weights(weights):
                 self._run(self.adapter, update.samples, keep, update.wants)
         self.adapter.runner.train(True)
-        return found
+        return outputs
 
     def _backward(self, update: Update, num_tokens: int) -> list[Loss]:
-        """Add the gradient of an update; return the loss of each micro-batch of this rank. What the model adds to the
-        loss is divided by the tokens of the whole optimizer step, those of a data term too."""
+        """Accumulate the gradient of an update, and return the loss of each micro-batch of this rank.
+
+        A loss of the model itself is divided by the tokens of the whole optimizer step, including those of a data term.
+        """
         losses: list[Loss] = []
         unmoved = self._unmoved(update.compares)
         compared = self._compared(update, [name for name in update.compares if name not in unmoved])
@@ -177,14 +186,14 @@ class Trainer:
             metrics, added = loss.metrics, torch.zeros_like(loss.value)
             if micro.model_loss is not None:
                 added = micro.model_loss / num_tokens
-                own = torch.tensor([micro.model_loss.item(), sum(map(self.adapter.cost, micro.samples))])
-                metrics = metrics | {"model_loss": own.double()}
+                model_loss = torch.tensor([micro.model_loss.item(), sum(map(self.adapter.cost, micro.samples))])
+                metrics = metrics | {"model_loss": model_loss.double()}
             # The graph must not outlive its backward pass.
             losses.append(replace(loss, value=loss.value.detach(), metrics=metrics))
             return loss.value + added
 
-        known = (lambda micro: update.loss(micro).value) if update.has_constant_gradient else None
-        self._run(self.adapter, update.samples, learn, update.wants, known=known)
+        expected_loss = (lambda micro: update.loss(micro).value) if update.has_constant_gradient else None
+        self._run(self.adapter, update.samples, learn, update.wants, known=expected_loss)
         return losses
 
     def _run(
@@ -197,7 +206,11 @@ class Trainer:
         size: int | None = None,
         known: Callable[[MicroBatch], Tensor] | None = None,
     ) -> None:
-        """Give `consume` each micro-batch of this rank; `known`: the loss, if its derivative is known beforehand."""
+        """Pass each micro-batch of this rank to `consume`.
+
+        `known`: the loss function, if its derivative does not depend on the outputs, so that the forward pass can use
+        it.
+        """
 
         def on_outputs(batch: Any, outputs: dict[str, Tensor]) -> Tensor | None:
             outputs = adapter.joined(batch, outputs)
@@ -212,17 +225,20 @@ class Trainer:
             return adapter.expect(batch, known) if known and batch.samples else batch
 
         wants = adapter.usual_wants if wants is None else wants
-        most = size or self._train.train_policy.mini_batch
-        plans = self._plans(adapter, samples, adapter.runner.rows(most), is_planned=size is None)
+        rows_at_once = size or self._train.train_policy.mini_batch
+        plans = self._plans(adapter, samples, adapter.runner.rows(rows_at_once), is_planned=size is None)
         empty = Plan((), _cheapest(adapter, samples, range(len(samples))))
-        plans += [empty] * (adapter.runner.count(len(plans), most) - len(plans))
-        adapter.runner.run([partial(collate, plan) for plan in plans], on_outputs, wants, most)
+        plans += [empty] * (adapter.runner.count(len(plans), rows_at_once) - len(plans))
+        adapter.runner.run([partial(collate, plan) for plan in plans], on_outputs, wants, rows_at_once)
         if not torch.is_grad_enabled():
             adapter.runner.reshard()
 
     def _plans(self, adapter: ModelAdapter, samples: Sequence[Any], size: int, *, is_planned: bool) -> list[Plan]:
-        """Return the micro-batches of this rank: samples of like cost together, the dearest first, because that needs
-        least padding, and the most memory at once. Every rank gets as many, empty ones where samples run out."""
+        """Return the micro-batches of this rank: samples of similar cost together, the most expensive first.
+
+        This needs the least padding and reaches peak memory early. All ranks get the same number of micro-batches;
+        those without samples are empty.
+        """
         ordered = sorted(range(len(samples)), key=lambda i: -adapter.cost(samples[i]))
         planned = [adapter.planned(sample) for sample in samples]
         if is_planned and None not in planned:
@@ -238,12 +254,13 @@ class Trainer:
         plans: list[Plan] = []
         for group in sorted(groups):
             filler = _cheapest(adapter, samples, [i for batch in groups[group] for i in batch])
-            own = _own(adapter, groups[group], 1 if is_planned else size)
-            plans += [Plan([i for batch in each for i in batch], filler) for each in own]
+            own_batches = _own(adapter, groups[group], 1 if is_planned else size)
+            plans += [Plan([i for batch in each for i in batch], filler) for each in own_batches]
         return plans
 
     def _over_ranks(self, losses: Sequence[Loss]) -> tuple[float, Metrics, dict[str, list[Tensor]]]:
-        """Return loss and metrics of all micro-batches of all ranks together; the same on each."""
+        """Return the loss, metrics and values of the micro-batches of all ranks; the result is the same on each
+        rank."""
         mesh = self.adapter.mesh
         if mesh:
             of_ranks = mesh.all_gather_object([_on_cpu(loss) for loss in losses])
@@ -257,7 +274,7 @@ class Trainer:
         return sum(loss.value.item() for loss in losses), total, values
 
     def _clipped(self) -> float:
-        """Clip the gradients; return their norm before that, over all ranks."""
+        """Clip the gradients, and return their norm over all ranks before clipping."""
         mesh, model, most = self.adapter.mesh, self.adapter.model, self._train.optm_grad_norm_clip
         if not (mesh and mesh.pipeline):
             return clip_gradients(model.parameters(), most)
@@ -266,7 +283,8 @@ class Trainer:
 
 
 def _own(adapter: ModelAdapter, ordered: Sequence[Any], size: int) -> list[Sequence[Any]]:
-    """Return `size` of `ordered` together, those of this data-parallel rank; each rank gets as many."""
+    """Return this data-parallel rank's part of `ordered` in chunks of `size`; all ranks get the same number of
+    chunks."""
     most = len(ordered)
     if adapter.mesh:
         most = -(-len(ordered) // adapter.mesh.data.size())
@@ -284,13 +302,13 @@ def _on_cpu(loss: Loss) -> tuple[Tensor, Metrics, dict[str, Tensor]]:
 
 
 def _quantiles(values: dict[str, list[Tensor]]) -> dict[str, float]:
-    found: dict[str, float] = {}
+    quantiles: dict[str, float] = {}
     for name, tensors in values.items():
         flat = torch.cat(tensors).float()
         if flat.numel():
             ordered = flat.sort().values
-            found |= {
+            quantiles |= {
                 f"{name}_{key}": ordered[min(len(ordered) - 1, int(q * len(ordered)))].item()
                 for key, q in QUANTILES.items()
             }
-    return found
+    return quantiles

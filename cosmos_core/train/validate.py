@@ -1,4 +1,4 @@
-"""The program of kind `validate`: one exported model, apart from any training, on held-out rows."""
+"""Worker program of stage kind `validate`: evaluate one exported model on held-out rows."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ METRICS = "metrics.json"
 
 
 def run(stage: Stage) -> Outcome:
-    """Measure the model on its held-out rows."""
+    """Evaluate the model on its held-out rows, and write `metrics.json`."""
     rows = held_out(prepared_folder(stage))
     trainer = open_trainer(stage)
     with torch.no_grad():

@@ -1,8 +1,9 @@
-"""Validation by engines apart from the trainer, which goes on training meanwhile.
+"""Validation on disaggregated engines while the trainer continues.
 
-Held-out prompts are requests like others, for engines with the weights of the validated step alone. These get no newer
-ones until all is done, so the training goes on as far as `allowed_outdated_steps` lets it with completions of those
-weights. Seeds are those of every other validation, so the metrics are those that a trainer which waits would have.
+Held-out prompts are ordinary requests, but only for engines with the weights of the validated step. These engines get
+no newer weights until all requests are done, so the training continues only as far as `allowed_outdated_steps` permits
+with completions of those weights. The seeds equal those of every other validation, so the metrics equal those of a
+trainer that waits.
 """
 
 from __future__ import annotations
@@ -28,52 +29,60 @@ _POLL_SECONDS = 0.5
 
 
 class Ended(NamedTuple):
-    """A validation that is done."""
+    """Step and metrics of a validation that is done."""
 
     step: int
     metrics: dict[str, float]
 
 
 class ValidationApart:
-    """One validation at a time; all ranks call its methods together."""
+    """Asynchronous validation, one at a time; all ranks call its methods together."""
 
     def __init__(
         self, completions: Completions, fleet: Fleet, resync: Callable[[int], object], beat: Callable[[], None]
     ) -> None:
-        """`completions` scores on the first rank alone; `resync` sends the present weights, as those of a step, to
-        engines that have none."""
+        """Prepare validations.
+
+        Args:
+            completions: generates and scores held-out completions; it scores on the first rank only.
+            fleet: the disaggregated engines.
+            resync: sends the current weights, as those of a step, to engines that have none.
+            beat: reports that the stage is alive.
+        """
         self._completions, self._fleet, self._resync, self._beat = completions, fleet, resync, beat
         self.step: int | None = None
-        """What is being validated; None: nothing is."""
+        """The step that is being validated; None: no validation is running."""
         self.on_end: Callable[[Ended], None] = lambda ended: None
-        """Called on every rank, when it is seen that one is done."""
+        """Called on every rank with the result when a validation has ended."""
         self._done = threading.Event()
         self._metrics: dict[str, float] = {}
         self._problem: tuple[str, str] | None = None
-        """Name of the class of an error and its message, as all ranks can read them."""
+        """Class name and message of the error of a failed validation, in a form that can be broadcast."""
 
     def begin(self, step: int) -> None:
-        """Have the policy of `step` train steps validated, whose weights the engines have."""
+        """Start the validation of the policy after `step` train steps, whose weights the engines hold."""
         assert self.step is None, "one validation at a time"
         self.step = step
         self._done.clear()
         self._problem = None
         if is_first():
-            prompts, sampling, of_seeds = self._completions.asked
-            asked = [self._fleet.request(prompt, sampling, of_seeds, version=self._fleet.version) for prompt in prompts]
-            threading.Thread(target=self._run, args=(step, asked), daemon=True, name="validation").start()
+            prompts, sampling, seed_step = self._completions.asked
+            futures = [
+                self._fleet.request(prompt, sampling, seed_step, version=self._fleet.version) for prompt in prompts
+            ]
+            threading.Thread(target=self._run, args=(step, futures), daemon=True, name="validation").start()
 
     def check(self) -> None:
-        """See whether it is done.
+        """Call `on_end` if the running validation has ended.
 
         Raises:
-            RanksAgain: the engines that had these weights have died.
-            CosmosError: it failed.
+            RanksAgain: all engines with the validated weights have died.
+            CosmosError: the validation failed.
         """
         if self.step is None:
             return
-        own = (self._done.is_set(), self._metrics, self._problem) if is_first() else None
-        is_done, metrics, problem = broadcast_object(own)  # type: ignore[misc]
+        local_state = (self._done.is_set(), self._metrics, self._problem) if is_first() else None
+        is_done, metrics, problem = broadcast_object(local_state)  # type: ignore[misc]
         if not is_done:
             return
         step, self.step = self.step, None
@@ -85,8 +94,11 @@ class ValidationApart:
         self.on_end(Ended(step, metrics))
 
     def wait(self, present: int, between: Callable[[], None]) -> None:
-        """Return when nothing is being validated; `between` is called meanwhile, and may raise. `present`: the step of
-        the present weights, which an engine that died gets."""
+        """Wait until no validation is running.
+
+        `between` is called repeatedly and may raise. `present`: the step of the current weights, which engines get that
+        were restarted.
+        """
         while self.step is not None:
             if is_first():
                 self._done.wait(_POLL_SECONDS)
@@ -97,8 +109,8 @@ class ValidationApart:
                 self._resync(present)
 
     def _run(self, step: int, asked: Sequence[Future[Group]]) -> None:
-        """Score groups as they come; on the first rank."""
-        began = time.perf_counter()
+        """Score the groups as they are completed; runs in a thread of the first rank."""
+        start = time.perf_counter()
         try:
             scored: dict[Future[Group], ScoredGroup] = {}
             waiting = set(asked)
@@ -108,7 +120,7 @@ class ValidationApart:
                 groups = self._completions.scored([each.result() for each in ordered])
                 scored |= dict(zip(ordered, groups, strict=True))
             metrics = self._completions.told(step, [scored[each] for each in asked])
-            self._metrics = {**metrics, "time/validate": time.perf_counter() - began}
+            self._metrics = {**metrics, "time/validate": time.perf_counter() - start}
         except LostWeights as error:
             self._problem = LostWeights.__name__, str(error)
         except CosmosError as error:
@@ -121,8 +133,10 @@ class ValidationApart:
 
 
 def is_possible(recipe: Any) -> bool:
-    """Return whether validation can go beside the training: engines are apart, a checkpoint says where to go on if
-    they die, and it is the trained weights that are measured."""
+    """Return whether validation can run while the training continues.
+
+    It needs disaggregated engines, checkpoints to resume from if the engines die, and no moving average to validate.
+    """
     train = recipe.train
     return bool(
         train.train_policy.has_rollouts
