@@ -1,4 +1,4 @@
-"""The trainer, its rollouts and rewards, the command line, and what runs them."""
+"""The trainer, its rollouts and rewards, the command line, and the programs that execute a run."""
 
 import sys
 from importlib.abc import MetaPathFinder
@@ -11,13 +11,14 @@ _UNUSED = {
 
 
 class _Lean(MetaPathFinder):
-    """Lets modules think that a library is not installed which they import for what nothing here uses: scikit-learn,
-    SciPy, pandas and boto3 are a fifth of the time in which a process starts."""
+    """Import hook that makes libraries report optional dependencies as missing, where this project does not use the
+    modules that need them: importing scikit-learn, SciPy, pandas and boto3 takes a fifth of the start-up time of a
+    process."""
 
     def find_spec(self, name: str, path: object, target: object = None) -> None:
-        where, asked = _UNUSED.get(name, ("", ""))
+        where, check = _UNUSED.get(name, ("", ""))
         if where in sys.modules:
-            setattr(sys.modules[where], asked, lambda: False)
+            setattr(sys.modules[where], check, lambda: False)
 
 
 sys.meta_path.insert(0, _Lean())

@@ -1,4 +1,4 @@
-"""`python -m cosmos_core` is `cosmos`."""
+"""Entry point of `python -m cosmos_core`, which is the same as the command `cosmos`."""
 
 from cosmos_core.cli import main
 

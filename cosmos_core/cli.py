@@ -1,4 +1,4 @@
-"""The `cosmos` command. It parses first and imports the rest after, so that `--help` prints at once."""
+"""The `cosmos` command. It parses arguments before it imports the rest, so that `--help` prints without delay."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from cosmos_core.config.compose import Pipeline
     from cosmos_core.run.directory import Run
 
-# `ClickException`, of the click inside newer typers and of the package beside older ones.
+# `ClickException`: newer versions of typer contain their own click, older ones import the package.
 _COMMAND_LINE_ERROR: type[typer.BadParameter] = typer.BadParameter.__mro__[2]
 
 app = typer.Typer(
@@ -158,7 +158,7 @@ def plan(
     output_dir = _ready(pipeline, is_only_planned=estimate)
     try:
         pipeline = pinned_urls(pinned(pipeline))
-    except CosmosError as error:  # an estimate needs config.json alone, which may be had where commits may not
+    except CosmosError as error:  # an estimate needs only config.json, which may be readable where commits are not
         if not estimate:
             raise
         note([str(error)])
@@ -183,10 +183,10 @@ def plan(
         from cosmos_core.launch.estimate import estimate_in_worker, estimate_table
         from cosmos_core.launch.machine import machine_of
 
-        found, gpus = list(estimate_in_worker(pipeline, decisions)), check_meshes(pipeline)
-        console.print(estimate_table(found, gpus, pipeline.config.gpus_per_node))
-        machine = machine_of(pipeline.config, on, dict(found).values())
-        cost = costs(pipeline, decisions, dict(found), gpus, output_dir, machine)
+        estimates, gpus = list(estimate_in_worker(pipeline, decisions)), check_meshes(pipeline)
+        console.print(estimate_table(estimates, gpus, pipeline.config.gpus_per_node))
+        machine = machine_of(pipeline.config, on, dict(estimates).values())
+        cost = costs(pipeline, decisions, dict(estimates), gpus, output_dir, machine)
         console.print(cost_table(pipeline, cost, machine))
 
 
@@ -308,7 +308,7 @@ for _command in (
 
 
 def main() -> None:
-    """Entry point: a mistake is one line on standard error and an exit code."""
+    """Run the command line; report an error as one line on standard error, and exit with its code."""
     try:
         sys.exit(app(sys.argv[1:] or ["--help"], standalone_mode=False))
     except CosmosError as error:
@@ -330,7 +330,7 @@ def _end(message: str, code: int) -> None:
 
 
 def _pipeline(configs: list[Path], overrides: list[str]) -> Pipeline:
-    """The pipeline; what was not taken as it stands is told once."""
+    """Return the composed pipeline, after notes on standard error about settings that are ignored or changed."""
     from cosmos_core.config.capabilities import notices_of
     from cosmos_core.config.compose import load_pipeline
     from cosmos_core.config.mesh import on_these_gpus
@@ -342,8 +342,8 @@ def _pipeline(configs: list[Path], overrides: list[str]) -> Pipeline:
 
 
 def _ready(pipeline: Pipeline, *, is_only_planned: bool = False) -> Path:
-    """The folder of runs, after a look at all that can be found wrong without a worker. A plan may be for more than
-    this version can do, which is then only said."""
+    """Return the folder of runs, after all checks that need no worker. With `is_only_planned`, a setting that this
+    version does not support is only reported."""
     from cosmos_core.config.capabilities import check_capabilities
     from cosmos_core.config.mesh import check_meshes
     from cosmos_core.run.directory import writable
@@ -374,10 +374,10 @@ def _open(run_name: str, output_dir: Path) -> Run:
 
 
 def _claimable(run: Run) -> Run:
-    """The run, which no other process has now; the flow takes it for good.
+    """Return the run after a check that no other process executes it; the flow claims it later.
 
     Raises:
-        ConfigError: another process has it, or nothing can be written there.
+        ConfigError: another process executes the run, or its folder is not writable.
     """
     from cosmos_core.run.directory import claim
 
@@ -392,7 +392,8 @@ def _claimable(run: Run) -> Run:
 
 
 def _end_at_once(code: int) -> NoReturn:
-    """End this process, of which nothing runs any more: to free what it has imported would take most of a second."""
+    """Exit without cleanup once nothing else runs in this process: freeing its imported modules would take most of a
+    second."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""`cosmos config ...`: the schema and configurations, looked at without running anything."""
+"""`cosmos config ...`: commands that show the schema and configurations without running anything."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def convert(file: File) -> None:
 
     from cosmos_core.config.files import read_config
 
-    _load(file)  # a conversion of what is wrong is wrong
+    _load(file)  # fails for a file that is not a valid configuration
     notices: list[str] = []
     values = read_config(file, notices)
     note(notices)
@@ -90,7 +90,7 @@ def reference() -> None:
 
 
 def note(notices: list[str]) -> None:
-    """Say on standard error what is accepted but not taken as it stands."""
+    """Write notes to standard error about settings that are accepted but ignored or changed."""
     for notice in notices:
         sys.stderr.write(f"cosmos: note: {notice}\n")
 

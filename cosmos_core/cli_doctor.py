@@ -1,4 +1,4 @@
-"""`cosmos doctor`: what is wrong with the cluster that runs are sent to."""
+"""`cosmos doctor`: checks of the cluster that executes runs."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def doctor(
         raise ConfigError("PREFECT_API_URL is not set; it names the server of the cluster")
     is_well = True
     with get_client(sync_client=True) as client:
-        for found in findings(output_dir.absolute(), client):
-            is_well &= found.is_well
-            typer.echo(f"{'ok   ' if found.is_well else 'WRONG'} {found.what}: {found.told}")
+        for finding in findings(output_dir.absolute(), client):
+            is_well &= finding.is_well
+            typer.echo(f"{'ok   ' if finding.is_well else 'WRONG'} {finding.what}: {finding.told}")
     if not is_well:
         raise typer.Exit(EXIT_CRASH)

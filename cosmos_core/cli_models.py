@@ -1,4 +1,4 @@
-"""`cosmos promote` and `rollback`, which of the published versions others load, and `cosmos check-model`."""
+"""`cosmos promote` and `rollback`, which select the published version at a target, and `cosmos check-model`."""
 
 from __future__ import annotations
 

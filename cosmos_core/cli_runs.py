@@ -1,4 +1,4 @@
-"""`cosmos status`, `runs`, `compare`, `report`, `samples` and `watch`: runs as people look at them."""
+"""`cosmos status`, `runs`, `compare`, `report`, `samples` and `watch`: commands that show runs."""
 
 from __future__ import annotations
 

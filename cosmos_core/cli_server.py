@@ -1,4 +1,4 @@
-"""`cosmos bootstrap`, `worker`, `reap` and `clean`: what a team's server and machines need now and then."""
+"""`cosmos bootstrap`, `worker`, `reap` and `clean`: maintenance of a shared Prefect server and of the machines."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def bootstrap(
     """Make what the Prefect server needs and does not have: work pools, the automation that notices dead flow runs."""
     from cosmos_core.launch import bootstrap as server
 
-    wanted = [server.Pool(name, type_, limit or None, template) for name in pools or server.POOLS]
-    for line in server.bootstrap(wanted):
+    work_pools = [server.Pool(name, type_, limit or None, template) for name in pools or server.POOLS]
+    for line in server.bootstrap(work_pools):
         typer.echo(line)
 
 
@@ -43,11 +43,11 @@ def reap(
     """End what is left of runs whose flow died on this machine, and correct what is said of them."""
     from cosmos_core.launch import reap as leftovers
 
-    found = False
+    has_changes = False
     for line in leftovers.reap(output_dir.absolute()):
-        found = True
+        has_changes = True
         typer.echo(line)
-    if not found:
+    if not has_changes:
         typer.echo("nothing is left over")
 
 
@@ -76,30 +76,30 @@ def clean(
         _clean_store(store, keep=keep, older_than_seconds=age, is_wanted=yes)
         return
     folder = output_dir.expanduser().absolute()
-    found = retention.verdicts(folder, keep=keep, older_than_seconds=age)
-    for verdict in found:
+    runs = retention.verdicts(folder, keep=keep, older_than_seconds=age)
+    for verdict in runs:
         fate = f"stays: {verdict.kept_because}" if verdict.kept_because else "goes"
         about = f"{verdict.pipeline}, {size(verdict.size)}, {duration(verdict.age_seconds)} old"
         typer.echo(f"{verdict.path.name}  {about}  {fate}")
-    leaving = [verdict for verdict in found if not verdict.kept_because]
+    leaving = [verdict for verdict in runs if not verdict.kept_because]
     gone = list(retention.remove(folder, leaving)) if yes else leaving
     freed = size(sum(verdict.size for verdict in gone))
-    said = f"removed {len(gone)} of {len(found)} runs" if yes else f"{len(gone)} of {len(found)} runs may be removed"
-    typer.echo(f"{said}, {freed}" + ("" if yes or not gone else "; remove them with --yes"))
+    line = f"removed {len(gone)} of {len(runs)} runs" if yes else f"{len(gone)} of {len(runs)} runs may be removed"
+    typer.echo(f"{line}, {freed}" + ("" if yes or not gone else "; remove them with --yes"))
 
 
 def _clean_store(url: str, *, keep: int, older_than_seconds: float, is_wanted: bool) -> None:
     from cosmos_core.observe.wording import duration, size
     from cosmos_core.upload.store_retention import Retention
 
-    found = Retention(url, keep=keep, older_than_seconds=older_than_seconds)
-    for run in found.runs:
+    retention = Retention(url, keep=keep, older_than_seconds=older_than_seconds)
+    for run in retention.runs:
         fate = f"stays: {run.kept_because}" if run.kept_because else "goes"
         typer.echo(f"{run.name}  {run.pipeline}, {duration(run.age_seconds)} old  {fate}")
-    num_leaving = sum(not run.kept_because for run in found.runs)
+    num_leaving = sum(not run.kept_because for run in retention.runs)
     if is_wanted:
-        num_gone, freed = found.remove()
-        typer.echo(f"removed {num_gone} of {len(found.runs)} runs, {size(freed)}")
+        num_gone, freed = retention.remove()
+        typer.echo(f"removed {num_gone} of {len(retention.runs)} runs, {size(freed)}")
     else:
-        more = "; remove them with --yes" if found.size else ""
-        typer.echo(f"{num_leaving} of {len(found.runs)} runs may be removed, {size(found.size)}{more}")
+        more = "; remove them with --yes" if retention.size else ""
+        typer.echo(f"{num_leaving} of {len(retention.runs)} runs may be removed, {size(retention.size)}{more}")

@@ -1,6 +1,6 @@
-"""`cosmos sft`, `dpo`, `grpo` and `diffusion-sft`: one line for rows of one's own; they write a recipe and run it.
+"""`cosmos sft`, `dpo`, `grpo` and `diffusion-sft`: write a recipe for a user's model and rows, and run it.
 
-`cosmos init` asks for what that line says, and `cosmos try` talks to what came of it.
+`cosmos init` asks for the options of such a command, and `cosmos try` loads the trained model.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def grpo(  # noqa: PLR0913 - the options of a command
     """Train a language model on prompts of your own with a reward, by GRPO."""
     from cosmos_core.registry import is_code, offered_names, suggestion
 
-    if not is_code(reward) and reward not in (known := offered_names("cosmos_core.rewards")):
-        raise ConfigError(f"--reward {reward}: no such reward{suggestion(reward, known)}; your own is file.py:function")
+    if not is_code(reward) and reward not in (names := offered_names("cosmos_core.rewards")):
+        raise ConfigError(f"--reward {reward}: no such reward{suggestion(reward, names)}; your own is file.py:function")
     asked = {
         "method": GRPO.command,
         "model": model,
@@ -103,15 +103,15 @@ def try_model(
     """Chat with a model, or have it draw: of a run, a stage, a folder or the Hub."""
     if len(models) > 2:
         raise ConfigError(f"{len(models)} models; give one, or two to see them side by side")
-    found = [_model_of(name, output_dir) for name in models]
+    folders = [_model_of(name, output_dir) for name in models]
     options = {"prompt": prompt, "max_tokens": max_tokens, "temperature": temperature, "names": models}
-    arguments = ["-m", "cosmos_core.models.try_models", json.dumps(options), *found]
+    arguments = ["-m", "cosmos_core.models.try_models", json.dumps(options), *folders]
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, *arguments])
 
 
 def _model_of(name: str, output_dir: Path) -> str:
-    """Return the folder of a model: of a run that one, of a stage its own; anything else as it is named."""
+    """Return the folder of the model of a run or of a stage; any other name is returned unchanged."""
     from cosmos_core.observe.record import read_run
     from cosmos_core.run.directory import find_run
     from cosmos_core.run.manifest import read_result
@@ -119,10 +119,10 @@ def _model_of(name: str, output_dir: Path) -> str:
     path = Path(name)
     if (path / "result.json").is_file():
         result = read_result(path)
-        made = result["info"].get("model") if result else None
-        if not made:
+        output = result["info"].get("model") if result else None
+        if not output:
             raise ConfigError(f"{name}: this stage made no model")
-        return str(path / str(made))
+        return str(path / str(output))
     is_run = (path / "pipeline.toml").is_file() or (output_dir / name / "pipeline.toml").is_file()
     if not is_run:
         return name
@@ -143,7 +143,7 @@ def _train(asked: dict[str, str], save: str, dry_run: bool, overrides: Sequence[
 
 
 def _proposed(asked: dict[str, str]) -> list[tuple[str, Any, str]]:
-    """Return key, value and reason of each setting, from the program that may import torch.
+    """Return key, value and reason of each setting, from a subprocess that may import torch.
 
     Raises:
         CosmosError: the model or the rows cannot be used.
@@ -158,7 +158,7 @@ def _proposed(asked: dict[str, str]) -> list[tuple[str, Any, str]]:
 
 
 def _recipe(asked: dict[str, str], settings: list[tuple[str, Any, str]]) -> str:
-    """Return the recipe: each table once, each value with its reason."""
+    """Return the text of the recipe, with the reason for each value as a comment."""
     tables: dict[str, list[str]] = {}
     for key, value, reason in settings:
         table, _, name = key.rpartition(".")
@@ -171,7 +171,7 @@ def _recipe(asked: dict[str, str], settings: list[tuple[str, Any, str]]) -> str:
 
 
 def _toml(value: Any) -> str:
-    """Return a value as it stands behind a key: of strings, numbers, booleans and lists JSON is TOML."""
+    """Return a value in TOML: strings, numbers, booleans and lists are written as in JSON."""
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -181,10 +181,10 @@ def _path(asked: dict[str, str], save: str) -> Path:
 
 
 def _written(asked: dict[str, str], settings: list[tuple[str, Any, str]], save: str) -> Path:
-    """Write the recipe, over an earlier one that nobody has edited.
+    """Write the recipe and return its path; a recipe from an earlier command is overwritten unless it was edited.
 
     Raises:
-        ConfigError: there is a file that was edited, or is not ours.
+        ConfigError: the existing file was edited, or was not written by this command.
     """
     path, text = _path(asked, save), _recipe(asked, settings)
     if path.exists() and (old := path.read_text(encoding="utf-8")) != text:
@@ -198,7 +198,7 @@ def _written(asked: dict[str, str], settings: list[tuple[str, Any, str]], save: 
 
 
 def _run(path: Path, overrides: Sequence[str]) -> None:
-    """Become `cosmos run`."""
+    """Replace this process by `cosmos run` of the recipe."""
     sys.stdout.flush()
     program = "from cosmos_core.cli import main; main()"
     options = [part for override in overrides for part in ("--set", override)]

@@ -1,7 +1,7 @@
-"""Which environment variables code of a user's own is handed, and the values that no log may show.
+"""Environment variables that a user's own code receives, and masking of secret values in logs.
 
-Rewards and custom stages get what any program needs to run, and beyond that what their recipe names; a key or token is
-never handed on by itself. It is no wall: a program can read the files of the user who runs it.
+Rewards and custom stages receive the variables that any program needs and those that their recipe names; a key or token
+is never passed on by default. This does not isolate them: a program can read the files of the user who runs it.
 """
 
 from __future__ import annotations
@@ -36,20 +36,22 @@ _SECRET_NAME = re.compile(
 _LOGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/@\s]*:([^/@\s]+)@", re.I)
 _OVERLAP = 4096
 _SHORTEST = 8
-"""Characters of a value that is masked: a shorter one, like `false`, is also a word."""
+"""Minimum length in characters of a value that is masked: a shorter one, like `false`, may be an ordinary word."""
 _BLOCK = 1 << 20
 _named: set[str] = set()
 _values: set[str] = set()
 
 
 def handed_on(names: Iterable[str]) -> dict[str, str]:
-    """Return the variables that a user's code is handed: those that any program needs, and those with these names."""
+    """Return the environment variables that a user's code receives: those that any program needs, and those in
+    `names`."""
     return {name: value for name, value in os.environ.items() if name in set(names) or _is_needed(name, value)}
 
 
 def tls_trust() -> ssl.SSLContext | bool:
-    """Return what httpx takes for `verify`: the authorities of REQUESTS_CA_BUNDLE or CURL_CA_BUNDLE, which httpx itself
-    does not read; True: those of its own rule, SSL_CERT_FILE among them.
+    """Return the value of httpx's argument `verify`: a context with the certificates of REQUESTS_CA_BUNDLE or
+    CURL_CA_BUNDLE, which httpx itself does not read; otherwise True, with which httpx uses its defaults and
+    SSL_CERT_FILE.
 
     Raises:
         ConfigError: the bundle cannot be read.
@@ -65,8 +67,8 @@ def tls_trust() -> ssl.SSLContext | bool:
 
 
 def hide(names: Iterable[str] = (), values: Iterable[str] = ()) -> None:
-    """Mask secrets in what this process prints and logs from now on; the values of variables with these names are some,
-    too, and `values` themselves."""
+    """Mask secrets in everything that this process prints and logs from now on, including the values of the environment
+    variables in `names`, and `values`."""
     _named.update(names)
     _values.update(values)
     hide_in_records()
@@ -77,14 +79,14 @@ def hide(names: Iterable[str] = (), values: Iterable[str] = ()) -> None:
 
 
 def hide_in_records() -> None:
-    """Mask secrets in every log record of this process, such as Prefect sends to its server."""
+    """Mask secrets in every log record of this process, since Prefect sends the records to its server."""
     make = logging.getLogRecordFactory()
     if getattr(make, "masks", False):
         return
 
     def masking(*arguments: Any, **named: Any) -> logging.LogRecord:
         record = make(*arguments, **named)
-        with suppress(Exception):  # arguments that do not fit: logging itself says so
+        with suppress(Exception):  # logging itself reports arguments that do not fit the format
             record.msg, record.args = masked(record.getMessage()), ()
         if record.exc_info and not record.exc_text:
             record.exc_text = masked(logging.Formatter().formatException(record.exc_info))
@@ -95,20 +97,20 @@ def hide_in_records() -> None:
 
 
 def masked(text: str, names: Iterable[str] = ()) -> str:
-    """Return the text with `***` for each secret value of the environment, those of variables with these names too, and
-    for what looks like a secret."""
+    """Return the text with `***` for each secret value of the environment, for the values of the variables in `names`,
+    and for text that looks like a secret."""
     for secret in _secrets(names):
         text = text.replace(secret, "***")
     return hide_spans(text)
 
 
 def mask_error(error: BaseException) -> None:
-    """Mask secrets in the message of an error, which Prefect and the files of a run show."""
+    """Mask secrets in the message of an error, which Prefect and the files of a run display."""
     error.args = tuple(masked(each) if isinstance(each, str) else each for each in error.args)
 
 
 def secrets_in(values: Any, name: str = "") -> Iterator[str]:
-    """Yield the texts below keys that say that they are secret, such as `api_key`, in settings."""
+    """Yield the strings in settings below keys with the name of a secret, such as `api_key`."""
     if isinstance(values, Mapping):
         for key, value in values.items():
             yield from secrets_in(value, name if _is_secret_name(name) else str(key))
@@ -120,23 +122,23 @@ def secrets_in(values: Any, name: str = "") -> Iterator[str]:
 
 
 def mask_file(file: Path, names: Iterable[str] = ()) -> None:
-    """Mask secrets in a file that others have written, such as a program that user's code has started.
+    """Mask secrets in a file written by another program, such as one that a user's code has started.
 
-    They are overwritten where they stand: a log may be larger than the memory, and its disk full.
+    The secrets are overwritten in place: a log may be larger than the memory, and the disk may be full.
     """
     secrets = [secret.encode() for secret in _secrets(names)]
     overlap = max(_OVERLAP, *map(len, secrets), 0)
     start = 0
     with open(file, "r+b", buffering=0) as log:
         while block := os.pread(log.fileno(), _BLOCK + overlap, start):
-            spans = [found.span() for secret in secrets for found in re.finditer(re.escape(secret), block)]
-            for begin, end in (*spans, *secret_spans(block.decode("latin-1"))):  # a character for each byte
+            spans = [match.span() for secret in secrets for match in re.finditer(re.escape(secret), block)]
+            for begin, end in (*spans, *secret_spans(block.decode("latin-1"))):  # one character per byte
                 os.pwrite(log.fileno(), b"*" * (end - begin), start + begin)
             start += _BLOCK
 
 
 class _Masking:
-    """A text stream that shows no secret; what C or a program that is started writes goes past it."""
+    """A text stream that masks secrets; it does not see the output of C code and of subprocesses."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -152,13 +154,13 @@ class _Masking:
 
 
 def _secrets(names: Iterable[str] = ()) -> list[str]:
-    """Return the values to mask, the longest first: one may be a part of another."""
-    found, named = set(_values), _named.union(names)
+    """Return the values to mask, the longest first, since one may be contained in another."""
+    secrets, named = set(_values), _named.union(names)
     for name, value in os.environ.items():
         if name in named or _is_secret_name(name):
-            found.add(value)
-        found.update(_LOGIN.findall(value) if "://" in value else ())
-    return sorted((value for value in found if len(value) >= _SHORTEST), key=len, reverse=True)
+            secrets.add(value)
+        secrets.update(_LOGIN.findall(value) if "://" in value else ())
+    return sorted((value for value in secrets if len(value) >= _SHORTEST), key=len, reverse=True)
 
 
 def _is_needed(name: str, value: str) -> bool:

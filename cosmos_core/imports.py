@@ -1,5 +1,5 @@
-"""Imports without garbage collection. What a process here imports makes a million objects, all of which stay: to look
-through them for cycles, again and again, is a fifth of the time in which it starts."""
+"""Imports without garbage collection. The imports of a process create a million objects that stay alive, and repeated
+searches for cycles among them take a fifth of the start-up time."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Collect no garbage inside the block; what it left is not looked at by later collections either."""
+    """Disable garbage collection in the block, and exclude the objects created in it from later collections."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        atexit.register(gc.unfreeze)  # libraries count at the end what nobody has collected, and say so
+        atexit.register(gc.unfreeze)  # some libraries report objects that were not collected at exit
         if was_enabled:
             gc.enable()

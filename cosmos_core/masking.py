@@ -1,8 +1,9 @@
-"""Finds secrets that nobody named: by the forms of known tokens, by the word before them, or by their letters.
+"""Detect secrets in text without knowing their values: by the formats of known tokens, by the word before, or by
+letters.
 
-A drawn string changes between capitals, small letters and digits far more often than a name does. Hexadecimal digits
-cannot be told from a digest: those with 40 and 64 of them (git, SHA-256) are masked where a word names them alone. Not
-here: values that are known to be secret, and where masked text goes (environment.py).
+A random string changes between capitals, small letters and digits far more often than a name does. Hexadecimal secrets
+look like digests: those with 40 or 64 digits (git, SHA-256) are masked only after a word such as `token`. Values that
+are known to be secret, and the masking of streams and files, are in environment.py.
 """
 
 from __future__ import annotations
@@ -36,39 +37,40 @@ _DIGESTS = {40, 64}
 
 
 def secret_spans(text: str) -> Iterator[tuple[int, int]]:
-    """Yield start and end of what looks like a secret; they may overlap."""
+    """Yield start and end of each part of the text that looks like a secret; the spans may overlap."""
     for form in (_FORMS, _LOGIN, _NAMED):
-        for found in form.finditer(text):
-            yield found.span(form.groups)
-    for found in _AFTER.finditer(text):
-        if _is_drawn(found[1]) or re.fullmatch(r"[0-9a-fA-F]{16,}", found[1]):
-            yield found.span(1)
-    for found in _SLASHED.finditer(text):  # base64; a secret key of AWS has 40 of its characters
-        if _is_mixed(found[0]) and _piece_length(found[0]) < (3.2 if len(found[0]) == 40 else 2.5):
-            yield found.span()
-    for found in _WORD.finditer(text):
-        around = text[max(0, found.start() - 1) : found.start()] + text[found.end() : found.end() + 1]
-        is_alone = found[0].rstrip("=").isalnum() and not any(mark in "/.:" for mark in around)
-        runs = re.findall("[A-Za-z0-9]{10,}", found[0])
-        is_long = len(found[0]) >= 32 and _piece_length(found[0]) < 2.4
+        for match in form.finditer(text):
+            yield match.span(form.groups)
+    for match in _AFTER.finditer(text):
+        if _is_drawn(match[1]) or re.fullmatch(r"[0-9a-fA-F]{16,}", match[1]):
+            yield match.span(1)
+    for match in _SLASHED.finditer(text):  # base64; a secret key of AWS has 40 characters
+        if _is_mixed(match[0]) and _piece_length(match[0]) < (3.2 if len(match[0]) == 40 else 2.5):
+            yield match.span()
+    for match in _WORD.finditer(text):
+        neighbours = text[max(0, match.start() - 1) : match.start()] + text[match.end() : match.end() + 1]
+        is_alone = match[0].rstrip("=").isalnum() and not any(mark in "/.:" for mark in neighbours)
+        runs = re.findall("[A-Za-z0-9]{10,}", match[0])
+        is_long = len(match[0]) >= 32 and _piece_length(match[0]) < 2.4
         if any(_is_secret_word(run, is_alone) for run in runs if len(run) >= 20) or (
             is_long and any(_is_mixed(run) and _piece_length(run) < 2.4 for run in runs)
         ):
-            yield found.span()
+            yield match.span()
 
 
 def hide_spans(text: str) -> str:
-    """Return the text with `***` for each secret that was found in it."""
-    found, position = [], 0
+    """Return the text with `***` in place of each part that looks like a secret."""
+    parts, position = [], 0
     for start, end in sorted(secret_spans(text)):
         if end > position:
-            found += [text[position : max(start, position)], "***" if start >= position else ""]
+            parts += [text[position : max(start, position)], "***" if start >= position else ""]
             position = end
-    return "".join(found) + text[position:]
+    return "".join(parts) + text[position:]
 
 
 def _is_secret_word(word: str, is_alone: bool) -> bool:
-    """Return whether letters and digits are drawn; `is_alone`: they are no part of a path, a name or a digest."""
+    """Return True if letters and digits look random; `is_alone` is True if they are no part of a path, a name or a
+    digest."""
     has_digit = any(letter.isdigit() for letter in word)
     if re.fullmatch(r"[0-9a-f]+|[0-9A-F]+", word):
         return is_alone and has_digit and not word.isdigit() and len(word) >= 32 and len(word) not in _DIGESTS
@@ -82,12 +84,12 @@ def _is_mixed(word: str) -> bool:
 
 
 def _is_drawn(word: str) -> bool:
-    """Return whether a value that a word like `token` names is no name, path or number."""
+    """Return True if a value after a word like `token` looks random, unlike a name, a path or a number."""
     has_both = any(letter.isdigit() for letter in word) and any(letter.isalpha() for letter in word)
     return has_both and _piece_length(word) < 3.0 and "//" not in word
 
 
 def _piece_length(word: str) -> float:
-    """Return the mean length of the pieces that look like a word, an acronym or a number."""
+    """Return the mean length of the parts of a string that look like a word, an acronym or a number."""
     pieces = _PIECE.findall(word)
     return sum(map(len, pieces)) / max(1, len(pieces))

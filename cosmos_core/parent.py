@@ -1,5 +1,5 @@
-"""Processes that end with the one that started them, whatever ends that. The standard library alone: what is started
-must not wait for anything else."""
+"""Processes that end with their parent, however the parent ends. Imports the standard library only, so that a child
+process starts without delay."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask the kernel for SIGKILL when the process `parent` ends, or its thread that started this one: what hangs would
-    never see that it has. Only Linux does it."""
+    """Ask the kernel to send SIGKILL to this process when the process `parent`, or the thread of it that started this
+    one, ends: a hanging process would not notice. Linux only."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the request was made
+    if os.getppid() != parent:  # the parent ended before the call to prctl
         os._exit(1)
 
 
 def adopt_orphans() -> None:
-    """Let whatever loses its parent below this process fall to it."""
+    """Make this process the new parent of all its descendants that lose their own parent."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 

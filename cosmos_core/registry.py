@@ -1,7 +1,7 @@
-"""Find a thing by its name in one of our folders, or by a user's import path.
+"""Look up an object by its name in a folder of this package, or by a user's import path.
 
-`gsm8k` in the folder `cosmos_core.rewards` is `cosmos_core/rewards/gsm8k.py:gsm8k`;
-`my_pkg.my_module:thing` and `path/to/file.py:thing` are a user's own and need no edit here.
+`gsm8k` in the folder `cosmos_core.rewards` is `cosmos_core/rewards/gsm8k.py:gsm8k`; `my_pkg.my_module:thing` and
+`path/to/file.py:thing` are a user's own code and need no change in this package.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from cosmos_core.errors import ConfigError, CosmosError
 
 
 def is_import_path(name: str) -> bool:
-    """Return whether `name` is `module:thing` or `file.py:thing` rather than a plain name."""
+    """Return True if `name` has the form `module:thing` or `file.py:thing`; a plain name has no colon."""
     return ":" in name
 
 
 def is_code(name: str) -> bool:
-    """Return whether a name that might be a path or a name on the Hub too is `file.py:thing` or `module:thing`."""
+    """Return True if `name` is `file.py:thing` or `module:thing`, where it may also be a path or an id on the Hub."""
     return _CODE.fullmatch(name) is not None
 
 
@@ -55,46 +55,47 @@ def import_thing(path: str) -> Any:
 
 
 def known_names(folder: str) -> list[str]:
-    """Return the modules of a folder of ours, private ones and folders left out."""
+    """Return the module names of a package folder, without private modules and sub-packages."""
     package = importlib.import_module(folder)
     return sorted(m.name for m in pkgutil.iter_modules(package.__path__) if not m.ispkg and not m.name.startswith("_"))
 
 
 def offered_names(folder: str, suffix: str = "") -> list[str]:
-    """Return what a folder of ours offers, without importing any of it: modules that define a function of their own
-    name, or, with a suffix, a class of it: `some_name.py` has `SomeNameSuffix`."""
+    """Return the names that a package folder offers, without importing its modules: those of modules that define a
+    function of the same name or, with a suffix, a class: `some_name.py` defines `SomeNameSuffix`."""
     [path] = importlib.import_module(folder).__path__
-    found = []
+    names = []
     for name in known_names(folder):
         thing = rf"class {class_name(name)}{suffix}\b" if suffix else rf"def {name}\("
         if re.search(f"^{thing}", Path(path, f"{name}.py").read_text(encoding="utf-8"), re.M):
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def class_name(module: str) -> str:
-    """Return `SomeName` of `some_name`."""
+    """Return the class name of a module: `SomeName` for `some_name`."""
     return module.title().replace("_", "")
 
 
 def load_named(name: str, folder: str, suffix: str) -> Any:
-    """Return the class `SomeNameSuffix` of `some_name.py` in a folder of ours, or what a user's import path names.
+    """Return the class `SomeNameSuffix` of `some_name.py` in a package folder, or the object at a user's import path.
 
     Raises:
-        ConfigError: there is none, or a user's file cannot be imported.
+        ConfigError: it does not exist, or a user's file cannot be imported.
     """
     if is_import_path(name):
         return import_user_code(name)
-    if name not in (known := offered_names(folder, suffix)):
-        raise ConfigError(f"there is no {name!r}{suggestion(name, known)}")
+    if name not in (names := offered_names(folder, suffix)):
+        raise ConfigError(f"there is no {name!r}{suggestion(name, names)}")
     return import_thing(f"{folder}.{name}:{class_name(name)}{suffix}")
 
 
 def import_user_code(path: str) -> Any:
-    """Return what an import path names; code that cannot even be imported is its author's mistake, not a crash.
+    """Return the object at an import path of a user's code; an error of the import is reported as an error of the
+    user's.
 
     Raises:
-        ConfigError: it is not there, or its file raised; the message says where.
+        ConfigError: it does not exist, or its file raised; the message has the location.
     """
     try:
         return import_thing(path)
@@ -106,9 +107,9 @@ def import_user_code(path: str) -> Any:
 
 
 def location_of(error: BaseException, function: Any = None) -> str:
-    """Return the file and line that an error comes from: of this function's file, where it has a part in it.
+    """Return the file and line at which an error was raised; with `function`, the last line in that function's file.
 
-    A function that did not raise itself, but returned what it must not, is named by its own line.
+    A function that did not raise, but returned an invalid value, is located by its first line.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
@@ -121,13 +122,13 @@ def location_of(error: BaseException, function: Any = None) -> str:
 
 
 def suggestion(name: str, known: list[str]) -> str:
-    """Return `; did you mean X?` when a known name is near, otherwise the list of known names."""
+    """Return `; did you mean X?` if a known name is similar, otherwise the list of known names."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"
 
 
 def code_file(path: str) -> Path:
-    """Return the file of a user's code given by import path, found without importing it or its packages.
+    """Return the file of a user's code at an import path, without importing it or its packages.
 
     Raises:
         ConfigError: the file or module does not exist, or has nothing of that name.
@@ -139,16 +140,17 @@ def code_file(path: str) -> Path:
 
 
 _PARSER = threading.Lock()
-"""Python 3.11 counts the depth of the tree that it builds once for all threads: two that parse at once end in a
-`SystemError` (CPython issue 106905)."""
+"""Lock around the parser: Python 3.11 counts the depth of the syntax tree once for all threads, and two that parse at
+once end in a `SystemError` (CPython issue 106905)."""
 
 
 def _names_in(file: Path) -> set[str] | None:
-    """The names that a file gives to something at its top level; None: that cannot be told without running it."""
+    """Return the names that a file defines at its top level; None if they can be determined only by running the
+    file."""
     try:
         with _PARSER:
             waiting: list[ast.AST] = [ast.parse(file.read_bytes())] if file.suffix == ".py" else []
-    except (SyntaxError, ValueError):  # told with its line where it is imported
+    except (SyntaxError, ValueError):  # reported with its line when the file is imported
         return None
     if not waiting:
         return None
@@ -156,7 +158,7 @@ def _names_in(file: Path) -> set[str] | None:
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.add(node.name)  # what is inside is no name of the file
+            names.add(node.name)  # names inside a function or class are not names of the file
             continue
         if isinstance(node, ast.Import | ast.ImportFrom):
             names |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
@@ -172,10 +174,10 @@ def _file_of(path: str) -> Path:
     if not module_name or not thing:
         raise ConfigError(f"{path!r} is not an import path; write module:function or path/file.py:function")
     if module_name.endswith(".py"):
-        if not os.path.isfile(module_name):  # Path.is_file raises for a name that is too long
+        if not os.path.isfile(module_name):  # Path.is_file raises an error for a name that is too long
             raise ConfigError(f"{path!r}: file {module_name} does not exist")
         return Path(module_name)
-    # Workers have the current folder on their path; the `cosmos` script has not.
+    # Workers have the current folder on sys.path; the `cosmos` script does not.
     folders: list[str] | None = [os.getcwd(), *sys.path]
     spec: ModuleSpec | None = None
     for part in module_name.split("."):
@@ -189,7 +191,7 @@ def _file_of(path: str) -> Path:
 
 
 def code_digest(path: str) -> str:
-    """Return the digest of a user's code given by import path, for the fingerprint; the whole file counts.
+    """Return the digest of a user's code at an import path, for the fingerprint; it covers the whole file.
 
     Raises:
         ConfigError: the file or module does not exist.
@@ -215,7 +217,7 @@ def _module_from_file(file: Path) -> Any:
         sys.modules[name] = module
         try:
             spec.loader.exec_module(module)
-        except BaseException:  # half a module must not be found by the next who asks
+        except BaseException:  # a later import must not find a partly initialised module
             del sys.modules[name]
             raise
     return sys.modules[name]

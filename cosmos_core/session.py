@@ -1,5 +1,5 @@
-"""One `cosmos run` or `cosmos resume` from start to end: a server if need be, the flow, its progress, the final
-table."""
+"""Execute one `cosmos run` or `cosmos resume`: start a server if there is none, run the flow, show progress and a
+summary."""
 
 from __future__ import annotations
 
@@ -39,13 +39,14 @@ _LEAST_ROOM = 1 << 20  # bytes
 
 @contextmanager
 def session(output_dir: Path, standby: Standby | None) -> Iterator[Callable[..., int]]:
-    """Start what a run below `output_dir` needs and takes seconds; give the block `run_session`, which waits for it."""
+    """Start the parts of a run below `output_dir` that take seconds, and yield `run_session`, which waits until they
+    are ready."""
     os.environ.update(quiet_environment(os.environ))
-    # The display says what matters; Prefect's own lines go to its server.
+    # The display shows the progress; Prefect's own log lines go to its server.
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
-    if os.environ.get("PREFECT_API_URL"):  # a server for many may be busy for minutes and say 503
+    if os.environ.get("PREFECT_API_URL"):  # a shared server may be busy for minutes and respond with 503
         os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "8")
-    adopt_orphans()  # of a supervisor that is killed
+    adopt_orphans()  # the workers of a supervisor that was killed become children of this process
     with ExitStack() as server:
         yield partial(run_session, server, server.enter_context(prefect_server(output_dir / SHARED, standby)))
 
@@ -57,33 +58,34 @@ def run_session(server: ExitStack, wait_for_server: Callable[[], None], run: Run
         handler.addFilter(_is_not_of_a_run)
     signal.signal(signal.SIGTERM, _terminate)
     names = [stage.name for stage in run.pipeline.stages]
-    interrupted, trouble = False, ""
+    interrupted, flow_error = False, ""
     with Display(names) as display, _watching(run, display):
         display.message(f"run {run.id} in {run.path}")
         try:
             with server:
                 _import_flow()
                 wait_for_server()
-                trouble = _run_flow(run, from_stage, verify)
+                flow_error = _run_flow(run, from_stage, verify)
         except (KeyboardInterrupt, Preempted):
             interrupted = True
     kill_below()
     print_summary(run.path)
     code = EXIT_PREEMPTED if interrupted else exit_code(run)
-    if code == EXIT_PREEMPTED and trouble and not interrupted:  # no stage failed, yet the flow did
+    if code == EXIT_PREEMPTED and flow_error and not interrupted:  # no stage failed, yet the flow did
         code = EXIT_CRASH
-        _say(trouble)
+        _say(flow_error)
     _explain(run, code)
     return code
 
 
 def _is_not_of_a_run(record: logging.LogRecord) -> bool:
-    """Whether a record is none of those that Prefect keeps for a flow or task run; we tell how stages ended."""
+    """Return True if a log record does not belong to a Prefect flow or task run; the end of stages is reported
+    separately."""
     return not record.name.startswith(("prefect.task_runs", "prefect.flow_runs"))
 
 
 def exit_code(run: Run) -> int:
-    """Return the exit code that the states of all stages mean together."""
+    """Return the exit code of a run, from the states of all its stages."""
     states = [read_state(run.stage_path(stage.name)) for stage in run.pipeline.stages]
     failed = {state.exit_code for state in states if state.state == "failed"}
     for code in (EXIT_USAGE, EXIT_CRASH, EXIT_REFUSED):
@@ -93,7 +95,8 @@ def exit_code(run: Run) -> int:
 
 
 def _explain(run: Run, code: int) -> None:
-    """Say on standard error what failed, and how to go on where going on with the same settings can help."""
+    """Write to standard error which stages failed and, if a resume with the same settings can help, the command for
+    it."""
     for stage in run.pipeline.stages:
         state = read_state(run.stage_path(stage.name))
         if state.state == "failed":
@@ -117,7 +120,7 @@ def _import_flow() -> None:
 
 
 def _run_flow(run: Run, from_stage: str, verify: bool) -> str:
-    """Run the flow to its end; why it did not complete, or an empty string."""
+    """Run the flow to its end; return why it did not complete, or an empty string."""
     from prefect.events.worker import EventsWorker
     from prefect.exceptions import TerminationSignal
     from prefect.logging.handlers import APILogWorker
@@ -128,11 +131,11 @@ def _run_flow(run: Run, from_stage: str, verify: bool) -> str:
         state: Any = post_train(config=str(run.path), from_stage=from_stage, verify=verify, return_state=True)
     except TerminationSignal as error:
         raise Preempted("asked to stop") from error
-    except Exception as error:  # noqa: BLE001 - Prefect gave up: its server does not respond, or has no room either
+    except Exception as error:  # noqa: BLE001 - the Prefect server does not respond, or its disk is full too
         trouble = disk_full(error, run.path) or _probe(run.path) or error
         return f"{'' if isinstance(trouble, DiskFull) else 'Prefect: '}{trouble}"
     finally:
-        # At exit Prefect would look for a server that has gone by then, and wait a minute for it.
+        # At exit Prefect would wait a minute for a server that has stopped by then.
         APILogWorker.drain_all(timeout=_DRAIN_SECONDS)
         EventsWorker.drain_all(timeout=_DRAIN_SECONDS)
     if state.is_cancelled():
@@ -141,7 +144,7 @@ def _run_flow(run: Run, from_stage: str, verify: bool) -> str:
 
 
 def _probe(folder: Path) -> DiskFull | None:
-    """Return why nothing can be written in a folder now; None: something can."""
+    """Return the error that prevents writing to a folder now, or None if writing succeeds."""
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
             file.write(bytes(_LEAST_ROOM))
@@ -151,13 +154,14 @@ def _probe(folder: Path) -> DiskFull | None:
 
 
 def _terminate(number: int, frame: object) -> None:
-    """Stop as Ctrl-C does: no library that is being imported takes that for an error of its own and goes on."""
+    """Raise KeyboardInterrupt, as Ctrl-C does: a library that is being imported might catch another error and
+    continue."""
     raise KeyboardInterrupt
 
 
 @contextmanager
 def _watching(run: Run, display: Display) -> Iterator[None]:
-    """Feed the display from the run directory, which is the truth whoever runs the stages."""
+    """Update the display from the run directory, which is up to date whichever process runs the stages."""
     done = threading.Event()
 
     def look() -> None:

@@ -24,28 +24,28 @@ _OF_NETWORK = {
     "Timeout", "MaxRetryError", "ProtocolError", "HTTPClientError", "ClientConnectionError",
 }  # fmt: skip
 _MISTAKES = (LookupError, NameError, TypeError, AttributeError, AssertionError, FileNotFoundError, PermissionError)
-"""Mistakes of a program: raised while another error is handled, they are not caused by it."""
+"""Programming errors: an error that was being handled when one of these was raised is not its cause."""
 _STATUSES = {408, 425, 429}
 """Transient HTTP statuses below 500."""
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether a retry may succeed after this error."""
+    """Return True if a retry may succeed after this error."""
     return is_of_machine(error) or is_of_network(error)
 
 
 def is_of_machine(error: BaseException) -> bool:
-    """Return whether memory, disk or descriptors ran out, or a disk did not respond."""
+    """Return True if memory, disk space or file descriptors ran out, or a disk did not respond."""
     return any(
         not _OF_MACHINE.isdisjoint(_classes(each))
         or (isinstance(each, OSError) and each.errno in _MACHINE)
-        or (isinstance(each, RuntimeError) and "allocate memory" in str(each))  # torch has no class for it on CPU
+        or (isinstance(each, RuntimeError) and "allocate memory" in str(each))  # torch raises a RuntimeError on CPU
         for each in _chain(error)
     )
 
 
 def is_of_network(error: BaseException) -> bool:
-    """Return whether a connection was refused or lost, or a server was too busy or out of order."""
+    """Return True if a connection was refused or lost, or if a server was overloaded or failed."""
     return any(_is_of_network(each) for each in _chain(error))
 
 
@@ -69,8 +69,8 @@ def _classes(error: BaseException) -> set[str]:
 
 
 def _status(error: BaseException) -> int:
-    """Return the HTTP status of an error: an attribute of it (urllib, aiohttp), one of its response, or an entry of
-    botocore's response table; 0 if it has none."""
+    """Return the HTTP status of an error, from an attribute of the error (urllib, aiohttp), of its response, or from
+    the response table of botocore; 0 if it has none."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):
         response = response.get("ResponseMetadata")

@@ -1,7 +1,7 @@
-"""The nouns that cross folders, torch-free, on one page.
+"""Data types shared by several packages, without torch.
 
-Pipeline side: `StageKind` says how a kind of stage runs, `Outcome` what it left behind.
-Training side: a `Prompt` is followed by a `Group` of `Completion`s, rewards turn it into a `ScoredGroup`.
+Pipelines: `StageKind` says how a kind of stage runs, `Outcome` what a stage has produced. Training: a `Prompt` gets a
+`Group` of `Completion`s, and rewards turn the group into a `ScoredGroup`.
 """
 
 from __future__ import annotations
@@ -14,165 +14,174 @@ JsonValue = None | bool | int | float | str | list["JsonValue"] | dict[str, "Jso
 
 
 def is_below(key: str, prefixes: Iterable[str]) -> bool:
-    """Return whether a dotted key is one of the prefixes or below one."""
+    """Return True if a dotted key equals one of the prefixes or is below one of them."""
     return any(key == prefix or key.startswith(f"{prefix}.") for prefix in prefixes)
 
 
 @dataclass(frozen=True, slots=True)
 class StageKind:
-    """The policy of one kind of stage: everything that the rest of the system has to know about it."""
+    """Properties of one kind of stage: everything that the rest of the system has to know about the kind."""
 
     name: str
     entry: str
-    """Import path `module:function` of the program; called with one `run.stage.Stage`. Empty: the stage names it."""
+    """Import path `module:function` of the program, which is called with one `run.stage.Stage`; empty: each stage names
+    its own program."""
     result_version: int
-    """Part of the fingerprint; raised by hand when a change of code changes results."""
+    """Part of the fingerprint; increased by hand when a change of code changes results."""
     makes: Literal["", "data", "model", "metrics", "publication", "page"] = ""
-    """What the stage is run for: prepared rows, a model of the architecture that it started from, measurements of a
-    model, a published copy of it, a page about the run. Empty: something else."""
+    """Product of the stage: prepared rows, a model with the architecture of its base model, metrics of a model, a
+    published copy of a model, a page about the run. Empty: something else."""
     feed: Literal["", "dataset", "rollouts"] = ""
-    """What the stage trains on: the rows of a data set, or rollouts scored by rewards. Empty: it does not train."""
+    """Training data of the stage: the rows of a data set, or rollouts scored by rewards. Empty: the stage does not
+    train."""
     has_mesh: bool = False
-    """True: it runs on the ranks of `policy.parallelism`."""
+    """True: the stage runs on the ranks of `policy.parallelism`."""
     scores: bool = False
-    """True: it may call the rewards of its recipe."""
+    """True: the stage may call the rewards of its recipe."""
     reads_model: Literal["", "tokenizer", "weights"] = ""
-    """How much of the model it reads; without `model` it is that of the recipe. A kind that reads one is looked at by
-    `cosmos check`. Empty: it reads none of its own."""
+    """Part of the model that the stage reads: the model of its key `model`, otherwise of its recipe. `cosmos check`
+    tests kinds that read one. Empty: the stage reads no model of its own."""
     reads_data: Literal["", "source", "prepared"] = ""
-    """`source`: it reads the data set of its recipe, or what `data` names. `prepared`: it reads rows that another stage
-    prepared."""
+    """`source`: the stage reads the data set of its recipe, or of its key `data`. `prepared`: it reads rows that
+    another stage prepared."""
     required_keys: dict[str, str] = field(default_factory=dict)
-    """Keys of `[[pipeline.stages]]` that the stage needs, and how a value looks."""
+    """Keys of `[[pipeline.stages]]` that the stage needs, each with an example of its value."""
     allowed_keys: tuple[str, ...] = ()
-    """Keys of `[[pipeline.stages]]` that have a meaning only with this kind and others that list them."""
+    """Keys of `[[pipeline.stages]]` that are valid only for the kinds that list them."""
     is_numeric: bool = True
-    """False: its result does not depend on threads or accelerator, so another machine may reuse it."""
+    """False: the result does not depend on threads or accelerator, so another machine may reuse it."""
     in_worker: bool = True
-    """False: light work that runs in the flow's own process (no torch)."""
+    """False: the stage does light work without torch, and runs in the flow's own process."""
     is_reusable: bool = True
-    """False: the outside world decides (a gate, an upload), so it runs each time."""
+    """False: the result depends on the outside world (a gate, an upload), so the stage runs each time."""
     recipe_tables: tuple[str, ...] = ()
-    """The recipe keys that this kind reads, as dotted prefixes; only they enter its fingerprint."""
+    """Dotted prefixes of the recipe keys that this kind reads; only these keys enter its fingerprint."""
     unread: tuple[str, ...] = ()
-    """Keys below them that it does not read; `run.fingerprint.reads_of` adds those that other settings leave unread."""
+    """Keys below `recipe_tables` that this kind does not read; `run.fingerprint.reads_of` adds keys that other settings
+    disable."""
     reports: tuple[str, ...] = ("*",)
-    """Patterns of the metrics that its result can have, beside those of held-out rows where it `scores`."""
+    """Patterns of the metrics that a result may have, in addition to those of held-out rows if the kind `scores`."""
     hands_on_metrics: bool = False
-    """True: its result has the metrics of the stages in `after`."""
+    """True: the result repeats the metrics of the stages in `after`."""
     chooses: bool = False
-    """True: it hands on the model of one of the branches that are named in its `sweep`."""
+    """True: the stage passes on the model of one of the branches of its `sweep`."""
     libraries: tuple[str, ...] = ()
-    """The packages that its program computes with; their versions in the worker's interpreter enter the fingerprint."""
+    """Packages that affect the results of the program; their versions in the worker's interpreter enter the
+    fingerprint."""
 
     def reads(self, key: str) -> bool:
-        """Return whether a stage of this kind reads a key of its recipe."""
+        """Return True if a stage of this kind reads a key of its recipe."""
         return is_below(key, self.recipe_tables) and not is_below(key, self.unread)
 
     @property
     def trains(self) -> bool:
-        """Return whether the stage changes weights."""
+        """Return True if the stage changes weights."""
         return bool(self.feed)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a stage program returns; the worker turns it into `result.json`."""
+    """Return value of a stage program, which the worker writes to `result.json`."""
 
     outputs: tuple[str, ...] = ()
-    """Files or folders relative to the stage directory; every file below them enters the manifest."""
+    """Files or folders relative to the stage directory; every file below a folder enters the manifest."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Final metrics that gates and the summary read, e.g. `validation/accuracy`."""
     info: dict[str, JsonValue] = field(default_factory=dict)
-    """Anything else worth keeping: named outputs such as `model`, the checks of an export, notices."""
+    """Further entries of the result: named outputs such as `model`, the checks of an export, notices."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageRef:
-    """An image as prepared rows hold it: never its pixels."""
+    """Reference to an image in prepared rows, without its pixels."""
 
     path: str | None
-    """Of the file, relative to the folder of the media where it lies below it; None: `content` has it all."""
+    """Path of the image file, relative to the folder of the media if it is below that folder; None: `content` has the
+    file."""
     content: bytes | None
-    """The file itself, where the data set holds bytes; None: read `path`."""
+    """Bytes of the image file, if the data set contains them; None: the file at `path` is read."""
     sha256: str
-    """Of the file, so that another file under the same name is noticed."""
+    """SHA-256 of the image file, to detect that the file was replaced."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One problem that the policy is asked to complete."""
+    """One prompt for the policy to complete."""
 
     id: int
-    """Row number in the prepared prompt file: the same problem in every process and epoch."""
+    """Row number in the prepared prompt file, the same in every process and epoch."""
     token_ids: tuple[int, ...]
-    """The rendered prompt, with the generation prompt of the chat template and each image as its tokens."""
+    """Token ids of the rendered prompt, with the generation prompt of the chat template and each image as its
+    tokens."""
     text: str
-    """The same as text, in which a word stands for each image."""
+    """The rendered prompt as text, in which a placeholder stands for each image."""
     reference: str
-    """The reference answer that rewards compare with; empty when there is none."""
+    """The reference answer that rewards compare with; empty if there is none."""
     images: tuple[ImageRef, ...] = ()
-    """What the tokens of images stand for, in their order."""
+    """The images of the prompt, in the order of their tokens."""
     embedding: dict[str, Any] = field(default_factory=dict)
-    """Of a diffusion model, what its text encoder made of the prompt: tensors by name, without a dimension for samples;
-    then there are no token ids."""
+    """For a diffusion model, the output of its text encoder: tensors by name, without a dimension for samples. The
+    prompt then has no token ids."""
     given: Any = None
-    """Of a diffusion model of videos, clean latents of a clip whose first frames rollouts may be given; None: none."""
+    """For a diffusion model of videos, clean latents of a clip whose first frames may condition a rollout; None: no
+    clip."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """The columns of the prompt's row, for rewards; of text with the prompt, as the row has it, under `prompt`."""
+    """The columns of the prompt's row, for rewards; for text models also the unrendered prompt, under `prompt`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Consecutive steps of a sampler that are stochastic, all others being deterministic."""
+    """Consecutive stochastic steps of a sampler whose other steps are deterministic."""
 
     size: int
-    """How many."""
+    """Number of stochastic steps."""
     first: int
-    """The earliest step that may be one, counted from the noise."""
+    """Index of the earliest step that may be stochastic, counted from the noise."""
     end: int
-    """The step behind the latest."""
+    """Index after the latest step that may be stochastic."""
     moves_every: int = 0
-    """The window moves one step from noise to data every so many train steps, and begins again behind the last
-    (MixGRPO, arXiv 2507.21802); 0: it is drawn anew for each train step (Flow-GRPO-Fast)."""
+    """Number of train steps after which the window moves one sampler step towards the data, from the last position back
+    to the first (MixGRPO, arXiv 2507.21802); 0: its position is random for each train step (Flow-GRPO-Fast)."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlowSampling:
-    """How a diffusion model draws: from noise to data along a table of noise levels."""
+    """Sampling parameters of a diffusion model, which integrates from noise to data along a schedule of noise
+    levels."""
 
     num_steps: int = 40
     guidance_scale: float = 1.0
-    """Of classifier-free guidance; up to 1: none."""
+    """Scale of classifier-free guidance; up to 1: no guidance."""
     solver: Literal["euler", "dpm2"] = "euler"
-    """What takes the deterministic steps."""
+    """Solver of the deterministic steps."""
     kernel: str = ""
-    """What takes the stochastic ones, a key of `models.flow_steps.KERNELS`; empty: every step is deterministic."""
+    """Kernel of the stochastic steps, a key of `models.flow_steps.KERNELS`; empty: every step is deterministic."""
     eta: float = 0.7
-    """How much noise these add."""
+    """Scale of the noise that stochastic steps add."""
     window: Window | None = None
-    """Which steps are stochastic; None: all but the last, which would leave its noise in the result."""
+    """The stochastic steps; None: all but the last step, which would leave its noise in the result."""
     trained_on: tuple[int, ...] = ()
-    """Stochastic steps whose latents are kept, to be learned from."""
+    """Indices of the stochastic steps whose latents are kept for training."""
     keeps_means: bool = False
-    """The means of these steps are kept too."""
+    """True: the means of the steps in `trained_on` are kept too."""
     schedule: str = ""
-    """Table of noise levels, a key of `models.flow.SCHEDULES`; empty: that of the model's family."""
+    """Schedule of noise levels, a key of `models.flow.SCHEDULES`; empty: the schedule of the model's family."""
     size: tuple[int, int] = (1024, 1024)
     """Height and width in pixels."""
     num_frames: int = 1
-    """Of a video; 1, or a model of images: an image."""
+    """Number of frames of a video; 1, or a model of images: an image."""
     given_frames: tuple[int, int] = (0, 0)
-    """Fewest and most latent frames that are given, where the prompt has some and the network takes them."""
+    """Minimum and maximum number of conditioning latent frames, if the prompt has a clip and the model supports
+    them."""
     same_noise: bool = False
-    """All completions of a prompt start from the same noise."""
+    """True: all completions of a prompt start from the same noise."""
     weights: str = "policy"
-    """The named weights that draw."""
+    """Name of the weights with which the model samples."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How completions are drawn. `temperature` 0 is greedy."""
+    """Sampling parameters of completions. `temperature` 0 is greedy."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -181,40 +190,41 @@ class Sampling:
     max_tokens: int = 2048
     num_completions: int = 1
     seed: int = 0
-    """Run seed; the engine draws completion k of prompt p at step s from hash(seed, s, p, k)."""
+    """Seed of the run; the engine samples completion k of prompt p at step s with the seed hash(seed, s, p, k)."""
 
     flow: FlowSampling | None = None
-    """How a diffusion model draws; None: tokens are drawn."""
+    """Sampling parameters of a diffusion model; None: the model samples tokens."""
 
     policy_temperature: float | None = None
-    """What the trainer divides logits by; None: `temperature`."""
+    """Temperature by which the trainer divides logits; None: `temperature`."""
 
     may_be_outdated: bool = False
-    """The weights may be those of an earlier train step than the one that learns from the tokens."""
+    """True: the weights may be those of an earlier train step than the step that trains on the tokens."""
 
     @property
     def is_off_policy(self) -> bool:
-        """Return whether tokens may be drawn from another distribution than that of the policy that learns of them."""
+        """Return True if tokens may be sampled from another distribution than that of the policy that is trained on
+        them."""
         return self.changes_distribution or self.may_be_outdated
 
     @property
     def changes_distribution(self) -> bool:
-        """Return whether tokens are drawn from another distribution than the trainer's softmax(logits / T)."""
+        """Return True if tokens are sampled from another distribution than the trainer's softmax(logits / T)."""
         is_cut = self.top_p < 1 or self.top_k > 0 or self.repetition_penalty != 1
         return is_cut or self.policy_temperature not in (None, self.temperature)
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Consecutive tokens of a completion that have one origin: a turn of the policy, or a tool result."""
+    """Consecutive tokens of a completion with one origin: a turn of the policy, or a tool result."""
 
     token_ids: tuple[int, ...]
     is_sampled: bool
-    """True: the policy drew the tokens, the end token included, and may learn from them."""
+    """True: the policy sampled the tokens, including the end token, and may be trained on them."""
     logprobs: tuple[float, ...]
-    """Natural-log probability of each token under the distribution that it was drawn from; () if not sampled."""
+    """Natural-log probability of each token under the distribution from which it was sampled; () if not sampled."""
     version: int
-    """Step N of the policy whose weights drew the tokens, or were current when the tool was called."""
+    """Step N of the policy whose weights sampled the tokens, or were current when the tool was called."""
 
     def __post_init__(self) -> None:
         assert len(self.logprobs) == (len(self.token_ids) if self.is_sampled else 0), "one log-probability per draw"
@@ -222,62 +232,63 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A turn of a conversation behind its prompt, as text."""
+    """A turn of a conversation after its prompt, as text."""
 
     role: Literal["assistant", "tool"]
     text: str
-    """Of an assistant's turn without special tokens."""
+    """Text of the turn; without special tokens for the role `assistant`."""
     is_error: bool = False
-    """A tool could not be called, or failed."""
+    """True: the tool could not be called, or failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What a diffusion model made of a prompt, and the steps of it that are learned from. Tensors are on the CPU,
-    latents in float32, because rounding them moves ratios of probabilities further than clip ranges are wide."""
+    """Sample of a diffusion model, and the steps of its path that are trained on. Tensors are on the CPU, latents in
+    float32, because rounding the latents changes probability ratios by more than the width of clip ranges."""
 
     pixels: Any
-    """uint8 tensor: height, width and 3 of an image, frames before them of a video."""
+    """uint8 tensor with the dimensions height, width, 3 for an image, and frames in front of them for a video."""
     latents: Any
-    """The clean latents that the pixels were decoded from."""
+    """The clean latents from which the pixels were decoded."""
     sigmas: tuple[float, ...]
-    """The table of noise levels, from noise to 0."""
+    """The noise levels of the path, from noise to 0."""
     version: int
-    """Step N of the policy whose weights drew it."""
+    """Step N of the policy whose weights generated the sample."""
     steps: tuple[int, ...] = ()
-    """Indices of the stochastic steps that were kept; what follows has an entry for each."""
+    """Indices of the stochastic steps that were kept; the fields `before` to `log_probs` have an entry for each."""
     before: Any = None
-    """Latents before each."""
+    """Latents before each kept step."""
     after: Any = None
-    """Latents after each."""
+    """Latents after each kept step."""
     means: Any = None
-    """Mean of the distribution that `after` was drawn from."""
+    """Mean of the distribution from which `after` was sampled."""
     log_probs: tuple[float, ...] = ()
-    """Log-probability of `after`, a mean over its elements."""
+    """Log-probability of `after`, averaged over its elements."""
     num_given: int = 0
-    """Latent frames that were given, from the first on."""
+    """Number of conditioning latent frames at the beginning of the video."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The segments that follow a prompt. Token ids in, token ids out: nothing is tokenised twice.
+    """The segments that follow a prompt, as token ids: no text is tokenised a second time.
 
-    One turn under one version of the weights is one segment; a turn that was interrupted by new weights is two.
+    One turn under one version of the weights is one segment; a turn during which the weights were updated is two.
     """
 
     segments: tuple[Segment, ...]
     finish_reason: Literal["stop", "length"]
-    """`stop`: the policy drew an end token. `length`: it was cut off, in a turn or between two."""
+    """`stop`: the policy sampled an end token. `length`: the completion was truncated, in a turn or between two
+    turns."""
     text: str
-    """Decoded without special tokens; of several turns the last that the policy took."""
+    """Text decoded without special tokens; of several turns, the last turn of the policy."""
     turns: tuple[Turn, ...] = ()
-    """Of a conversation, in order; () where there is one turn by the nature of the engine."""
+    """Turns of a conversation, in order; () if the engine supports only one turn."""
     drawn: Drawn | None = None
-    """Of a diffusion model, which has no segments; None: text."""
+    """Sample of a diffusion model, which has no segments; None: the completion is text."""
 
     @property
     def media(self) -> Any:
-        """Return the image as `PIL.Image`, or the video as an array of frames; None: text."""
+        """Return the image as `PIL.Image`, or the video as an array of frames; None for text."""
         if self.drawn is None:
             return None
         from PIL import Image
@@ -292,7 +303,7 @@ class Completion:
 
     @property
     def loss_mask(self) -> tuple[int, ...]:
-        """Return for each token 1 where the policy drew it, 0 where it was put there."""
+        """Return for each token 1 if the policy sampled it, 0 if it was inserted."""
         return tuple(int(segment.is_sampled) for segment in self.segments for _ in segment.token_ids)
 
     @property
@@ -302,12 +313,12 @@ class Completion:
 
     @property
     def num_sampled(self) -> int:
-        """Return how many tokens the policy drew: the length that rewards and metrics mean."""
+        """Return the number of tokens that the policy sampled: the completion length for rewards and metrics."""
         return sum(len(segment.logprobs) for segment in self.segments)
 
     @property
     def version(self) -> int:
-        """Return the oldest version of the weights that drew one of its tokens."""
+        """Return the oldest version of the weights that sampled any of its tokens."""
         if self.drawn is not None:
             return self.drawn.version
         return min(segment.version for segment in self.segments if segment.is_sampled)
@@ -315,30 +326,30 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """All completions of one prompt for one train step; the prompt's id and the step name it."""
+    """All completions of one prompt for one train step, identified by the prompt's id and the step."""
 
     prompt: Prompt
     completions: tuple[Completion, ...]
     step: int
-    """Train step that it was submitted for; a part of the seeds of its completions."""
+    """Train step for which the group was requested; part of the seeds of its completions."""
 
     @property
     def version(self) -> int:
-        """Return the oldest version of the weights that drew one of its tokens."""
+        """Return the oldest version of the weights that sampled any of its tokens."""
         return min(completion.version for completion in self.completions)
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The reward of one completion. An invalid score (`value is None`) is unknown, never zero."""
+    """Reward of one completion. An invalid score (`value is None`) is unknown, never zero."""
 
     value: float | None
     metrics: dict[str, float] = field(default_factory=dict)
-    """Each reward function's own unweighted value by name."""
+    """Unweighted value of each reward function, by its name."""
     error: str = ""
-    """Why it is invalid, one line."""
+    """Reason why the score is invalid, one line."""
     is_raised: bool = False
-    """A reward function raised, and would again: no crash and no deadline."""
+    """True: a reward function raised an exception and would raise it again, unlike after a crash or a timeout."""
 
 
 @dataclass(frozen=True, slots=True)
