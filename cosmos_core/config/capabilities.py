@@ -1,6 +1,6 @@
-"""What the schema accepts and this version cannot do yet: refused in one line before anything runs, never ignored.
+"""Settings that the schema accepts but this version does not support: refused in one line before a run, never ignored.
 
-Fields declare it of themselves (`planned`, `Only`, ...), tables of several fields together (`Table.refusals`).
+Single fields declare their limits themselves (`planned`, `Only`, ...), tables of several fields in `Table.refusals`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from cosmos_core.errors import ConfigError
 
 
 def check_capabilities(pipeline: Pipeline) -> None:
-    """Refuse what this version cannot do.
+    """Refuse settings that this version does not support.
 
     Raises:
-        ConfigError: naming the key, its value and what to use instead.
+        ConfigError: with the key, its value and what to use instead.
     """
     check_gates(pipeline)
     _check_store(pipeline)
@@ -32,7 +32,8 @@ def check_capabilities(pipeline: Pipeline) -> None:
 
 
 def _check_store(pipeline: Pipeline) -> None:
-    """Refuse a stage that reads the checkpoints of a training on another machine, where they are not."""
+    """Refuse a stage that reads checkpoints of a training on another machine, since an artifact store does not share
+    them."""
     for stage in pipeline.stages if pipeline.config.artifact_store else ():
         source = source_of(stage.model) if stage.checkpoint else None
         if source is not None and (there := pipeline.stage(source).work_pool) != stage.work_pool:
@@ -43,33 +44,33 @@ def _check_store(pipeline: Pipeline) -> None:
 
 
 def notices_of(pipeline: Pipeline) -> list[str]:
-    """Return what is accepted but not taken as it stands, once each."""
+    """Return one line for each setting that is accepted but ignored or changed, without duplicates."""
     stages = [InStage(recipe, pipeline.kind_of(pipeline.stage(name))) for name, recipe in pipeline.recipes.items()]
-    found = [
+    lines = [
         line
         for stage in stages
         for line in (*_without_effect(stage.recipe), *_of_local_data(stage.recipe), *_switched_off(stage))
     ]
-    found += [line for stage in stages for table in live_tables(stage.recipe) for line in table.notices(stage)]
-    return list(dict.fromkeys((*pipeline.notices, *found, *_of_light_stages(pipeline))))
+    lines += [line for stage in stages for table in live_tables(stage.recipe) for line in table.notices(stage)]
+    return list(dict.fromkeys((*pipeline.notices, *lines, *_of_light_stages(pipeline))))
 
 
 def _refusals(table: Table, stage: InStage) -> Iterator[str]:
     for key, field, value, is_set in set_fields(table):
-        found, only = status(field), mark(field, Only)
+        support, only = status(field), mark(field, Only)
         if only and only.allows(value):
             continue
-        if only or (is_set and found.name in {"planned", "unsupported"}):
-            yield f"{key} = {as_toml(value)}: {only.note if only else found.note}"
+        if only or (is_set and support.name in {"planned", "unsupported"}):
+            yield f"{key} = {as_toml(value)}: {only.note if only else support.note}"
     for inner in live_tables(table):
         yield from inner.refusals(stage)
 
 
 def _without_effect(recipe: Recipe) -> Iterator[str]:
     for key, field, value, is_set in set_fields(recipe):
-        found = status(field)
-        if is_set and found.name == "no effect":
-            yield f"{key} = {as_toml(value)} has no effect here: {found.note}"
+        support = status(field)
+        if is_set and support.name == "no effect":
+            yield f"{key} = {as_toml(value)} has no effect here: {support.note}"
 
 
 def _switched_off(stage: InStage) -> Iterator[str]:

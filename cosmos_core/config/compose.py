@@ -1,7 +1,7 @@
-"""One resolved pipeline from a TOML file: recipes composed, overrides applied, implied stages added, the graph checked.
+"""Build one resolved pipeline from a TOML file: compose recipes, apply overrides, add implied stages, check the graph.
 
 A recipe without `[pipeline]` is a complete pipeline too: prepare -> train -> validate -> export -> upload, without the
-stages that have nothing to do. A training stage whose rows nobody prepares gets a `prepare` stage `<name>-data`.
+stages that it disables. A training stage without a stage that prepares its rows gets a `prepare` stage `<name>-data`.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ Kinds = Mapping[str, StageKind]
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A checked graph: every name resolves, there is no cycle, stages are in an order in which they can run."""
+    """A checked graph of stages in topological order: every reference resolves, and there is no cycle."""
 
     source: Path
     config: PipelineConfig
     recipes: dict[str, Recipe]
-    """By stage name."""
+    """Recipe of each stage, by stage name."""
     kinds: Kinds
-    """Every kind that a stage may have, by name."""
+    """Every available stage kind, by name."""
     notices: tuple[str, ...] = ()
-    """What was changed in the values that the files say, once each."""
+    """Messages about values of the files that were changed or ignored, without duplicates."""
 
     @property
     def stages(self) -> tuple[StageConfig, ...]:
@@ -62,7 +62,7 @@ class Pipeline:
         return Path(self.config.output_dir or _OUTPUTS)
 
     def stage(self, name: str) -> StageConfig:
-        """Return the stage of that name.
+        """Return the stage with that name.
 
         Raises:
             ConfigError: there is none.
@@ -75,11 +75,11 @@ class Pipeline:
         )
 
     def kind_of(self, stage: StageConfig) -> StageKind:
-        """Return what is declared of the stage's kind."""
+        """Return the kind of a stage."""
         return self.kinds[stage.kind]
 
     def starts_from(self, stage: StageConfig) -> str:
-        """Return what a stage names as its model; of a choice, the model that its first branch makes."""
+        """Return the model reference of a stage; for a stage that chooses a branch, the model of the first branch."""
         if stage.sweep is None or not stage.sweep.branches:
             return stage.model
         names = stage.sweep.branches[0].stages
@@ -87,7 +87,7 @@ class Pipeline:
         return f"{STAGE_PREFIX}{makers[-1]}"
 
     def choice_among(self, name: str) -> StageConfig | None:
-        """Return the stage that chooses among branches of which the named stage is in one; None: there is none."""
+        """Return the stage that chooses among branches, one of which has the named stage; None if there is none."""
         for stage in self.stages:
             if stage.sweep is not None and any(name in branch.stages for branch in stage.sweep.branches):
                 return stage
@@ -95,14 +95,14 @@ class Pipeline:
 
     def behind(self, name: str) -> set[str]:
         """Return the stage and every stage that depends on it, by name."""
-        found = {self.stage(name).name}
+        names = {self.stage(name).name}
         for stage in self.stages:  # topological, so one pass is enough
-            if found & set(stage.after):
-                found.add(stage.name)
-        return found
+            if names & set(stage.after):
+                names.add(stage.name)
+        return names
 
     def with_stages(self, stages: Iterable[StageConfig], recipes: dict[str, Recipe] | None = None) -> Pipeline:
-        """Return the pipeline with other stages; with `recipes` in place of its own."""
+        """Return the pipeline with other stages and, unless `recipes` is None, with other recipes."""
         config = self.config.model_copy(update={"stages": tuple(stages)})
         return replace(self, config=config, recipes=self.recipes if recipes is None else recipes)
 
@@ -115,14 +115,14 @@ class Pipeline:
 
 
 def source_of(reference: str) -> str | None:
-    """Return `NAME` of a reference `stage:NAME`; None for a folder or an empty string."""
+    """Return `NAME` of a reference `stage:NAME`; None for any other string."""
     return reference.removeprefix(STAGE_PREFIX) if reference.startswith(STAGE_PREFIX) else None
 
 
 def load_pipeline(path: Path, overrides: Sequence[str], kinds: Kinds, over: Sequence[Path] = ()) -> Pipeline:
-    """Read, compose and check a pipeline or a plain recipe; the files `over` win over it, `overrides` over them.
+    """Read, compose and check a pipeline or a recipe; the files `over` take precedence over it, `overrides` over both.
 
-    `kinds` has every kind that a stage may have; their policies decide what is checked and added.
+    `kinds` has every available stage kind; their properties decide what is checked and added.
 
     Raises:
         ConfigError: any mistake, in one line that names the file and the key.
@@ -131,12 +131,12 @@ def load_pipeline(path: Path, overrides: Sequence[str], kinds: Kinds, over: Sequ
         pipeline = _load(path, overrides, kinds, over)
     except ConfigError as error:
         raise ConfigError(fit(str(error))) from error
-    saved = pipeline.as_toml()  # by a run, which must be able to read it back
-    found = excess(saved)
-    if not found and len(tomli_w.dumps(saved).encode()) > MAX_FILE_BYTES:
-        found = f"more than {MAX_FILE_BYTES} bytes once it is written out for {len(pipeline.stages)} stages"
-    if found:
-        raise ConfigError(fit(f"{path}: {found}"))
+    saved = pipeline.as_toml()  # as a run saves it, which must be able to read it again
+    problem = excess(saved)
+    if not problem and len(tomli_w.dumps(saved).encode()) > MAX_FILE_BYTES:
+        problem = f"more than {MAX_FILE_BYTES} bytes once it is written out for {len(pipeline.stages)} stages"
+    if problem:
+        raise ConfigError(fit(f"{path}: {problem}"))
     return pipeline
 
 
@@ -144,13 +144,13 @@ def _load(path: Path, overrides: Sequence[str], kinds: Kinds, over: Sequence[Pat
     notices: list[str] = []
     shared = read_config(path, notices, over)
     table = shared.pop("pipeline", {})
-    given = living([parse_setting(text) for text in overrides], notices)
+    parsed = living([parse_setting(text) for text in overrides], notices)
     entries = _entries(path, table)
     if not entries:
-        tables = of_algorithm(merge(shared, shared_values(given)), [])
+        tables = of_algorithm(merge(shared, shared_values(parsed)), [])
         recipe = parse(Recipe, tables, source=str(path), notices=[])
         entries = [stage.model_dump(exclude_defaults=True) for stage in _stages_of_recipe(recipe, kinds)]
-    settings = sort_settings(given, [entry["name"] for entry in entries if isinstance(entry.get("name"), str)])
+    settings = sort_settings(parsed, [entry["name"] for entry in entries if isinstance(entry.get("name"), str)])
     values = merge({"name": path.stem, **{k: v for k, v in table.items() if k != "stages"}}, settings.pipeline)
     config = parse(PipelineConfig, values, source=str(path), prefix="pipeline")
     stages, recipes, tables_of = [], {}, {}
@@ -171,7 +171,7 @@ def _load(path: Path, overrides: Sequence[str], kinds: Kinds, over: Sequence[Pat
 
 
 def _entries(path: Path, table: Any) -> list[Mapping[str, Any]]:
-    """`[[pipeline.stages]]` as it was written."""
+    """Return the entries of `[[pipeline.stages]]` as written in the file."""
     if not isinstance(table, Mapping):
         raise ConfigError(f"{path}: pipeline: must be a table")
     entries = table.get("stages", [])
@@ -189,7 +189,7 @@ def _recipe_file(path: Path, stage: StageConfig, notices: list[str]) -> Values:
     if not stage.recipe:
         return {}
     file = path.parent / stage.recipe
-    if not os.path.exists(file):  # unlike Path.exists, False for what can be no path
+    if not os.path.exists(file):  # unlike Path.exists, False for an invalid path
         raise ConfigError(f"{path}: stage {stage.name!r}: recipe = {stage.recipe!r}: no such file ({file})")
     values = read_config(file, notices)
     if "pipeline" in values:
@@ -198,7 +198,7 @@ def _recipe_file(path: Path, stage: StageConfig, notices: list[str]) -> Values:
 
 
 def _stages_of_recipe(recipe: Recipe, kinds: Kinds) -> tuple[StageConfig, ...]:
-    """A stage of each kind that has something to do, named as its kind."""
+    """Return one stage for each step that the recipe needs, named like its kind."""
     prepare, train = _kind(kinds, makes="data"), _kind(kinds, feed=_feed(recipe))
     data = f"{STAGE_PREFIX}{prepare}"
     stages = [
@@ -216,12 +216,12 @@ def _stages_of_recipe(recipe: Recipe, kinds: Kinds) -> tuple[StageConfig, ...]:
 
 
 def _kind(kinds: Kinds, **policy: str | bool) -> str:
-    """The name of the kind with that policy."""
+    """Return the name of the first kind with these properties."""
     return next(name for name, kind in kinds.items() if all(getattr(kind, key) == policy[key] for key in policy))
 
 
 def _references(stage: StageConfig, recipe: Recipe, kind: StageKind) -> Iterator[tuple[str, str]]:
-    """Yield what may be `stage:NAME`, with its key."""
+    """Yield each key of a stage that may refer to another stage, with its value."""
     yield "model", stage.model
     yield "data", stage.data
     if teacher := recipe.teacher_of(kind):
@@ -229,7 +229,7 @@ def _references(stage: StageConfig, recipe: Recipe, kind: StageKind) -> Iterator
 
 
 def _feed(recipe: Recipe) -> str:
-    """What the recipe's algorithm trains on, as in `StageKind.feed`."""
+    """Return the value of `StageKind.feed` that the recipe's algorithm needs."""
     return "rollouts" if recipe.train.train_policy.has_rollouts else "dataset"
 
 
@@ -260,7 +260,7 @@ def _check_stages(pipeline: Pipeline) -> None:
 
 
 def _check_kind(where: str, stage: StageConfig, recipe: Recipe, kinds: Kinds) -> None:
-    """The rules of each kind; what another kind would ignore is refused."""
+    """Refuse keys that a kind ignores, missing keys that it requires, and a kind that cannot train with the recipe."""
     kind = kinds[stage.kind]
     for key in dict.fromkeys(key for other in kinds.values() for key in other.allowed_keys):
         if getattr(stage, key) and key not in kind.allowed_keys:
@@ -277,7 +277,8 @@ def _check_kind(where: str, stage: StageConfig, recipe: Recipe, kinds: Kinds) ->
 
 
 def _in_one_folder(pipeline: Pipeline) -> Pipeline:
-    """The folder of all runs where a recipe names it; several that differ are refused, as all but one would be lost."""
+    """Return the pipeline with the folder of runs that its recipes name; refuse several folders, since a run has
+    one."""
     if pipeline.config.output_dir:
         return pipeline
     named: dict[str, str] = {}
@@ -285,15 +286,16 @@ def _in_one_folder(pipeline: Pipeline) -> Pipeline:
         if "output_dir" in recipe.train.model_fields_set:
             named.setdefault(recipe.train.output_dir, name)
     if len(named) > 1:
-        told = " and ".join(f"{folder!r} of stage {stage!r}" for folder, stage in named.items())
+        folders = " and ".join(f"{folder!r} of stage {stage!r}" for folder, stage in named.items())
         raise ConfigError(
-            f"{pipeline.source}: train.output_dir = {told}: a run has one folder; set pipeline.output_dir"
+            f"{pipeline.source}: train.output_dir = {folders}: a run has one folder; set pipeline.output_dir"
         )
     return replace(pipeline, config=pipeline.config.derived(output_dir=next(iter(named), _OUTPUTS)))
 
 
 def _sorted(pipeline: Pipeline) -> Pipeline:
-    """Topological order that keeps the file's order where it can; a cycle is an error that shows it."""
+    """Return the pipeline in topological order, which keeps the file's order where possible; refuse a cycle or a
+    missing `after`."""
     ordered = pipeline.with_stages(_in_order(pipeline))
     complete = []
     for stage in ordered.stages:
@@ -313,7 +315,7 @@ def _sorted(pipeline: Pipeline) -> Pipeline:
 
 
 def _in_trained_precision(pipeline: Pipeline) -> Pipeline:
-    """An export whose recipe names no `train.param_dtype` is in that of the stage whose model it publishes."""
+    """Let an export without `train.param_dtype` inherit the value from the stage whose model it exports."""
     recipes = dict(pipeline.recipes)
     for stage in pipeline.stages:
         kind, source, recipe = pipeline.kind_of(stage), source_of(stage.model), recipes[stage.name]
@@ -325,7 +327,7 @@ def _in_trained_precision(pipeline: Pipeline) -> Pipeline:
 
 
 def _in_order(pipeline: Pipeline) -> list[StageConfig]:
-    """Each stage behind those in its `after`, otherwise as they are given."""
+    """Return each stage after those in its `after`, and otherwise in the order of the file."""
     stages = {stage.name: stage for stage in pipeline.stages}
     sorter = TopologicalSorter({name: stage.after for name, stage in stages.items()})
     try:
@@ -343,7 +345,7 @@ def _in_order(pipeline: Pipeline) -> list[StageConfig]:
 
 
 def _gate_target(pipeline: Pipeline, stage: StageConfig) -> str:
-    """A gate compares with what the first upload behind it replaces, unless it names a target itself."""
+    """Return the target of a gate: its own or, by default, that of the first upload stage that depends on the gate."""
     behind = pipeline.behind(stage.name)
     uploads = [s.target for s in pipeline.stages if pipeline.kind_of(s).makes == "publication" and s.name in behind]
     target = stage.target or (uploads[0] if stage.require and uploads else "")
@@ -363,7 +365,7 @@ def _with_prepared_data(pipeline: Pipeline) -> Pipeline:
     kinds = {stage.name: pipeline.kind_of(stage) for stage in pipeline.stages}
 
     def prepared(stage: StageConfig) -> str:
-        """Return the stage that prepares its rows; empty: none does."""
+        """Return the stage that prepares the rows of a stage; empty if there is none."""
         name = source_of(stage.data) or ""
         return name if name in kinds and kinds[name].makes == "data" else ""
 
@@ -398,7 +400,7 @@ def _depending(stage: StageConfig, *, data: str, after: str) -> StageConfig:
 
 
 def _origin_of_model(pipeline: Pipeline, by_name: Mapping[str, StageConfig], stage: StageConfig) -> str:
-    """Where the tokenizer comes from: training does not change it, so rows need not wait for the training."""
+    """Return the model with the tokenizer of a stage: training keeps it, so rows need not wait for the training."""
     recipes, model, seen = pipeline.recipes, stage.model, {stage.name}
     while (name := source_of(model)) is not None and pipeline.kind_of(by_name[name]).makes == "model":
         if name in seen:
@@ -409,12 +411,12 @@ def _origin_of_model(pipeline: Pipeline, by_name: Mapping[str, StageConfig], sta
 
 
 def _absolute(pipeline: Pipeline) -> Pipeline:
-    """Local paths made absolute, so that a run can be resumed from any folder."""
+    """Make local paths absolute, so that a run can be resumed from any folder."""
     here = pipeline.source.parent
 
     def absolute(text: str) -> str:
-        found = None if source_of(text) is not None else existing(text, Path.cwd()) or existing(text, here)
-        return str(found.resolve()) if found else text
+        path = None if source_of(text) is not None else existing(text, Path.cwd()) or existing(text, here)
+        return str(path.resolve()) if path else text
 
     def placed(where: Where, text: str) -> str:
         if where is Where.PUBLISHED:
@@ -431,9 +433,9 @@ def _absolute(pipeline: Pipeline) -> Pipeline:
 
 
 def existing(text: str, base: Path) -> Path | None:
-    """Return the file or folder that a name means, relative to `base`; None where there is none, as on the Hub."""
+    """Return the file or folder of a path relative to `base`; None if there is none, as for an id on the Hub."""
     try:
         path = base / Path(text).expanduser()
         return path if path.exists() else None
-    except (OSError, RuntimeError):  # longer than a path can be; `~` of a user who does not exist
+    except (OSError, RuntimeError):  # the path is too long, or has `~` of an unknown user
         return None

@@ -18,7 +18,7 @@ _PATTERN = re.compile(r"\s*(\S+)\s*(>=|<=|==|>|<)\s*(\S+)\s*")
 
 @dataclass(frozen=True)
 class Condition:
-    """One comparison of a metric with a number or with the same metric of what is published now."""
+    """Comparison of a metric with a number, or with the same metric of the currently published model."""
 
     text: str
     metric: str
@@ -27,22 +27,23 @@ class Condition:
 
     @property
     def needs_published(self) -> bool:
-        """Return whether it compares with the published model."""
+        """Return True if the condition compares with the published model."""
         return self.bound == PUBLISHED
 
     def limit(self, published: float | None) -> float | None:
-        """Return the number to compare with; None: nothing was published yet. `published`: the metric there."""
+        """Return the number to compare with, where `published` is the metric of the published model; None if no model
+        was published yet."""
         return published if self.needs_published else float(self.bound)
 
     def holds(self, value: float, limit: float | None, margin: float = 0.0) -> bool:
-        """Return whether `value` passes, by more than `margin`; where nothing has been published yet, a comparison with
-        it does; NaN never."""
-        wanted = value - math.copysign(margin, 1.0 if self.comparison.startswith(">") else -1.0) if margin else value
-        return not math.isnan(value) and (limit is None or _OPERATORS[self.comparison](wanted, limit))
+        """Return True if `value` passes by more than `margin`. A comparison with the published model passes if no model
+        was published yet; NaN never passes."""
+        adjusted = value - math.copysign(margin, 1.0 if self.comparison.startswith(">") else -1.0) if margin else value
+        return not math.isnan(value) and (limit is None or _OPERATORS[self.comparison](adjusted, limit))
 
 
 def parse_condition(text: str) -> Condition:
-    """Read one condition.
+    """Parse the text of one condition.
 
     Raises:
         ValueError: it has not the form `METRIC OPERATOR NUMBER` or `METRIC OPERATOR published`.
@@ -57,28 +58,28 @@ def parse_condition(text: str) -> Condition:
 
 
 def margin(name: str, confidence: float, *measured: Mapping[str, float]) -> float | None:
-    """Return by how much two measurements of a metric have to differ, so that it is noise with a probability of at most
-    1 - `confidence`; None: nobody knows how exact they are.
+    """Return the difference that two measurements of a metric must exceed to be noise with a probability of at most 1 -
+    `confidence`; None if the standard error of a measurement is unknown.
 
-    The standard error is what was measured beside the metric as `NAME_stderr`; of a share of held-out prompts it
-    follows from their number, as of so many draws with one success and one failure more: none of a few is not certain.
+    The standard error is the metric `NAME_stderr`. For a fraction of held-out prompts it follows from their number,
+    with one success and one failure added, so that a fraction of 0 or 1 of few prompts does not count as certain.
     """
     errors = [_standard_error(name, metrics) for metrics in measured]
-    known = [error for error in errors if error is not None]
-    return NormalDist().inv_cdf(confidence) * math.hypot(*known) if len(known) == len(errors) else None
+    known_errors = [error for error in errors if error is not None]
+    return NormalDist().inv_cdf(confidence) * math.hypot(*known_errors) if len(known_errors) == len(errors) else None
 
 
 def _standard_error(name: str, metrics: Mapping[str, float]) -> float | None:
-    if (found := metrics.get(f"{name}_stderr")) is not None:
-        return found
+    if (error := metrics.get(f"{name}_stderr")) is not None:
+        return error
     folder, _, last = name.rpartition("/")
     count = metrics.get(f"{folder}/prompts", 0.0)
     if count < 1 or not (last == "accuracy" or last.startswith("pass@")):
         return None
-    if metrics[name] < 0 or metrics[name] > 1:  # in percent, or no share at all
+    if metrics[name] < 0 or metrics[name] > 1:  # in percent, or not a fraction
         return None
-    share = (metrics[name] * count + 1) / (count + 2)
-    return math.sqrt(share * (1 - share) / count)
+    fraction = (metrics[name] * count + 1) / (count + 2)
+    return math.sqrt(fraction * (1 - fraction) / count)
 
 
 def _is_number(text: str) -> bool:

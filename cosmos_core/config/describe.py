@@ -1,4 +1,4 @@
-"""What the schema says of each key, for people: one source of `explain`, `coverage`, the reference and editors."""
+"""Descriptions of all keys of the schema, used by `explain`, `coverage`, the reference and editors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Key:
     """One key of the schema."""
 
     name: str
-    """Dotted; a key that two tables of a union share has one entry for each, told apart by `table`."""
+    """Dotted name; a key that two tables of a union share has one entry per table, distinguished by `table`."""
     table: type[Table]
     type: str
     default: str
@@ -45,7 +45,7 @@ class Key:
     meaning: str
     status: StatusName
     note: str
-    """Why it has no effect, or what to use instead."""
+    """Reason why the key has no effect, or what to use instead."""
     since: str
     is_table: bool
 
@@ -53,17 +53,17 @@ class Key:
 @cache
 def all_keys() -> tuple[Key, ...]:
     """Return every key of a recipe, then of `[pipeline]`, in the order of the schema."""
-    found = [*all_fields(Recipe), *all_fields(PipelineConfig, "pipeline.")]
-    tables = {name: status(field) for name, _, field in found if tables_in(field.annotation)}
-    return tuple({(name, table): _key(name, table, field, tables) for name, table, field in found}.values())
+    fields = [*all_fields(Recipe), *all_fields(PipelineConfig, "pipeline.")]
+    tables = {name: status(field) for name, _, field in fields if tables_in(field.annotation)}
+    return tuple({(name, table): _key(name, table, field, tables) for name, table, field in fields}.values())
 
 
 def find_key(name: str) -> list[Key]:
-    """Return the entries of a key, in today's name, an older one or that of TRL; of a name without a table those of all
-    tables. `STAGE.KEY` is not known here.
+    """Return the entries of a key by its current name, an older name or its name in TRL; for a name without a table,
+    the entries of all tables. Names with a stage, `STAGE.KEY`, are not supported.
 
     Raises:
-        ConfigError: there is no such key; those that are near are suggested, or what is here in place of one of TRL.
+        ConfigError: there is no such key; the message suggests similar keys or the replacement for a key of TRL.
     """
     now = MOVED.get(name) or today(name)
     keys = [key for key in all_keys() if key.name == now]
@@ -76,11 +76,11 @@ def find_key(name: str) -> list[Key]:
 
 
 def _near(name: str) -> str:
-    """The keys that may be meant: of the same name in other tables, else those that look alike."""
-    known = sorted({key.name for key in all_keys()})
-    near = [key for key in known if key.rpartition(".")[2] == name.rpartition(".")[2]]
-    if not near and len(name) <= MAX_NAME:  # to compare longer ones takes long, and says nothing
-        near = difflib.get_close_matches(name, known, n=1)
+    """Return suggestions for an unknown key: the same name in other tables, otherwise similar names."""
+    names = sorted({key.name for key in all_keys()})
+    near = [key for key in names if key.rpartition(".")[2] == name.rpartition(".")[2]]
+    if not near and len(name) <= MAX_NAME:  # comparing longer names is slow and useless
+        near = difflib.get_close_matches(name, names, n=1)
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else "; `cosmos config coverage` lists them all"
 
 
@@ -93,13 +93,13 @@ def used_by(key: Key, kinds: Mapping[str, StageKind]) -> list[str]:
 
 @cache
 def effects() -> Mapping[str, str]:
-    """Map each key to the test in which changing it changes something that can be seen."""
+    """Map each key to the test that shows an effect of changing it."""
     tests = tomllib.loads(files("cosmos_core.config").joinpath("effects.toml").read_text(encoding="utf-8"))
     return {key: test for test, keys in tests.items() for key in keys}
 
 
 def explain(name: str, kinds: Mapping[str, StageKind]) -> Iterator[str]:
-    """Yield lines about a key: type, default, unit, meaning, status.
+    """Yield lines that describe a key: type, default, unit, meaning, status.
 
     Raises:
         ConfigError: there is no such key.
@@ -124,13 +124,14 @@ def explain(name: str, kinds: Mapping[str, StageKind]) -> Iterator[str]:
 
 
 def _key(name: str, table: type[Table], field: FieldInfo, tables: Mapping[str, Status]) -> Key:
-    """`tables` has the status of each table: one that is not used has no keys that are."""
+    """Return the description of a field. `tables` has the status of each table: keys of a table that is not used are
+    not used."""
     unit: Unit | None = mark(field, Unit)
     since: Since | None = mark(field, Since)
     only: Only | None = mark(field, Only)
-    found = status(field)
-    if found.name == "used":
-        found = tables.get(name.rpartition(".")[0], found)
+    key_status = status(field)
+    if key_status.name == "used":
+        key_status = tables.get(name.rpartition(".")[0], key_status)
     ours = name.startswith("pipeline") or (since is not None and since.generation == "ours")
     return Key(
         name=name,
@@ -139,8 +140,8 @@ def _key(name: str, table: type[Table], field: FieldInfo, tables: Mapping[str, S
         default="required" if field.is_required() else default_text(field),
         unit=unit.name if unit else "",
         meaning=" ".join((field.description or _documented(table).get(name.rpartition(".")[2], "")).split()),
-        status=found.name,
-        note=found.note or (only.note if only else ""),
+        status=key_status.name,
+        note=key_status.note or (only.note if only else ""),
         since=_GENERATIONS["ours" if ours else since.generation if since else "first"],
         is_table=bool(tables_in(field.annotation)),
     )
@@ -148,35 +149,35 @@ def _key(name: str, table: type[Table], field: FieldInfo, tables: Mapping[str, S
 
 @cache
 def _documented(table: type[Table]) -> Mapping[str, str]:
-    """Map each field to the string below it. Only descriptions need them, so they are read here, and not by every
-    process that imports the schema."""
-    found: dict[str, str] = {}
+    """Map each field of a table to its docstring. Docstrings are parsed only on request, not by every process that
+    imports the schema."""
+    docstrings: dict[str, str] = {}
     for base in reversed(table.__mro__):
-        found |= _strings(base.__module__).get(base.__name__, {}) if issubclass(base, Table) else {}
-    return found
+        docstrings |= _strings(base.__module__).get(base.__name__, {}) if issubclass(base, Table) else {}
+    return docstrings
 
 
 @cache
 def _strings(module: str) -> Mapping[str, Mapping[str, str]]:
-    """Map each class of a module to its fields with the string below each."""
-    found: dict[str, dict[str, str]] = {}
+    """Map each class of a module to its fields with their docstrings."""
+    docstrings: dict[str, dict[str, str]] = {}
     for node in ast.parse(inspect.getsource(sys.modules[module])).body:
         if isinstance(node, ast.ClassDef):
-            fields = found.setdefault(node.name, {})
+            fields = docstrings.setdefault(node.name, {})
             for item, below in pairwise(node.body):
                 match item, below:
                     case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                         fields[name] = text
-    return found
+    return docstrings
 
 
 def default_text(field: FieldInfo) -> str:
-    """Return the default as TOML writes it; empty: a table."""
+    """Return the default of a field in TOML; empty if the default is a table."""
     return toml_text(field.get_default(call_default_factory=True))
 
 
 def toml_text(value: Any) -> str:
-    """Return a value as TOML writes it on one line; None and tables have no such form."""
+    """Return a value in TOML on one line; None, which TOML does not have, as `None`, and a table as an empty string."""
     if isinstance(value, Table):
         return ""
     if value is None:
@@ -193,7 +194,7 @@ def toml_text(value: Any) -> str:
 
 
 def type_name(annotation: Any) -> str:
-    """Return a type in a TOML user's words."""
+    """Return the name of a type for users of TOML."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if annotation in _WORDS:
         return _WORDS[annotation]

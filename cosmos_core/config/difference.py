@@ -1,4 +1,4 @@
-"""What two configurations do differently."""
+"""Differences between two configurations."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _IN_RECIPE = ("recipe", "overrides")
 
 
 def difference(first: Pipeline, second: Pipeline) -> Iterator[str]:
-    """Yield lines `key: old -> new`, of the pipeline and of each stage, after composition, defaults and rules; what is
-    the same in all stages once, without their names."""
+    """Yield lines `key: old -> new` for the pipeline and each stage, after composition, defaults and rules; a change
+    that all stages share appears once, without their names."""
     old, new = flat(first.config.model_dump(exclude={"stages"})), flat(second.config.model_dump(exclude={"stages"}))
     yield from _lines("pipeline.", old, new)
     names = [stage.name for stage in first.stages]
@@ -44,16 +44,17 @@ def _lines(prefix: str, old: dict[str, Any], new: dict[str, Any]) -> Iterator[st
 
 
 def by_stage(changes: Mapping[str, Sequence[T]]) -> Iterator[tuple[str, T]]:
-    """Yield what changed in every stage once, under no name, then the rest, under the names of their stages."""
+    """Yield each change that all stages share once, with an empty name, then all other changes with the names of their
+    stages."""
     common = set.intersection(*map(set, changes.values())) if changes else set()
-    once = dict.fromkeys(each for found in changes.values() for each in found if each in common)
+    once = dict.fromkeys(each for lines in changes.values() for each in lines if each in common)
     yield from (("", each) for each in once)
-    yield from ((name, each) for name, found in changes.items() for each in found if each not in common)
+    yield from ((name, each) for name, lines in changes.items() for each in lines if each not in common)
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return tables in tables as one with dotted keys; an empty one is a value."""
-    found: dict[str, Any] = {}
+    """Return nested tables as one table with dotted keys; an empty table is a value."""
+    flattened: dict[str, Any] = {}
     for key, value in values.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {prefix + key: value}
-    return found
+        flattened |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {prefix + key: value}
+    return flattened

@@ -1,4 +1,4 @@
-"""The JSON schema of a configuration file, which editors complete and check TOML with."""
+"""The JSON schema of a configuration file, with which editors complete and check TOML."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class _File(Recipe):
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the schema in the 2020-12 dialect; descriptions say what has no effect or is not in this version."""
+    """Return the JSON schema in the 2020-12 dialect; its descriptions mark keys that have no effect or are not
+    supported."""
     schema = _File.model_json_schema()
     _let_type_be_inferred(schema)
     schema |= {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Configuration", "description": ""}
@@ -34,7 +35,8 @@ def json_schema() -> dict[str, Any]:
 
 
 def _let_type_be_inferred(schema: dict[str, Any]) -> None:
-    """A `train_policy` without `type` has that of the file below, or the one that its keys tell."""
+    """Make `type` of `train_policy` optional: it can come from a file that this one extends, or follow from the other
+    keys."""
     for name in ("SftConfig", "DpoConfig", "KtoConfig"):
         schema["$defs"][name]["required"].remove("type")
     field = schema["$defs"]["TrainConfig"]["properties"]["train_policy"]
@@ -43,7 +45,7 @@ def _let_type_be_inferred(schema: dict[str, Any]) -> None:
 
 
 def _deprecate(schema: dict[str, Any], key: str, meaning: str) -> None:
-    """Let an old key pass, marked as deprecated, in every table that it can be in."""
+    """Allow an old key, marked as deprecated, in every table in which it may occur."""
     *parents, name = key.split(".")
     tables = [schema]
     for part in parents:

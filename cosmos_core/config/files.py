@@ -1,4 +1,4 @@
-"""A configuration from its files: `extends`, several files on top of each other, names of older generations."""
+"""Read a configuration from its files: resolve `extends`, merge several files, translate keys of older generations."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from cosmos_core.errors import ConfigError
 
 
 def read_config(path: Path, notices: list[str], over: Sequence[Path] = ()) -> Values:
-    """Return the tables of `path` on top of what it `extends`, and the files `over` on top of both, in today's names.
+    """Return the tables of `path` on top of the files that it `extends`, and the files `over` on top of both, with
+    current key names.
 
-    `extends` is a file or a list of files, relative to the file that says it; what comes later wins.
+    `extends` is a file or a list of files, relative to the file that contains it; later files take precedence.
 
     Raises:
         ConfigError: a file cannot be read, or the files extend each other in a circle.
@@ -26,7 +27,7 @@ def read_config(path: Path, notices: list[str], over: Sequence[Path] = ()) -> Va
 
 
 def _read(path: Path, notices: list[str], below: tuple[Path, ...]) -> Values:
-    here = Path(os.path.realpath(path))  # unlike Path.resolve, without an error for links in a circle
+    here = Path(os.path.realpath(path))  # unlike Path.resolve, raises no error for a cycle of links
     if len(below) == MAX_DEPTH:
         raise ConfigError(f"{path}: behind {MAX_DEPTH} files that extend each other, the most that there may be")
     if here in below:
@@ -44,14 +45,14 @@ def _read(path: Path, notices: list[str], below: tuple[Path, ...]) -> Values:
     merged: Values = {}
     for base in bases:
         file = path.parent / base
-        if not os.path.exists(file):  # unlike Path.exists, False for what can be no path
+        if not os.path.exists(file):  # unlike Path.exists, False for an invalid path
             raise ConfigError(f"{path}: extends = {base!r}: no such file ({file})")
         merged = merge(merged, _at_home(_read(file, notices, (*below, here)), file))
     return merge(merged, values)
 
 
 def _at_home(values: Values, file: Path) -> Values:
-    """The values with the recipe files of their stages named from `file`, which wrote them."""
+    """Return the values with the recipe files of their stages as absolute paths, resolved from the folder of `file`."""
     for stage in _stages(values):
         if isinstance(stage.get("recipe"), str) and stage["recipe"]:
             stage["recipe"] = os.path.realpath(file.parent / stage["recipe"])
@@ -59,7 +60,7 @@ def _at_home(values: Values, file: Path) -> Values:
 
 
 def _stages(values: Values) -> list[Values]:
-    """`[[pipeline.stages]]`, as far as they have that form; the schema complains about the rest."""
+    """Return the entries of `[[pipeline.stages]]` that are tables; the schema reports all others."""
     pipeline = values.get("pipeline")
     stages = pipeline.get("stages") if isinstance(pipeline, dict) else None
     return [stage for stage in stages if isinstance(stage, dict)] if isinstance(stages, list) else []

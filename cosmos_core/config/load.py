@@ -1,4 +1,4 @@
-"""From TOML files to validated tables, with every mistake told in one line that names file and key."""
+"""Parse and validate TOML files; every mistake is reported in one line that names file and key."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from cosmos_core.errors import ConfigError
 
 Values = dict[str, Any]
 
-# Pydantic's words for these are Python's; a user writes TOML.
+# Pydantic names the types of Python; messages for users name those of TOML.
 _SHAPES = {
     "model_type": "a table", "model_attributes_type": "a table", "dict_type": "a table", "tuple_type": "an array",
     "string_type": "a string", "int_type": "an integer", "float_type": "a number", "bool_type": "true or false",
 }  # fmt: skip
 
-# What pydantic calls the members of a union; no key of a table looks like it.
+# Pydantic's names of union members in an error location; no key of a table has such a name.
 _UNION_MEMBER = re.compile(r"(constrained-)?(float|int|str|bool)|(tuple|dict|list|literal|function-\w+|nullable)\[.*\]")
 
 MAX_FILE_BYTES = 16 << 20
-MAX_DEPTH = 32  # far beyond any table of ours, far below what recursion can take
+MAX_DEPTH = 32  # far above the depth of the schema, far below the recursion limit
 _MOST_NAMED = 3
 MAX_LINE = 1000  # characters of a message: a screen of text
 
 
 def read_toml(path: Path) -> Values:
-    """Parse a TOML file. The values are kept for those who read the same content again: do not change them.
+    """Parse a TOML file. The result is cached by content and shared between callers, which must not change it.
 
     Raises:
-        ConfigError: it is missing, unreadable, too large or not TOML; the message has the line.
+        ConfigError: the file is missing, unreadable, too large or not TOML; the message has the line.
     """
     try:
         with open(path, "rb") as file:
@@ -53,16 +53,16 @@ def read_toml(path: Path) -> Values:
         raise ConfigError(f"{path}: not UTF-8 text at byte {error.start}") from error
     except RecursionError:
         raise ConfigError(f"{path}: nested more than {MAX_DEPTH} tables deep") from None
-    except ValueError as error:  # TOMLDecodeError, and integers of more digits than Python reads
+    except ValueError as error:  # TOMLDecodeError, or an integer with more digits than Python parses
         raise ConfigError(f"{path}: not valid TOML: {_one_line(str(error))}") from error
     if values is None:
         raise ConfigError(f"{path}: more than {MAX_FILE_BYTES} bytes, the most that a configuration may have")
-    if found := excess(values):
-        raise ConfigError(f"{path}: {found}")
+    if problem := excess(values):
+        raise ConfigError(f"{path}: {problem}")
     return values
 
 
-@lru_cache(maxsize=4)  # a run of many stages is half a megabyte, and is read to check it, to run it and for its report
+@lru_cache(maxsize=4)  # a large run has half a megabyte and is read several times
 def _parsed(content: bytes) -> Values:
     return tomllib.loads(content.decode("utf-8-sig"))
 
@@ -70,7 +70,7 @@ def _parsed(content: bytes) -> Values:
 def parse(
     table: type[TableT], values: Any, *, source: str, prefix: str = "", notices: list[str] | None = None
 ) -> TableT:
-    """Validate `values` as `table`; what rules change in values that were given is told in `notices`.
+    """Validate `values` as `table`; rules that change values of the user append a message to `notices`.
 
     Raises:
         ConfigError: the first mistake, with its key, its value, the rule and, for a misspelt key, a suggestion.
@@ -79,7 +79,7 @@ def parse(
         return table.model_validate(values, context=None if notices is None else {"notices": notices})
     except ValidationError as error:
         mistakes = error.errors(include_url=False)
-        # A misspelt key is the cause of the other complaints more often than not.
+        # A misspelt key is often the cause of the other mistakes.
         mistakes.sort(key=lambda mistake: mistake["type"] != "extra_forbidden")
         first = _deepest(table, mistakes)
         message = _explain(table, first, prefix, values)
@@ -89,20 +89,21 @@ def parse(
 
 
 class Part(dict[str, Any]):
-    """A table that a dotted key is in: whatever it is laid over keeps its other keys."""
+    """Table created by a dotted key: merged over another table, it keeps the other keys of that table."""
 
 
 def nested(keys: Sequence[str], value: Any) -> Any:
-    """Return the value as the tables that its keys lead through."""
+    """Return the value within nested tables, one for each key."""
     for key in reversed(keys):
         value = Part({key: value})
     return value
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any], table: str = "") -> Values:
-    """Lay `over` on top of `base`: tables are merged, everything else is replaced, a map of names to values included.
+    """Merge `over` into a copy of `base`: tables are merged, all other values are replaced, including maps of names to
+    values.
 
-    `table` is the dotted key of both; empty: a recipe, or what has the tables of one in `overrides`.
+    `table` is the dotted key of both; empty: a recipe, or an entry with the tables of a recipe in `overrides`.
     """
     merged = type(base)(base) if isinstance(base, dict) else dict(base)
     for name, value in over.items():
@@ -115,14 +116,14 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any], table: str = "") -> 
 
 
 def _is_replaced(key: str, below: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
-    if key == "train.train_policy":  # another kind of training, in which keys of the old kind would be unknown
+    if key == "train.train_policy":  # keys of the old type would be unknown to the new type
         return "type" in value and value["type"] != below.get("type", value["type"])
     return key in _maps() and not isinstance(value, Part)
 
 
 @cache
 def _maps() -> frozenset[str]:
-    """Return the keys of a recipe whose values are maps of names, such as weights of rewards, and no tables."""
+    """Return the keys of a recipe whose values are maps of names, such as weights of rewards, rather than tables."""
     from cosmos_core.config.schema.recipe import Recipe
 
     return frozenset(key for key, _, field in all_fields(Recipe) if _is_map(field.annotation))
@@ -131,12 +132,12 @@ def _maps() -> frozenset[str]:
 def _is_map(annotation: Any) -> bool:
     arguments = get_args(annotation)
     if get_origin(annotation) is dict:
-        return arguments[1] is not Any  # a table of the user's own has tables in it
+        return arguments[1] is not Any  # a user's own table may contain tables
     return any(map(_is_map, arguments))
 
 
 def without_none(value: Any) -> Any:
-    """Return the value as TOML can say it: keys that are None left out, tuples as arrays."""
+    """Return the value in a form that TOML supports: without keys that are None, and with arrays for tuples."""
     if isinstance(value, Mapping):
         return {key: without_none(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
@@ -145,7 +146,8 @@ def without_none(value: Any) -> Any:
 
 
 def excess(values: Values) -> str:
-    """Return what Python reads and nothing after it could use, found without recursion; empty: nothing."""
+    """Return a description of a value that Python can parse but later steps cannot use, without recursion; empty if
+    none."""
     level: list[Any] = [values]
     for _ in range(MAX_DEPTH):
         inner = [item for value in level for item in ((*value, *value.values()) if isinstance(value, dict) else value)]
@@ -158,19 +160,19 @@ def excess(values: Values) -> str:
 
 
 def _is_of_bytes(text: str) -> bool:
-    """Whether Python made it of bytes that are not UTF-8: arguments and file names can have them."""
+    """Return True if a text was decoded from bytes that are not UTF-8, as arguments and file names may be."""
     return text.encode("utf-8", "ignore").decode() != text
 
 
 def _deepest(table: type[Table], mistakes: list[Any]) -> Any:
-    """The first mistake; where a value may have several shapes, the complaint of the shape that it came closest to."""
+    """Return the first mistake or, for a value with several possible forms, the mistake of the form that fits best."""
     keys = list(_keys(table, mistakes[0]))
     below = [mistake for mistake in mistakes if list(_keys(table, mistake))[: len(keys)] == keys]
     return max(below, key=lambda mistake: len(list(_keys(table, mistake))))
 
 
 def _more(keys: Sequence[str]) -> str:
-    """Return which other keys have a mistake, for the end of a message."""
+    """Return the other keys with mistakes, for the end of a message."""
     named = [key if len(key) <= 60 else f"{key[:57]}..." for key in keys[:_MOST_NAMED]]
     if len(keys) > len(named):
         named.append(f"{len(keys) - len(named)} more")
@@ -178,7 +180,7 @@ def _more(keys: Sequence[str]) -> str:
 
 
 def _shown(keys: Sequence[int | str], prefix: str) -> str:
-    """Return the dotted key of a mistake, in which a name that a terminal would obey is quoted."""
+    """Return the dotted key of a mistake, with names quoted that contain control characters for a terminal."""
     shown = [name if name.isprintable() and name else repr(name) for name in map(str, keys)]
     return ".".join([prefix, *shown] if prefix else shown)
 
@@ -200,7 +202,7 @@ def _explain(table: type[Table], mistake: Any, prefix: str, values: Any) -> str:
         return f"{key} = {value}: must be {_SHAPES[mistake['type']]}"
     message = mistake["msg"].removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
-    if mistake["type"] == "value_error":  # our own rules name the value themselves
+    if mistake["type"] == "value_error":  # messages of our own rules contain the value
         if keys and message.startswith(f"{keys[-1]} "):
             return key + _one_line(message)[len(keys[-1]) :]
         return f"{key}: {_one_line(message)}" if key else _one_line(message)
@@ -208,7 +210,7 @@ def _explain(table: type[Table], mistake: Any, prefix: str, values: Any) -> str:
 
 
 def _keys(table: type[Table], mistake: Any) -> Iterator[int | str]:
-    """The location without pydantic's tags of union members, which no user wrote."""
+    """Yield the location of a mistake without pydantic's tags of union members, which are not part of the file."""
     current: list[type[Table]] = [table]
     path, own = mistake["loc"], ()
     if mistake["type"] == "extra_forbidden":
@@ -231,11 +233,11 @@ def _tags(model: type[Table]) -> set[str]:
 
 
 def _suggest(table: type[Table], keys: list[str], prefix: str, values: Any) -> str:
-    """Prefer what a name of TRL is here, then a near name in the same table, then the same name in another table, then
-    a near path anywhere."""
-    known = sorted({key for key, *_ in all_fields(table)})
+    """Return a suggestion for an unknown key: the equivalent of a name in TRL, otherwise a similar name in the same
+    table, the same name in another table, or a similar path."""
+    names = sorted({key for key, *_ in all_fields(table)})
     dotted = ".".join(keys)
-    if dotted in known:
+    if dotted in names:
         kinds = " or ".join(dict.fromkeys(kind for model in _owners(table, dotted) for kind in _kinds(model)))
         type_key = f"{'.'.join(keys[:-1])}.type"
         if not _says_type(values, keys[:-1]):
@@ -243,13 +245,13 @@ def _suggest(table: type[Table], keys: list[str], prefix: str, values: Any) -> s
         return f" here; it belongs to {type_key} = {kinds}" if kinds else " here"
     if foreign := trl.told(dotted):
         return foreign
-    if (meant := _near_meaning(keys[-1], known)) and not prefix:
+    if (meant := _near_meaning(keys[-1], names)) and not prefix:
         return f"; did you mean {meant}?"
     parent = dotted.rpartition(".")[0]
-    siblings = [k for k in known if k.rpartition(".")[0] == parent]
+    siblings = [k for k in names if k.rpartition(".")[0] == parent]
     near = difflib.get_close_matches(dotted, siblings, n=1, cutoff=0.75)
-    near = near or [k for k in known if k.rpartition(".")[2] == keys[-1]][:1]
-    near = near or difflib.get_close_matches(dotted, known, n=1, cutoff=0.8)
+    near = near or [k for k in names if k.rpartition(".")[2] == keys[-1]][:1]
+    near = near or difflib.get_close_matches(dotted, names, n=1, cutoff=0.8)
     return f"; did you mean {f'{prefix}.' if prefix else ''}{near[0]}?" if near else ""
 
 
@@ -262,14 +264,15 @@ def _kinds(model: type[Table]) -> list[str]:
 
 
 def _near_meaning(name: str, known: Sequence[str]) -> str:
-    """Return the key that a name nearly says in the words of transformers and TRL; empty: a key here is as near.
+    """Return the key that a misspelt name of transformers or TRL means; empty if a key of this schema is at least as
+    similar.
 
-    `optm_learnrate` has more letters of `optm_name` than of `optm_lr`, which is the learning rate.
+    `optm_learnrate` shares more letters with `optm_name` than with `optm_lr`, which is the learning rate.
     """
-    own = {_letters(key.rpartition(".")[2]) for key in known}
-    theirs = {_letters(each): keys[0] for each, keys in trl.NAMES.items() if keys[0] in known}
-    [near] = difflib.get_close_matches(_letters(name), [*own, *theirs], n=1, cutoff=0.75) or [""]
-    return theirs[near] if near in theirs and near not in own else ""
+    own_names = {_letters(key.rpartition(".")[2]) for key in known}
+    trl_names = {_letters(each): keys[0] for each, keys in trl.NAMES.items() if keys[0] in known}
+    [near] = difflib.get_close_matches(_letters(name), [*own_names, *trl_names], n=1, cutoff=0.75) or [""]
+    return trl_names[near] if near in trl_names and near not in own_names else ""
 
 
 def _letters(name: str) -> str:
@@ -277,14 +280,14 @@ def _letters(name: str) -> str:
 
 
 def _says_type(values: Any, keys: list[str]) -> bool:
-    """Return whether the values say of what `type` the table is that the keys lead to."""
+    """Return True if the table at these keys sets its `type`, or is no table."""
     for key in keys:
         values = values.get(key) if isinstance(values, Mapping) else None
     return not isinstance(values, Mapping) or "type" in values
 
 
 def short(value: Any) -> str:
-    """Return a value for a message, cut where it is long."""
+    """Return a value for a message, truncated if it is long."""
     text = _one_line(repr(value))
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -294,11 +297,11 @@ def _one_line(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Return the text on one line, without what a terminal would obey."""
+    """Return the text on one line, with control characters escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in _one_line(text))
 
 
 def fit(message: str) -> str:
-    """Return a message on one line, without its middle where it is endless."""
+    """Return a message on one line, with its middle omitted if it is too long."""
     line = printable(message)
     return line if len(line) <= MAX_LINE else f"{line[: MAX_LINE - 300]} ... {line[-295:]}"

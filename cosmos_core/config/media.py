@@ -1,6 +1,7 @@
-"""`[custom.dataset]` and `[custom.vision]`: where recipes of Cosmos-RL say what images a model is shown, and how large.
+"""`[custom.dataset]` and `[custom.vision]`: the tables in which recipes of Cosmos-RL define the images for a model, and
+their size.
 
-The tables are a user's own, so that keys which are not listed here are left alone.
+Other keys of these tables belong to the user and are not read here.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ _OF_VIDEOS = ("fps", "nframes", "min_frames", "max_frames", "total_pixels")
 
 @dataclass(frozen=True)
 class Media:
-    """What a recipe says about images; empty where it says nothing."""
+    """Settings of a recipe about images; each field is empty if the recipe does not set it."""
 
     annotation_path: str = ""
-    """Rows in the format of LLaVA, in place of `train_policy.dataset.name`."""
+    """File of rows in the format of LLaVA, used instead of `train_policy.dataset.name`."""
     media_path: str = ""
-    """Folder that paths of images are relative to; empty: the folder of the rows."""
+    """Folder to which the paths of images are relative; empty: the folder of the rows."""
     pixels: tuple[tuple[str, int], ...] = ()
-    """`min_pixels` and `max_pixels` of the image processor, those that are set."""
+    """The values of `min_pixels` and `max_pixels` for the image processor that are set."""
     ignored: tuple[str, ...] = ()
-    """Keys about videos, which are not read."""
+    """Keys about videos that are set but not read."""
 
 
 def media_of(recipe: Recipe) -> Media:
-    """Return what a recipe says about images.
+    """Return the settings of a recipe about images.
 
     Raises:
         ConfigError: a value of a wrong type, or two sources of rows.
@@ -57,7 +58,7 @@ def media_of(recipe: Recipe) -> Media:
 
 
 def located_media(custom: dict[str, Any], absolute: Callable[[str], str]) -> dict[str, Any]:
-    """Return `[custom]` with the paths of `[custom.dataset]` as `absolute` gives them."""
+    """Return the table `[custom]` with the paths in `[custom.dataset]` converted by `absolute`."""
     media = custom.get("dataset")
     if not isinstance(media, dict):
         return custom

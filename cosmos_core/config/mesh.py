@@ -1,7 +1,7 @@
-"""Whether a device mesh can exist: sizes that divide, GPUs that are there, heads and experts that can be split.
+"""Validate device meshes: sizes that divide each other, GPUs that exist, heads and experts that can be partitioned.
 
-Every refusal names the nearest possible size. What a model is like comes from its `config.json`; what it does not say
-is not checked here.
+Every error names the nearest possible size. The sizes of a model come from its `config.json`; sizes that it does not
+contain are not checked.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 
 
 def check_mesh(recipe: Recipe, gpus: int | None, model: Mapping[str, Any]) -> int:
-    """Return the GPUs that a training stage takes; its rollout engines share them.
+    """Return the number of GPUs that a training stage uses, including its rollout engines.
 
-    `gpus` is the most that it may take, `model` the text part of config.json (see `model_facts`).
+    `gpus` is the number of available GPUs, `model` the text part of config.json (see `model_facts`).
 
     Raises:
-        ConfigError: the mesh cannot exist; the nearest that can is named.
+        ConfigError: the mesh is not possible; the message names the nearest possible size.
     """
     _check_split("policy.parallelism", recipe.policy.parallelism, model)
     if recipe.train.train_policy.has_rollouts:
@@ -46,10 +46,10 @@ def check_mesh(recipe: Recipe, gpus: int | None, model: Mapping[str, Any]) -> in
 
 
 def check_meshes(pipeline: Pipeline) -> dict[str, int]:
-    """Return the GPUs of every stage that has a mesh.
+    """Return the number of GPUs of each stage with a mesh, by stage name.
 
     Raises:
-        ConfigError: a mesh cannot exist.
+        ConfigError: a mesh is not possible.
     """
     taken = {}
     for stage in pipeline.stages:
@@ -66,12 +66,12 @@ def check_meshes(pipeline: Pipeline) -> dict[str, int]:
 
 
 def on_these_gpus(pipeline: Pipeline) -> Pipeline:
-    """Return the pipeline with dp_shard_size = -1 of such stages as a number: what the other sizes leave of
-    `pipeline.gpus`, or of the GPUs where the stages will run; without GPUs it stays, and means 1. Where they decide
-    about `mode` (see `placement`) it is the one that they have room for.
+    """Return the pipeline with dp_shard_size = -1 replaced by the number of GPUs that the other sizes leave: of
+    `pipeline.gpus`, or of the GPUs where the stages will run. Without GPUs it stays -1, which means 1. An open `mode`
+    is replaced by the mode that fits (see `placement`).
 
     Raises:
-        ConfigError: the other sizes do not divide that.
+        ConfigError: the other sizes do not divide the number of GPUs.
     """
     recipes, notices = dict(pipeline.recipes), list(pipeline.notices)
     for stage in pipeline.stages:
@@ -97,12 +97,12 @@ def on_these_gpus(pipeline: Pipeline) -> Pipeline:
 
 
 def gpus_of_workers(pipeline: Pipeline) -> int:
-    """Return the GPUs of `pipeline.gpus`, or how many the machine or cluster has that will run the stages."""
+    """Return `pipeline.gpus` or, if unset, the number of GPUs of the machine or cluster that runs the stages."""
     return pipeline.config.gpus or len(facts_of_workers(python=pipeline.config.python, is_group=True).gpus)
 
 
 def placements(pipeline: Pipeline) -> list[str]:
-    """Return a line for each stage with a mesh: which GPUs train and which generate."""
+    """Return one line for each stage with a mesh that says which GPUs train and which generate."""
     stages = [stage for stage in pipeline.stages if pipeline.kind_of(stage).has_mesh]
     has_gpus = any(stage.work_pool for stage in stages) or (bool(stages) and gpus_of_workers(pipeline) > 0)
     return [
@@ -112,10 +112,11 @@ def placements(pipeline: Pipeline) -> list[str]:
 
 
 def filled(recipe: Recipe, gpus: int | None) -> Recipe:
-    """Return the recipe with dp_shard_size = -1 replaced by what the other sizes leave of `gpus`; None: it stays.
+    """Return the recipe with dp_shard_size = -1 replaced by the number of GPUs that the other sizes leave; unchanged if
+    `gpus` is None.
 
     Raises:
-        ConfigError: the other sizes do not divide that.
+        ConfigError: the other sizes do not divide the number of GPUs.
     """
     mesh = recipe.policy.parallelism
     if mesh.dp_shard_size != -1 or gpus is None:
@@ -134,23 +135,24 @@ def filled(recipe: Recipe, gpus: int | None) -> Recipe:
 
 
 def model_facts(folder: Path) -> dict[str, Any]:
-    """Return what config.json says of the text model; empty: there is none to read, as for a name on the Hub."""
+    """Return the table of the text model in config.json; empty if there is no readable file, as for an id on the
+    Hub."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # what is wrong with it is told where the model is looked at
+    except (OSError, ValueError):  # the check of the model reports a damaged file
         return {}
     text = config.get("text_config") if isinstance(config, dict) else None
-    found = text if isinstance(text, dict) else config
-    return found if isinstance(found, dict) else {}
+    table = text if isinstance(text, dict) else config
+    return table if isinstance(table, dict) else {}
 
 
 def _others(mesh: ParallelismConfig) -> int:
-    """Ranks of one shard: everything but dp_shard."""
+    """Return the number of ranks of one shard: the product of all sizes except dp_shard_size."""
     return mesh.world_size // abs(mesh.dp_shard_size)
 
 
 def _check_split(where: str, mesh: ParallelismConfig, model: Mapping[str, Any]) -> None:
-    """Heads, vocabulary, layers and experts against tp, cp, pp and ep."""
+    """Check that tp, cp, pp and ep divide the heads, vocabulary, layers and experts of the model."""
     heads, layers = (next((model[key] for key in keys if key in model), None) for keys in (_HEADS, _LAYERS))
     pairs = (
         ("attention heads", heads),
@@ -175,7 +177,7 @@ def _check_split(where: str, mesh: ParallelismConfig, model: Mapping[str, Any]) 
 
 
 def _check_stages(where: str, mesh: ParallelismConfig, layers: int) -> None:
-    """Every pipeline stage has a layer."""
+    """Check that every pipeline stage has a layer."""
     if mesh.pp_size > layers:
         raise ConfigError(f"{where}.pp_size = {mesh.pp_size}: the model has {layers} layers; the nearest is {layers}")
     if (stages := mesh.num_stages(layers)) > layers:
@@ -194,7 +196,7 @@ def _divides(key: str, size: int, what: str, count: Any) -> None:
 
 
 def _check_batch(recipe: Recipe, shards: int) -> None:
-    """A replica's completions are dealt to its data-parallel ranks in micro-batches."""
+    """Check that the completions of a replica can be distributed to its data-parallel ranks in equal micro-batches."""
     train, policy = recipe.train, recipe.train.train_policy
     step = shards * policy.mini_batch
     if not policy.has_rollouts or train.train_batch_per_replica % step == 0:

@@ -1,5 +1,5 @@
-"""Settings given on the command line: `--set train.optm_lr=2e-6` for every stage, `--set sft.train.epoch=2` for one,
-`--set pipeline.threads=2` for the pipeline. They win over everything that files say; the last one wins."""
+"""Overrides on the command line: `--set train.optm_lr=2e-6` for every stage, `--set sft.train.epoch=2` for one stage,
+`--set pipeline.threads=2` for the pipeline. They take precedence over all files, and later ones over earlier ones."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from cosmos_core.errors import ConfigError
 from cosmos_core.registry import suggestion
 
 IMPLIED = "-data"
-"""What stands behind the name of a stage in that of the stage that prepares its rows, where the file has none."""
+"""Suffix of the name of an implied stage, which prepares the rows of the stage with the rest of the name."""
 
 _KEY = re.compile(r"""\s*(?:"[^"]*"\s*|'[^']*'\s*|[^.="'\s][^.="']*)""")
-"""One part of a dotted key, quoted where it has a dot of its own."""
+"""One part of a dotted key, quoted if it contains a dot."""
 _SETTING = re.compile(rf"({_KEY.pattern}(?:\.{_KEY.pattern})*)=(.*)", re.DOTALL)
 
 
@@ -40,29 +40,29 @@ class Setting:
 
 @dataclass
 class Settings:
-    """What the command line says, by whom it is for."""
+    """Overrides of the command line, grouped by the pipeline and the stages to which they apply."""
 
     pipeline: Values = field(default_factory=dict)
     entries: dict[str, Values] = field(default_factory=dict)
-    """Keys of `[[pipeline.stages]]`, by stage; recipe tables are among its `overrides`."""
+    """Keys of `[[pipeline.stages]]` by stage; recipe tables are in `overrides`."""
 
     def of_stage(self, name: str, values: Values) -> None:
-        """Take what is for a stage on top of what was said before."""
+        """Merge values for a stage over its earlier values."""
         self.entries[name] = merge(self.entries.get(name, {}), values)
 
 
 def parse_setting(text: str) -> Setting:
-    """Split `train.optm_lr=2e-6` into its keys and its TOML value; what is not TOML is a string. Keys of older
-    generations are taken as today's; one with a dot of its own is quoted, `policy.lora.alpha_pattern."mlp.up"=8`.
+    """Split `train.optm_lr=2e-6` into its keys and its TOML value; a value that is not TOML is a string. Keys of older
+    generations are renamed; a key that contains a dot is quoted, `policy.lora.alpha_pattern."mlp.up"=8`.
 
     Raises:
         ConfigError: there is no `=` or no key.
     """
-    found = _SETTING.fullmatch(text)
-    keys = tuple(part.strip().strip("'\"") for part in _KEY.findall(today(found[1].strip()))) if found else ()
-    if found is None or not all(keys) or len(keys) > MAX_DEPTH:
+    match = _SETTING.fullmatch(text)
+    keys = tuple(part.strip().strip("'\"") for part in _KEY.findall(today(match[1].strip()))) if match else ()
+    if match is None or not all(keys) or len(keys) > MAX_DEPTH:
         raise ConfigError(f"--set {text[:60]!r}: write key=value, for example train.optm_lr=2e-6")
-    value = found[2]
+    value = match[2]
     try:
         values = tomllib.loads(f"value = {value}")
     except (ValueError, RecursionError):
@@ -72,14 +72,15 @@ def parse_setting(text: str) -> Setting:
 
 
 def living(settings: Sequence[Setting], notices: list[str]) -> list[Setting]:
-    """Return the settings without those of keys that do nothing, which files may have too; `notices` tells them."""
-    said = [dead(".".join(setting.keys), setting.value) for setting in settings]
-    notices += filter(None, said)
-    return [setting for setting, is_dead in zip(settings, said, strict=True) if not is_dead]
+    """Return the settings without keys that have no effect, which are allowed in files too; add a message for each to
+    `notices`."""
+    messages = [dead(".".join(setting.keys), setting.value) for setting in settings]
+    notices += filter(None, messages)
+    return [setting for setting, is_dead in zip(settings, messages, strict=True) if not is_dead]
 
 
 def shared_values(settings: Sequence[Setting]) -> Values:
-    """Return the recipe tables that hold for every stage, before the stages are known."""
+    """Return the recipe tables that apply to every stage, before the stages are known."""
     values: Values = {}
     for setting in settings:
         if setting.keys[0] in Recipe.model_fields:
@@ -88,22 +89,22 @@ def shared_values(settings: Sequence[Setting]) -> Values:
 
 
 def sort_settings(settings: Sequence[Setting], names: Sequence[str]) -> Settings:
-    """Find out for whom each setting is; `names` are the stages.
+    """Group settings by the stage or table to which each applies; `names` are the stages.
 
     Raises:
-        ConfigError: the first key is no stage, no recipe table and not `pipeline`.
+        ConfigError: the first key is neither a stage, nor a recipe table, nor `pipeline`.
     """
-    found = Settings()
+    grouped = Settings()
     for setting in settings:
         first, *rest = setting.keys
         if first in names and rest and (first not in Recipe.model_fields or _is_of_stage(rest[0])):
             values = setting.below(1)
-            found.of_stage(first, {"overrides": values} if rest[0] in Recipe.model_fields else values)
+            grouped.of_stage(first, {"overrides": values} if rest[0] in Recipe.model_fields else values)
         elif first in Recipe.model_fields:
             for name in names:  # the command line wins over a stage's recipe file too
-                found.of_stage(name, {"overrides": setting.below(0)})
+                grouped.of_stage(name, {"overrides": setting.below(0)})
         elif first == "pipeline" and rest and rest[0] != "stages":
-            found.pipeline = merge(found.pipeline, setting.below(1))
+            grouped.pipeline = merge(grouped.pipeline, setting.below(1))
         elif first == "pipeline":
             raise ConfigError(
                 f"--set {setting.text!r}: write pipeline.KEY=VALUE with one of "
@@ -116,19 +117,19 @@ def sort_settings(settings: Sequence[Setting], names: Sequence[str]) -> Settings
                 f"to set a key of it, or set one of its recipe with {stage}.KEY=VALUE"
             )
         else:
-            known = [*names, *Recipe.model_fields, "pipeline"]
+            allowed = [*names, *Recipe.model_fields, "pipeline"]
             raise ConfigError(
-                f"--set {setting.text!r}: {first!r} is no stage and no table of a recipe{suggestion(first, known)}"
+                f"--set {setting.text!r}: {first!r} is no stage and no table of a recipe{suggestion(first, allowed)}"
             )
-    return found
+    return grouped
 
 
 def entry_with(entry: Mapping[str, Any], settings: Settings) -> Values:
-    """Return an entry of `[[pipeline.stages]]` with what the command line says of it."""
+    """Return an entry of `[[pipeline.stages]]` merged with the settings of the command line for that stage."""
     name = entry.get("name")
     return merge(entry, settings.entries.get(name, {})) if isinstance(name, str) else dict(entry)
 
 
 def _is_of_stage(key: str) -> bool:
-    """Whether a key after a stage's name addresses that stage, where the name is that of a recipe table too."""
+    """Return True if `key` is valid after the name of a stage, for a stage with the same name as a recipe table."""
     return key in StageConfig.model_fields or key in Recipe.model_fields

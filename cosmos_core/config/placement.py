@@ -1,4 +1,4 @@
-"""Which GPUs train and which generate: what a recipe that leaves `mode` out means on a machine, and how it is shown."""
+"""Assign GPUs to training and generation: the default of `mode` on a machine, and a description of the assignment."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from cosmos_core.types import StageKind
 
 
 def is_open(recipe: Recipe, kind: StageKind) -> bool:
-    """Return whether the machine decides about `mode`: it is left out in a recipe that was written for Cosmos-RL, where
-    that means `disaggregated`."""
+    """Return True if the number of GPUs decides about `mode`: a recipe for Cosmos-RL, where the default is
+    `disaggregated`, leaves `mode` out."""
     has_choice = kind.feed == "rollouts" and not recipe.policy.is_diffusers
     return has_choice and "mode" not in recipe.model_fields_set and recipe.is_of_cosmos_rl
 
 
 def placed(recipe: Recipe, gpus: int | None) -> tuple[Recipe, str]:
-    """Return a recipe whose `mode` is open with the mode that it has on so many GPUs, and a notice; empty: it has the
-    mode of Cosmos-RL. None: another machine decides how many there are, which is taken to have them.
+    """Return a recipe without `mode` with the mode that fits `gpus` GPUs, and a notice if it is not Cosmos-RL's
+    `disaggregated`. `gpus` is None if another machine runs the stage; that machine is assumed to have enough.
 
-    In the ranks the engines' `tp_size` becomes a divisor of their number; see `with_engines_in_ranks`.
+    In `colocated` mode the engines' `tp_size` becomes a divisor of the number of ranks; see `with_engines_in_ranks`.
     """
-    apart = recipe.derived(mode="disaggregated")
-    needed = apart.num_gpus(has_rollouts=True)
+    disaggregated = recipe.derived(mode="disaggregated")
+    needed = disaggregated.num_gpus(has_rollouts=True)
     if gpus is None or needed <= gpus:
-        return apart, ""
-    fitted, changed = with_engines_in_ranks(recipe)
-    return fitted.derived(mode="colocated"), (
+        return disaggregated, ""
+    colocated, changed = with_engines_in_ranks(recipe)
+    return colocated.derived(mode="colocated"), (
         f"mode is left out, which means 'disaggregated' in a recipe of Cosmos-RL and takes {needed} GPUs, and there "
         f"are {gpus}: mode = 'colocated'{changed and f' and {changed}'}, so that ranks train and generate in turns; "
         f"set mode to choose"
@@ -34,7 +34,8 @@ def placed(recipe: Recipe, gpus: int | None) -> tuple[Recipe, str]:
 
 
 def with_engines_in_ranks(recipe: Recipe) -> tuple[Recipe, str]:
-    """Return the recipe with engines that its ranks have room for, and what that changes; empty: nothing."""
+    """Return the recipe with engines that fit into its ranks, and a description of the change; empty if nothing
+    changed."""
     ranks, engine = recipe.policy.parallelism.world_size, recipe.rollout.parallelism
     if ranks % engine.tp_size == 0:
         return recipe, ""
@@ -44,17 +45,18 @@ def with_engines_in_ranks(recipe: Recipe) -> tuple[Recipe, str]:
 
 
 def needs_gpu(recipe: Recipe, kind: StageKind) -> list[str]:
-    """Return the settings of a stage that round numbers as a GPU alone can: on CPU they are left out."""
-    found = []
+    """Return the settings of a stage for number formats that only a GPU supports; on a CPU they are ignored."""
+    settings = []
     if kind.trains and recipe.train.fp8.enable_fp8:
-        found.append("train.fp8.enable_fp8 = true")
+        settings.append("train.fp8.enable_fp8 = true")
     if kind.feed == "rollouts" and recipe.rollout.quantization != "none":
-        found.append(f"rollout.quantization = {recipe.rollout.quantization!r}")
-    return found
+        settings.append(f"rollout.quantization = {recipe.rollout.quantization!r}")
+    return settings
 
 
 def placement(recipe: Recipe, kind: StageKind, *, has_gpus: bool) -> str:
-    """Return which GPUs, or processes where there are none, a stage with a mesh trains and generates on."""
+    """Return a description of the GPUs, or of the processes on a machine without GPUs, on which a stage trains and
+    generates."""
     unit = "GPU" if has_gpus else "process"
     mesh, engine, count = recipe.policy.parallelism, recipe.rollout.parallelism, recipe.engines_apart
     num_ranks = mesh.world_size * mesh.n_init_replicas

@@ -1,7 +1,7 @@
-"""Prompt sets that papers on reinforcement learning of diffusion models train on, by the names that they have there.
+"""Prompt sets from papers on reinforcement learning of diffusion models, under the names used in the papers.
 
-A set is a folder with one file per split, given by its path or, where it lies in the folder of prompt sets, by its
-name: `ocr`, `pickscore`, `geneval`, `dance_grpo_t2v`. Nothing is downloaded.
+A set is a folder with one file per split, selected by its path or, below the folder of prompt sets, by its name: `ocr`,
+`pickscore`, `geneval`, `dance_grpo_t2v`. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ SETS = {
     "geneval": f"{_FLOW_GRPO}geneval",
     "dance_grpo_t2v": "https://github.com/XueZeyue/DanceGRPO/tree/main/assets",
 }
-"""Each known set and where its files come from."""
+"""URL of the files of each known set, by name."""
 FOLDER = Path("data") / "prompts"
-"""Where a set is looked for by its name, below the current folder."""
+"""Folder of prompt sets, relative to the current folder."""
 _FORMS = ("{}.txt", "{}_metadata.jsonl", "{}_prompts.txt")
 _QUOTED = re.compile(r"[\"“](.+?)[\"”]")
 
 
 def named_set(name: str, key: str) -> Path | None:
-    """Return the folder or file of a known set; None: the name is not that of one.
+    """Return the folder or file of a known prompt set; None if the name is not that of a known set.
 
     Raises:
-        DataError: it is one, and it is not on this machine.
+        DataError: the set is known, but is not on this machine.
     """
     if name not in SETS:
         return None
-    for found in (FOLDER / name, FOLDER / f"{name}.txt"):
-        if found.exists():
-            return found
+    for path in (FOLDER / name, FOLDER / f"{name}.txt"):
+        if path.exists():
+            return path
     raise DataError(
         f"{key} = {name!r} is a known prompt set and not on this machine; download {SETS[name]} to "
         f"{FOLDER / name}, or give the path of a folder or a file"
@@ -44,7 +44,8 @@ def named_set(name: str, key: str) -> Path | None:
 
 
 def prompt_files(path: Path, split: str) -> list[Path]:
-    """Return the files of prompts at a path, a line each: of a folder those of the split; none: it has other rows."""
+    """Return the files with one prompt per line at a path: the path itself, or the file of the split in a folder; an
+    empty list if the path has rows of another form."""
     if path.is_file():
         return [path] if path.suffix == ".txt" else []
     if not path.is_dir():
@@ -55,8 +56,8 @@ def prompt_files(path: Path, split: str) -> list[Path]:
 
 
 def metadata_of(prompt: str, path: Path) -> dict[str, Any]:
-    """Return what a reward may compare with: of the set `ocr`, whose prompts quote it, the text that is to be seen."""
+    """Return the metadata of a prompt for rewards: in the set `ocr`, the quoted text that the image has to contain."""
     if not any(part.name == "ocr" or part.stem == "ocr" for part in (path, path.parent)):
         return {}
-    found = _QUOTED.search(prompt)
-    return {"text": found[1]} if found else {}
+    match = _QUOTED.search(prompt)
+    return {"text": match[1]} if match else {}

@@ -1,4 +1,4 @@
-"""`docs/configuration.md`, written from the schema: a test fails when the file is not what this makes."""
+"""Generate `docs/configuration.md` from the schema; a test fails if the file differs from the generated page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cosmos_core.types import StageKind
 
 
 def reference(kinds: Mapping[str, StageKind]) -> str:
-    """Return the page, in Markdown, by the template `reference.md.j2`."""
+    """Return the page in Markdown, rendered with the template `reference.md.j2`."""
     markdown = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     markdown.filters["cell"] = lambda text: text.replace("|", "\\|").replace("\n", " ")
     template = markdown.from_string(files("cosmos_core.config").joinpath("reference.md.j2").read_text("utf-8"))
@@ -23,7 +23,7 @@ def reference(kinds: Mapping[str, StageKind]) -> str:
 
 
 def _tables() -> list[dict[str, object]]:
-    """The keys that are not tables, those of a table together."""
+    """Return the keys grouped by table, without those that are tables themselves."""
     keys = [key for key in all_keys() if not key.is_table or key.default]
     order = list(dict.fromkeys(map(_table_of, keys)))
     groups = groupby(sorted(keys, key=lambda key: order.index(_table_of(key))), key=_table_of)
@@ -31,9 +31,9 @@ def _tables() -> list[dict[str, object]]:
         {
             "heading": _heading(path, table.__name__),
             "about": " ".join((table.__doc__ or "").partition("\n\n")[0].split()),
-            "rows": list(found),
+            "rows": list(rows),
         }
-        for (path, table), found in groups
+        for (path, table), rows in groups
     ]
 
 

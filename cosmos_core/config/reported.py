@@ -1,4 +1,4 @@
-"""Which metrics a stage can report, as far as its kind says: a gate that asks for another is refused before a run."""
+"""Metrics that each stage can report according to its kind: a gate on any other metric is refused before a run."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ _OF_ROWS = ("loss", "perplexity", "token_accuracy", "tokens", "pairs", "rewards/
 MEASURED = (
     "reward", "reward_stderr", "accuracy", "invalid", "length_mean", "prompts", "pass@*", "reward/*", *_OF_ROWS,
 )  # fmt: skip
-"""What is measured of held-out rows: of completions, then of rows. An algorithm of a user's own may add to it."""
+"""Metrics of held-out rows: first of generated completions, then of the rows. A user's own algorithm may report
+more."""
 
 
 def check_gates(pipeline: Pipeline) -> None:
-    """Refuse conditions about metrics that no stage in a gate's `after` can report.
+    """Refuse conditions on metrics that no stage in the `after` of a gate can report.
 
     Raises:
-        ConfigError: naming the condition and, for a misspelt metric, the one that may be meant.
+        ConfigError: with the condition and, for a misspelt metric, a suggestion.
     """
     for stage in pipeline.stages:
         _check_choice(pipeline, stage)
         for condition in map(parse_condition, stage.require):
             first, _, rest = condition.metric.partition(".")
-            asked, metric = ([first], rest) if first in stage.after else (list(stage.after), condition.metric)
-            if not any(_can_report(pipeline, pipeline.stage(name), metric) for name in asked):
-                known = [HELD_OUT + name for name in MEASURED if "*" not in name]
-                near = [name for name in known if any(_can_report(pipeline, pipeline.stage(s), name) for s in asked)]
+            names, metric = ([first], rest) if first in stage.after else (list(stage.after), condition.metric)
+            if not any(_can_report(pipeline, pipeline.stage(name), metric) for name in names):
+                metrics = [HELD_OUT + name for name in MEASURED if "*" not in name]
+                near = [name for name in metrics if any(_can_report(pipeline, pipeline.stage(s), name) for s in names)]
                 raise ConfigError(
                     f"{pipeline.source}: stage {stage.name!r}: require = {condition.text!r}: no stage in its `after` "
                     f"reports {metric!r}{suggestion(metric, near) if near else ''}"
@@ -39,13 +40,13 @@ def check_gates(pipeline: Pipeline) -> None:
 
 
 def _check_choice(pipeline: Pipeline, stage: StageConfig) -> None:
-    """Refuse a metric that the stages of a branch cannot report."""
+    """Refuse a sweep metric that no stage of a branch can report."""
     for branch in stage.sweep.branches if stage.sweep is not None else ():
         metric = stage.sweep.metric if stage.sweep is not None else ""
         if not any(_can_report(pipeline, pipeline.stage(name), metric) for name in branch.stages):
-            known = [HELD_OUT + name for name in MEASURED if "*" not in name]
+            metrics = [HELD_OUT + name for name in MEASURED if "*" not in name]
             near = [
-                name for name in known if any(_can_report(pipeline, pipeline.stage(s), name) for s in branch.stages)
+                name for name in metrics if any(_can_report(pipeline, pipeline.stage(s), name) for s in branch.stages)
             ]
             measure = "; add a stage of kind validate to sweep.through" if not near else suggestion(metric, near)
             raise ConfigError(
@@ -62,7 +63,7 @@ def _can_report(pipeline: Pipeline, stage: StageConfig, metric: str) -> bool:
         is_measured = recipe.validation.enable or not kind.trains
         is_own = is_import_path(recipe.train.train_policy.trainer_type)
         name, validation = metric.removeprefix(HELD_OUT), recipe.validation
-        are_judged = validation.reward_function or validation.remote_rewards  # else rows of SFT are scored, not asked
+        are_judged = validation.reward_function or validation.remote_rewards  # otherwise SFT measures its rows
         patterns = MEASURED if are_judged or recipe.train.train_policy.rows != "sequences" else _OF_ROWS
         return is_measured and (is_own or any(fnmatchcase(name, pattern) for pattern in patterns))
     return any(fnmatchcase(metric, pattern) for pattern in kind.reports)

@@ -1,7 +1,7 @@
-"""A stage with a sweep becomes branches of the graph, a stage for each point of the grid, and a stage of its own name
-that chooses the best of them: what stands behind it in the file follows that one.
+"""Expand a stage with a sweep into branches, one for each point of the grid, and a stage with the original name that
+chooses the best branch; stages that depended on the original stage depend on the choice.
 
-Names of branches are made of their settings, so that those that were run stay what they are when the grid grows.
+Names of branches are made from their settings, so that existing branches keep their names when the grid grows.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ if TYPE_CHECKING:
 
 _ARGUMENTS = "arguments"
 _REFERENCE = "stage:"
-# Rows stay the same for every seed, so that branches are compared by the same held-out ones.
+# All seeds share their rows, so that branches are compared on the same held-out rows.
 _LEAVES_ROWS = "train.seed"
-_DECIDES_ROWS = "policy.model_name_or_path"  # its tokenizer does
+_DECIDES_ROWS = "policy.model_name_or_path"  # rows depend on its tokenizer
 _DIGEST_LENGTH = 6
 
 
 @dataclass(frozen=True)
 class _Point:
-    """One combination of the grid's values."""
+    """One combination of values from the grid."""
 
     suffix: str
     settings: Values
 
     def of(self, member: str, head: str, members: Sequence[str]) -> Values:
-        """Return the settings of one stage of the branch, by dotted key without its name."""
-        found: Values = {}
+        """Return the settings for the stage `member` of the branch, by dotted key without the name of the stage."""
+        settings: Values = {}
         for key, value in self.settings.items():
             owner, rest = _owner(key, head, members)
             if owner == member:
-                found[rest] = value
-        return found
+                settings[rest] = value
+        return settings
 
 
 def with_sweeps(pipeline: Pipeline, tables: Mapping[str, Values]) -> Pipeline:
-    """Return the pipeline, whose stages are in order, with each sweep as branches and a choice.
+    """Return the pipeline with each sweep expanded to branches and a choice; its stages must be in topological order.
 
-    `tables` are the recipe tables of each stage as the file says them.
+    `tables` are the recipe tables of each stage as the file has them.
 
     Raises:
-        ConfigError: a sweep that cannot be made; the message names stage and key.
+        ConfigError: a sweep cannot be expanded; the message names stage and key.
     """
     for stage in pipeline.stages:
         _check(pipeline, stage)
@@ -65,7 +65,7 @@ def with_sweeps(pipeline: Pipeline, tables: Mapping[str, Values]) -> Pipeline:
             pipeline = _expanded(pipeline, stage, stage.sweep, tables)
     stages = []
     for stage in pipeline.stages:
-        if stage.sweep is not None and not stage.sweep.branches:  # a choice among stages that are written down
+        if stage.sweep is not None and not stage.sweep.branches:  # it chooses among stages of the file
             branches = tuple(Branch(stages=(name,)) for name in stage.after)
             stage = stage.model_copy(update={"sweep": stage.sweep.model_copy(update={"branches": branches})})
         if stage.sweep is not None:
@@ -94,25 +94,25 @@ def _check(pipeline: Pipeline, stage: StageConfig) -> None:
 def _expanded(pipeline: Pipeline, head: StageConfig, sweep: SweepConfig, tables: Mapping[str, Values]) -> Pipeline:
     where = _where(pipeline, head)
     members = _members(pipeline, head, sweep, tables)
-    recipes, made, branches = dict(pipeline.recipes), [], []
+    recipes, added, branches = dict(pipeline.recipes), [], []
     for point in _points(sweep.grid, max(map(len, members))):
         names = {member: f"{member}-{point.suffix}" for member in members}
         for member, name in names.items():
             if name in recipes:
                 raise ConfigError(f"{where}: sweep: the name {name!r} of a branch is taken by another stage")
-            owner = member if member in pipeline.behind(head.name) else head.name  # rows are made as the head says
-            given = point.of(owner, head.name, members)
-            own = given if owner == member else {}
-            arguments = {key.partition(".")[2]: value for key, value in own.items() if _is_argument(key)}
-            given = {key: value for key, value in given.items() if not _is_argument(key)}
+            owner = member if member in pipeline.behind(head.name) else head.name  # rows take the head's settings
+            overrides = point.of(owner, head.name, members)
+            member_overrides = overrides if owner == member else {}
+            arguments = {key.partition(".")[2]: value for key, value in member_overrides.items() if _is_argument(key)}
+            overrides = {key: value for key, value in overrides.items() if not _is_argument(key)}
             recipe = pipeline.recipes[member]
-            if given:
-                settings = "".join(f" with {key} = {value!r}" for key, value in given.items())
-                laid = of_algorithm(merge(tables[owner], _nested(given)), [])
+            if overrides:
+                settings = "".join(f" with {key} = {value!r}" for key, value in overrides.items())
+                laid = of_algorithm(merge(tables[owner], _nested(overrides)), [])
                 recipe = parse(Recipe, laid, source=f"{where}{settings}", notices=[])
             recipes[name] = _renamed_teacher(recipe, names)
             stage = _renamed(pipeline.stage(member), names)
-            made.append(
+            added.append(
                 stage.model_copy(
                     update={"name": name, "sweep": None, "arguments": merge(stage.arguments, _nested(arguments))}
                 )
@@ -129,38 +129,38 @@ def _expanded(pipeline: Pipeline, head: StageConfig, sweep: SweepConfig, tables:
     kept = [_behind_the_choice(pipeline, stage, head.name, members) for stage in outside]
     for member in set(members) - {head.name}:
         del recipes[member]
-    return pipeline.with_stages([*kept, *made, choice], recipes)
+    return pipeline.with_stages([*kept, *added, choice], recipes)
 
 
 def _members(
     pipeline: Pipeline, head: StageConfig, sweep: SweepConfig, tables: Mapping[str, Values]
 ) -> tuple[str, ...]:
-    """Return the stages that each branch has: the one that is swept, those through which it goes, all between them,
-    and its prepared rows where the grid decides about them."""
-    where, found = _where(pipeline, head), {head.name}
+    """Return the stages that each branch repeats: the stage with the sweep, those up to the stages in `through`, and
+    the preparation of its rows if the grid affects them."""
+    where, members = _where(pipeline, head), {head.name}
     for name in sweep.through:
         if name not in pipeline.behind(head.name):
             raise ConfigError(f"{where}: sweep.through: stage {name!r} is not behind {head.name!r}")
-        found |= {other for other in pipeline.behind(head.name) if name in pipeline.behind(other)}
+        members |= {other for other in pipeline.behind(head.name) if name in pipeline.behind(other)}
     rows = head.data.removeprefix(_REFERENCE) if head.data.startswith(_REFERENCE) else ""
     has_own_rows = bool(rows) and tables.get(rows, tables[head.name]) == tables[head.name]
     for key in sweep.grid:
-        owner, rest = _owner(today(key), head.name, tuple(found))
+        owner, rest = _owner(today(key), head.name, tuple(members))
         if not owner:
             raise ConfigError(f"{where}: sweep.grid: {key!r} is no key of a recipe{suggestion(key, list(_tables()))}")
         kind = pipeline.kind_of(pipeline.stage(owner))
         if _is_argument(rest) and _ARGUMENTS not in kind.allowed_keys:
             raise ConfigError(f"{where}: sweep.grid: {key!r}: a stage of kind {kind.name!r} takes no arguments")
         if owner == head.name and has_own_rows and _decides_rows(pipeline, rows, rest):
-            found.add(rows)
-    for name in sorted(found):
+            members.add(rows)
+    for name in sorted(members):
         stage = pipeline.stage(name)
         if not pipeline.kind_of(stage).is_reusable:
             raise ConfigError(f"{where}: sweep: stage {name!r} of kind {stage.kind!r} cannot be in a branch; put it "
                               "behind the choice")  # fmt: skip
         if name != head.name and stage.sweep is not None:
             raise ConfigError(f"{where}: sweep.through: stage {name!r} has a sweep of its own")
-    return tuple(stage.name for stage in pipeline.stages if stage.name in found)
+    return tuple(stage.name for stage in pipeline.stages if stage.name in members)
 
 
 def _decides_rows(pipeline: Pipeline, rows: str, key: str) -> bool:
@@ -168,7 +168,7 @@ def _decides_rows(pipeline: Pipeline, rows: str, key: str) -> bool:
 
 
 def _owner(key: str, head: str, members: Sequence[str]) -> tuple[str, str]:
-    """Return the stage that a key of a grid is for, and the key there; empty: it is for none."""
+    """Return the stage to which a key of a grid belongs, and the key within it; an empty name if it belongs to none."""
     first, _, rest = key.partition(".")
     if first in members and rest.partition(".")[0] in _tables():
         return first, rest
@@ -184,35 +184,35 @@ def _is_argument(key: str) -> bool:
 
 
 def _points(grid: Mapping[str, list[Any]], longest: int) -> list[_Point]:
-    """Return the combinations with names that fit behind the `longest` name of a stage."""
+    """Return the combinations of the grid, named such that the names fit after a stage name of `longest` characters."""
     settings = [dict(zip(map(today, grid), values, strict=True)) for values in itertools.product(*grid.values())]
     labels = _labels([today(key) for key in grid])
     suffixes = ["-".join(f"{labels[key]}-{_word(value)}" for key, value in each.items()) for each in settings]
     room = STAGE_NAME_LENGTH - longest - 1
-    found = []
+    points = []
     for suffix, each in zip(suffixes, settings, strict=True):
         if len(suffix) > room or suffixes.count(suffix) > 1:
             digest = hashlib.sha256(json.dumps(each, sort_keys=True, default=str).encode()).hexdigest()
             suffix = f"{suffix[: max(0, room - _DIGEST_LENGTH - 1)]}-{digest[:_DIGEST_LENGTH]}".lstrip("-")
-        found.append(_Point(suffix, each))
-    return found
+        points.append(_Point(suffix, each))
+    return points
 
 
 def _labels(keys: Sequence[str]) -> dict[str, str]:
-    """Return the shortest ends of the keys that tell them apart."""
-    found = {}
+    """Return for each key its shortest suffix that no other key has."""
+    labels = {}
     for key in keys:
         parts = key.split(".")
         number = next(
             n for n in range(1, len(parts) + 1)
             if n == len(parts) or sum(other.split(".")[-n:] == parts[-n:] for other in keys) == 1
         )  # fmt: skip
-        found[key] = re.sub(r"[^A-Za-z0-9_]+", "_", "_".join(parts[-number:]))
-    return found
+        labels[key] = re.sub(r"[^A-Za-z0-9_]+", "_", "_".join(parts[-number:]))
+    return labels
 
 
 def _word(value: Any) -> str:
-    """Return a value as a part of a name."""
+    """Return a value in the form in which it is part of a stage name."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):
@@ -229,7 +229,7 @@ def _nested(settings: Values) -> Values:
 
 
 def _renamed(stage: StageConfig, names: Mapping[str, str]) -> StageConfig:
-    """Return a stage of a branch, with the other stages of that branch in what it names."""
+    """Return a stage of a branch, with its references to other stages of the branch renamed."""
 
     def reference(text: str) -> str:
         name = text.removeprefix(_REFERENCE)
@@ -248,7 +248,7 @@ def _renamed_teacher(recipe: Recipe, names: Mapping[str, str]) -> Recipe:
 
 
 def _behind_the_choice(pipeline: Pipeline, stage: StageConfig, head: str, members: Sequence[str]) -> StageConfig:
-    """Return a stage that is in no branch, behind the choice instead of what is in them now."""
+    """Return a stage outside of the branches, with its references to stages of the branches replaced by the choice."""
     where = _where(pipeline, stage)
     swept = {f"{_REFERENCE}{name}" for name in members}
     if stage.data in swept:

@@ -1,4 +1,4 @@
-"""The stages that recipes ask for by `upload_s3` and `upload_hf`: one behind each export, that publishes it."""
+"""Upload stages requested by the recipe keys `upload_s3` and `upload_hf`: one after each export, which publishes it."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ SourceOf = Callable[[str], str | None]
 
 
 def with_uploads(pipeline: Pipeline, source_of: SourceOf) -> Pipeline:
-    """Return the pipeline, whose stages are in order, with a stage `NAME-s3` or `NAME-hub` behind each export of a
-    training whose recipe asks for it; those that are there, as in the pipeline of a run, stay.
+    """Return the pipeline with an upload stage `NAME-s3` or `NAME-hub` after each export of a training whose recipe
+    requests it. Its stages must be in topological order; upload stages that exist, as in the pipeline of a run, are
+    kept.
 
     Raises:
-        ConfigError: a stage that does something else has the name.
+        ConfigError: a stage of another kind has the name.
     """
     recipes, added = dict(pipeline.recipes), []
     by_name = {stage.name: stage for stage in pipeline.stages}
     for training, upload in _wanted(pipeline, source_of):
-        there = by_name.get(upload.name)
-        if there is None:
+        existing = by_name.get(upload.name)
+        if existing is None:
             recipes[upload.name] = pipeline.recipes[training]
             added.append(upload)
-        elif there.kind != upload.kind:
+        elif existing.kind != upload.kind:
             raise ConfigError(
                 f"{pipeline.source}: stage {upload.name!r}: the name is taken by the upload of stage "
                 f"{source_of(upload.model)!r}"
@@ -37,7 +38,7 @@ def with_uploads(pipeline: Pipeline, source_of: SourceOf) -> Pipeline:
 
 
 def _wanted(pipeline: Pipeline, source_of: SourceOf) -> Iterator[tuple[str, StageConfig]]:
-    """Yield the name of a training and a stage that publishes what became of it."""
+    """Yield the name of a training, and a stage that publishes its model or its export."""
     publish = next((name for name, kind in pipeline.kinds.items() if kind.makes == "publication"), "")
     for maker, training, is_last in _makers(pipeline):
         exports = [stage for stage in pipeline.stages if _is_export(pipeline, stage, maker.name, source_of)]
@@ -52,9 +53,9 @@ def _wanted(pipeline: Pipeline, source_of: SourceOf) -> Iterator[tuple[str, Stag
 
 
 def _makers(pipeline: Pipeline) -> Iterator[tuple[StageConfig, str, bool]]:
-    """Yield the stages that make a model to publish, each with the training whose recipe says where, and whether no
-    training is behind it: trainings, and in place of those that are chosen among, whose recipes ask alike, the
-    choice."""
+    """Yield each stage whose model is to be published, the training whose recipe names the targets, and whether it is
+    the last training. The stages are trainings or, in place of the trainings in branches, the stage that chooses among
+    them."""
     trainings = [stage for stage in pipeline.stages if pipeline.kind_of(stage).trains]
     for training in trainings:
         if pipeline.choice_among(training.name) is None:

@@ -1,4 +1,4 @@
-"""Recipes of every generation in today's names; `keys.toml` has the keys that moved and those that do nothing."""
+"""Translate recipes of older generations to current key names; `keys.toml` lists keys that moved or have no effect."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ _DATA: dict[str, Any] = tomllib.loads(files("cosmos_core.config.compat").joinpat
 _POLICY = "train.train_policy"
 _TODAY = {*Recipe.model_fields, "pipeline", "extends"}
 _WFM = ("model", "optimizer", "scheduler", "dataloader_train", "dataloader_val", "trainer", "model_parallel", "job")
-"""Tables of the deprecated schema."""
+"""Top-level tables of the deprecated `--wfm-mode` schema."""
 MOVED: dict[str, str] = _DATA["moved"] | _DATA["moved_in_dpo"]
-"""Key of an older generation to today's."""
+"""Current name of each key of an older generation."""
 DEAD: dict[str, str] = {key: meaning for meaning, keys in _DATA["dead"].items() for key in keys}
-"""Keys of public recipes that are read no more, or never were, to what they would have meant."""
+"""Intended meaning of each key of public recipes that is not read any more, or never was."""
 _DEAD_IN_GRPO = {key: meaning for meaning, keys in _DATA["dead_in_grpo"].items() for key in keys}
 _OF_DPO: dict[str, str] = _DATA["moved_in_dpo"]
 _BATCHES = ("train.validation_batch_per_replica", "rollout.val_batch_size")
 
 
 def modern(values: Values, source: str, notices: list[str]) -> Values:
-    """Return the same recipe in today's keys; what was changed is told in `notices`.
+    """Return the same recipe with current key names; add a message for each change to `notices`.
 
     Raises:
-        ConfigError: an old and a new key for the same thing disagree, or the file is of the deprecated schema.
+        ConfigError: an old and a new key for the same setting disagree, or the file is of the deprecated schema.
     """
     _refuse_wfm(values, source)
     values = copy.deepcopy(values)
@@ -41,18 +41,18 @@ def modern(values: Values, source: str, notices: list[str]) -> Values:
         if name not in table:
             continue
         value = table.pop(name)
-        there, today_name = _at(values, new, make=True)
-        found = there.get(today_name, value)
-        if found not in (value, None) and new in said_by:
+        target, today_name = _at(values, new, make=True)
+        current = target.get(today_name, value)
+        if current not in (value, None) and new in said_by:
             raise ConfigError(
-                f"{source}: {said_by[new]} = {short(found)} and {old} = {short(value)} are both today's {new}; keep "
+                f"{source}: {said_by[new]} = {short(current)} and {old} = {short(value)} are both today's {new}; keep "
                 "one of them"
             )
-        if found not in (value, None):
+        if current not in (value, None):
             raise ConfigError(
-                f"{source}: {old} = {short(value)} is today's {new}, which says {short(found)}; keep one of them"
+                f"{source}: {old} = {short(value)} is today's {new}, which says {short(current)}; keep one of them"
             )
-        there[today_name], said_by[new] = value, old
+        target[today_name], said_by[new] = value, old
         notices.append(f"{old} is today's {new}")
     _remote_reward(values, notices)
     _ignore(values, DEAD, notices)
@@ -60,7 +60,8 @@ def modern(values: Values, source: str, notices: list[str]) -> Values:
 
 
 def _refuse_wfm(values: Values, source: str) -> None:
-    """Refuse a recipe of the deprecated `--wfm-mode` schema; scripts of today's have a `[model]` of their own."""
+    """Refuse a recipe of the deprecated `--wfm-mode` schema; a current recipe may have a table `[model]` for a user's
+    script."""
     tables = [name for name in _WFM if isinstance(values.get(name), dict)]
     if tables and (not _TODAY & values.keys() or ("model" in tables and len(tables) > 1)):
         raise ConfigError(
@@ -70,10 +71,10 @@ def _refuse_wfm(values: Values, source: str) -> None:
 
 
 def of_algorithm(values: Values, notices: list[str]) -> Values:
-    """Return the tables of a training, whatever files they are from, with the older keys that an algorithm decides
-    about: those of DPO are keys of an own algorithm where it is another.
+    """Return the merged tables of a training, with older keys translated or removed according to the algorithm: keys
+    such as `custom.dpo_beta` move only for DPO, as they may belong to a user's own algorithm otherwise.
 
-    A key of today wins over an older one.
+    A current key takes precedence over an older one.
     """
     policy, custom = _at(values, f"{_POLICY}.type")[0], _at(values, "custom.dpo_beta")[0]
     if policy.get("trainer_type") == "dpo" and any(f"custom.{name}" in _OF_DPO for name in custom):
@@ -91,15 +92,16 @@ def _fill(values: Values, old: str, new: str, notices: list[str]) -> None:
     if name not in table:
         return
     value = table.pop(name)
-    there, today_name = _at(values, new, make=True)
-    if there.setdefault(today_name, value) == value:
+    target, today_name = _at(values, new, make=True)
+    if target.setdefault(today_name, value) == value:
         notices.append(f"{old} is today's {new}")
     else:
-        notices.append(f"{old} = {short(value)} is ignored: today's {new} says {short(there[today_name])}")
+        notices.append(f"{old} = {short(value)} is ignored: today's {new} says {short(target[today_name])}")
 
 
 def _keep_one_batch(values: Values, notices: list[str]) -> None:
-    """Take the rows of a validation step that are meant where a file of the first generation has both keys."""
+    """Keep the one batch size of validation that applies to the type of training, in a file of the first generation
+    with both."""
     (first, name), (second, other) = (_at(values, key) for key in _BATCHES)
     if name not in first or other not in second or first[name] == second[other]:
         return
@@ -111,7 +113,7 @@ def _keep_one_batch(values: Values, notices: list[str]) -> None:
 
 
 def _ignore(values: Values, keys: dict[str, str], notices: list[str]) -> None:
-    """Take out keys that mean nothing."""
+    """Remove keys that have no effect."""
     for key, meaning in keys.items():
         table, name = _at(values, key)
         if name in table and (table is not values or isinstance(table[name], dict)):  # at the root: a script's table
@@ -123,7 +125,7 @@ def _ignored(key: str, value: Any, meaning: str) -> str:
 
 
 def _remote_reward(values: Values, notices: list[str]) -> None:
-    """`remote_reward.reward_fn = {name = weight}` with one `score_key`, before there were `reward_fns`."""
+    """Translate `remote_reward.reward_fn = {name = weight}` with one `score_key` to `reward_fns`."""
     old = f"{_POLICY}.remote_reward.reward_fn"
     table, name = _at(values, old)
     if not isinstance(table.get(name), dict):
@@ -137,17 +139,17 @@ def _remote_reward(values: Values, notices: list[str]) -> None:
 
 
 def today(key: str) -> str:
-    """Return today's name of a dotted key, also of one in a table of an older name or behind the name of a stage."""
+    """Return the current name of a dotted key, including keys of renamed tables and keys after the name of a stage."""
     for old, new in _DATA["moved"].items():
-        stage, found = _in(key, old)
-        if found:
+        stage, is_match = _in(key, old)
+        if is_match:
             key = f"{stage}{new}{key.removeprefix(stage + old)}"
     return key
 
 
 def dead(key: str, value: Any) -> str:
-    """Return what is to be said of a key that means nothing, today's name or one behind that of a stage; empty: it
-    means something."""
+    """Return the message about a key that has no effect, by its current name or after the name of a stage; empty if it
+    has one."""
     for old, meaning in DEAD.items():
         if "." in old and _in(key, old)[1]:
             return _ignored(key, value, meaning)
@@ -155,7 +157,7 @@ def dead(key: str, value: Any) -> str:
 
 
 def _in(key: str, table: str) -> tuple[str, bool]:
-    """Return the name of a stage before a key, with its dot, and whether the key is a table or one of its keys."""
+    """Return the name of a stage before a key, with its dot, and True if the key is `table` or below it."""
     if f"{key}.".startswith(f"{table}."):
         return "", True
     stage, _, rest = key.partition(".")
@@ -163,8 +165,8 @@ def _in(key: str, table: str) -> tuple[str, bool]:
 
 
 def _at(values: Values, key: str, *, make: bool = False) -> tuple[Values, str]:
-    """The table that a dotted key is in, an empty one where there is none, and its name there; `make` adds the tables
-    on the way. The schema complains about what is no table."""
+    """Return the table that contains a dotted key, or an empty table if there is none, and the last part of the key;
+    with `make`, missing tables are created. The schema reports values that are not tables."""
     *parents, name = key.split(".")
     for part in parents:
         inner = values.setdefault(part, {}) if make else values.get(part)

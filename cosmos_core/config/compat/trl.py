@@ -1,4 +1,5 @@
-"""Names of transformers and TRL: each leads to the key that has its meaning here, or to what is here in its place."""
+"""Names of transformers and TRL: each maps to the key with the same meaning here, or to the feature that replaces
+it."""
 
 from __future__ import annotations
 
@@ -7,22 +8,22 @@ from importlib.resources import files
 
 _GROUPS = tomllib.loads(files("cosmos_core.config.compat").joinpath("trl.toml").read_text("utf-8"))
 WITHOUT_KEY: dict[str, str] = _GROUPS.pop("without_key")
-"""Name in transformers or TRL that no key of ours is for, to what is here in its place."""
+"""Replacement for each name in transformers or TRL that has no corresponding key."""
 NAMES: dict[str, tuple[str, ...]] = {
     name: (keys,) if isinstance(keys, str) else tuple(keys)
     for group in _GROUPS.values()
     for name, keys in group.items()
 }
-"""Name in transformers or TRL to our key, or keys where the algorithm decides."""
+"""Corresponding key for each name in transformers or TRL, or several keys if the algorithm decides."""
 
 
 def keys_of(name: str) -> tuple[str, ...]:
-    """Return our keys for a name of transformers or TRL, whatever table it was written in; empty: it has none."""
+    """Return the corresponding keys for a name of transformers or TRL in any table; empty if there are none."""
     return NAMES.get(name.rpartition(".")[2], ())
 
 
 def told(name: str) -> str:
-    """Return what a name is here, to be put behind "unknown key"; empty: it is none of TRL's."""
+    """Return the equivalent of a name of transformers or TRL, to append to "unknown key"; empty for any other name."""
     name = name.rpartition(".")[2]
     meaning = WITHOUT_KEY.get(name) or " or ".join(NAMES.get(name, ()))
     return f"; {name} of transformers and TRL is {meaning}{'' if name in WITHOUT_KEY else ' here'}" if meaning else ""
