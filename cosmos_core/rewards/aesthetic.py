@@ -1,4 +1,5 @@
-"""How beautiful an image is, to the LAION predictor: linear layers over the CLIP embedding of the image alone."""
+"""Aesthetic score of an image by the LAION predictor: linear layers over the CLIP image embedding, without the
+prompt."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ _MODEL = "openai/clip-vit-large-patch14"
 
 
 class AestheticReward:
-    """Key `aesthetic`, about 1 to 10; `options`: `predictor`, the file of the linear layers."""
+    """Reward with the key `aesthetic`, from about 1 to 10; `options` has `predictor`, the file of the linear layers."""
 
     def __init__(self, settings: Settings) -> None:
         file = Path(settings.options.get("predictor", ""))
@@ -28,20 +29,21 @@ class AestheticReward:
         self._layers = _layers(file, self._clip.device)
 
     def score(self, items: Sequence[Item]) -> Columns:
-        """Return the score of each image; of a video that of its middle frame."""
+        """Return the score of each image, or of the middle frame of each video."""
         values = self._clip.images([image_of(item.media) for item in items]).float()
-        for weight, bias in self._layers:  # without anything between them but dropout
+        for weight, bias in self._layers:  # the predictor has no activations between them, only dropout
             values = values @ weight.T + bias
         return {"aesthetic": values[:, 0].tolist()}
 
 
 def aesthetic(to_be_evaluated: str, reference: str, *, media: Any, custom: Any) -> tuple[float, dict[str, float]]:
-    """Return the score of one image; `[custom.aesthetic]` has `model_path`, `predictor` and `device`."""
+    """Return the aesthetic score of one image or video; `[custom.aesthetic]` sets `model_path`, `predictor` and
+    `device`."""
     return score_one("aesthetic", AestheticReward, Item("", media), custom)
 
 
 def _layers(file: Path, device: Any) -> list[tuple[Any, Any]]:
-    """Return weight and bias of each linear layer, in order."""
+    """Return the weight and the bias of each linear layer, in order."""
     import torch
     from safetensors.torch import load_file
 

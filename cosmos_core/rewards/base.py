@@ -1,14 +1,14 @@
-"""What a reward is: a function of a completion and its reference that returns a number, or a number and metrics.
+"""Interface of rewards: a function of a completion and its reference that returns a number, or a number and metrics.
 
     def gsm8k(to_be_evaluated: str, reference: str) -> float: ...
     def mine(completion, reference, prompt, num_tokens, difficulty, **others) -> tuple[float, dict[str, float]]: ...
 
 Arguments are bound by name (`binding.py`): the completion, the reference, `KEYWORDS`, and columns of the row. An
-exception means *unknown*, never 0. Not here: deadlines and processes (runner.py).
+exception means that the score is unknown, never 0. Deadlines and processes are in `runner.py`.
 
-A function of a user's own may be `async def`. One that takes `completions`, as TRL's do, or any with
-`group_reward_calculation`, is called once for all completions of a prompt: what differs between rows or completions is
-a list, and it returns a list of what it would return.
+A user function may be `async def`. A function with a parameter `completions`, as in TRL, or any function with
+`group_reward_calculation`, is called once for all completions of a prompt: arguments that differ between rows or
+completions are lists, and the function returns a list with one result per completion.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cosmos_core.rewards.binding import Binding, bind
 from cosmos_core.types import Group, Score
 
 PENALTIES = frozenset({"overlong"})
-"""Of the packaged rewards those that are 0 at best; all others may be 1."""
+"""Packaged rewards whose maximum is 0; all others may reach 1."""
 
 Scored = tuple[float, dict[str, float]]
 
@@ -37,7 +37,7 @@ _KEY = "train.train_policy.reward_function"
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A reward function and how it is called."""
+    """A reward function with the binding of its arguments."""
 
     name: str
     function: Callable[..., Any]
@@ -45,16 +45,17 @@ class Reward:
 
     @property
     def keywords(self) -> tuple[str, ...]:
-        """Return the names of `binding.KEYWORDS` that the function wants."""
+        """Return the names of `binding.KEYWORDS` that the function takes."""
         return self.binding.keywords
 
     def __call__(self, fields: Mapping[str, Any]) -> Scored:
-        """Score `fields`: `to_be_evaluated`, `reference` and any of `KEYWORDS`; a wanted one that is missing is None.
+        """Score one completion from `fields`: `to_be_evaluated`, `reference` and any of `KEYWORDS`; a missing keyword
+        is None.
 
         Raises:
-            ValueError: the function returned something that is no finite number.
+            ValueError: the function did not return a finite number.
             TypeError: a parameter cannot be bound.
-            Exception: whatever the function raises.
+            Exception: any error that the function raises.
         """
         if not self.binding.takes_lists:
             return _scored(self._called(self.binding.arguments(fields)))
@@ -64,20 +65,20 @@ class Reward:
         return scored
 
     def of_group(self, fields: Sequence[Mapping[str, Any]]) -> list[Scored | ValueError | None]:
-        """Score all completions of a prompt in one call; a value that is no finite number is an error of its own. None:
-        the function says, as TRL's may, that it does not apply to the row.
+        """Score all completions of a prompt in one call. The result of a completion is a `ValueError` if its value is
+        not a finite number, and None if the function does not apply to the row, as in TRL.
 
         Raises:
-            ValueError: the function returned something else than a list with a value for each.
+            ValueError: the function did not return a list with one value per completion.
             TypeError: a parameter cannot be bound.
-            Exception: whatever the function raises.
+            Exception: any error that the function raises.
         """
         results = self._called(self.binding.list_arguments(fields))
         if hasattr(results, "tolist"):  # numpy and torch
             results = results.tolist()
         if not isinstance(results, list | tuple) or len(results) != len(fields):
-            found = f"{len(results)} values" if isinstance(results, list | tuple) else f"a {type(results).__name__}"
-            raise ValueError(f"returned {found} for {len(fields)} completions; the rule is a list with one for each")
+            returned = f"{len(results)} values" if isinstance(results, list | tuple) else f"a {type(results).__name__}"
+            raise ValueError(f"returned {returned} for {len(fields)} completions; the rule is a list with one for each")
         scored: list[Scored | ValueError | None] = []
         for result in results:
             try:
@@ -92,12 +93,12 @@ class Reward:
         return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
 
     def location_of(self, error: BaseException) -> str:
-        """Return the file and line of a user's function that an error came from, or of the function; empty for ours."""
+        """Return the file and line of user code that raised an error; empty for packaged rewards."""
         return location_of(error, self.function) if is_import_path(self.name) else ""
 
 
 def request_of(group: Group, k: int) -> dict[str, Any]:
-    """Return what rewards are told of completion `k` of a group."""
+    """Return the fields that rewards receive for completion `k` of a group."""
     completion = group.completions[k]
     return {
         "to_be_evaluated": completion.text,
@@ -114,10 +115,11 @@ def request_of(group: Group, k: int) -> dict[str, Any]:
 
 
 def load_reward(name: str) -> Reward:
-    """Return the reward `cosmos_core/rewards/<name>.py:<name>`, or a user's `module:function` or `file.py:function`.
+    """Return the reward `cosmos_core/rewards/<name>.py:<name>`, or a user function `module:function` or
+    `file.py:function`.
 
     Raises:
-        RewardError: it does not exist, cannot be imported, takes no completion or wants what is not offered.
+        RewardError: the function is missing, cannot be imported, takes no completion, or has an unsupported parameter.
     """
     function = _function(name)
     try:
@@ -127,20 +129,22 @@ def load_reward(name: str) -> Reward:
 
 
 def metric_names(rewards: Iterable[str]) -> dict[str, str]:
-    """Return a short name for the metrics of each reward: its function's, with the file's where two share it."""
+    """Return a short unique metric name for each reward: the function name, prefixed with file and folders if functions
+    share it."""
     full = {reward: _parts(reward) for reward in rewards}
-    found = {}
+    names = {}
     for reward, parts in full.items():
         short = next(
             (n for n in range(1, len(parts)) if sum(other[-n:] == parts[-n:] for other in full.values()) == 1),
             len(parts),
         )
-        found[reward] = ".".join(parts[-short:])
-    return found
+        names[reward] = ".".join(parts[-short:])
+    return names
 
 
 def _parts(reward: str) -> list[str]:
-    """Return folders or packages, file or module, and function of `path/file.py:function` or `module:function`."""
+    """Return the folders or packages, the file or module, and the function in `path/file.py:function` or
+    `module:function`."""
     if not is_import_path(reward):
         return [reward]
     module, _, function = reward.rpartition(":")
@@ -149,10 +153,10 @@ def _parts(reward: str) -> list[str]:
 
 
 def require_reference(reference: str) -> str:
-    """Return `reference` without surrounding blanks; an empty one is unknown: nothing can be right or wrong against it.
+    """Return `reference` without surrounding whitespace; nothing can be compared with an empty reference.
 
     Raises:
-        ValueError: there is no reference.
+        ValueError: the reference is empty.
     """
     if not reference or not reference.strip():
         raise ValueError("the reference answer is empty")
@@ -175,7 +179,8 @@ def _function(name: str) -> Callable[..., Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON has it: numbers of numpy and torch as Python's, and None for what is not finite."""
+    """Return a value as JSON types: numpy and torch numbers become Python numbers, numbers that are not finite become
+    None."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, dict):
@@ -186,13 +191,14 @@ def plain(value: Any) -> Any:
 
 
 def one_line(error: BaseException, location: str = "") -> str:
-    """Return class and message of an error on one line of bounded length, and where it was raised."""
+    """Return the class and message of an error on one line of at most 500 characters, with its location."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return (text if len(text) <= 500 else text[:497] + "...") + f" ({location})" * bool(location)
 
 
 def all_invalid(what: str, scores: Iterable[Score]) -> CosmosError:
-    """Return what to raise when no score is valid: nothing that may pass where a function raised, it would again."""
+    """Return the error to raise if no score is valid: a permanent `RewardError` if a function raised, otherwise
+    `StageFailed`."""
     first = next((score for score in scores if score.value is None), None)
     message = f"{what}; the first: {first.error if first else 'none is learned from'}"
     return RewardError(message) if first is not None and first.is_raised else StageFailed(message)
@@ -203,7 +209,7 @@ async def _awaited(result: Awaitable[Any]) -> Any:
 
 
 def _scored(result: Any) -> Scored:
-    if isinstance(result, Mapping) and "score" in result:  # as verl's; what is no number there is text to read
+    if isinstance(result, Mapping) and "score" in result:  # the format of verl; other values are text for logs
         metrics = {k: v for k, v in result.items() if k != "score" and isinstance(v, int | float)}
         result = (result["score"], metrics)
     value, metrics = result if isinstance(result, tuple) else (result, {})

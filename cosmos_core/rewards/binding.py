@@ -1,9 +1,9 @@
-"""Binds the parameters of a reward function by their names, never by position.
+"""Binding of the arguments of a reward function by parameter name, never by position.
 
 Accepted are the names of Cosmos-RL (`to_be_evaluated`, `reference`), of TRL (`prompts`, `completions`,
 `completion_ids`), of verl (`data_source`, `solution_str`, `ground_truth`, `extra_info`), those of `base.KEYWORDS`, and
-the columns of the row. A plural of a name that differs between completions means that the function takes lists and is
-called once for all completions of a prompt. What is called is `base.py`.
+the columns of the row. A plural name, such as `completions`, means that the function takes lists and is called once for
+all completions of a prompt. The calls are made in `base.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KEYWORDS = {
     "overlong": "the recipe's table [train.train_policy.overlong_reward]",
     "custom": "the recipe's [custom] table",
 }
-"""What a reward may declare beside the completion, the reference and columns."""
+"""Parameters that a reward may declare in addition to the completion, the reference and columns."""
 
 WANTED = (
     "def f(completion, reference, **others), def f(prompts, completions, **columns) as in TRL, or "
@@ -36,9 +36,9 @@ WANTED = (
 
 _COMPLETION = ("to_be_evaluated", "completion", "solution_str")
 _OF_A_COMPLETION = (*_COMPLETION, "media", "turns", "num_tokens", "completion_ids", "finish_reason")
-"""What differs between the completions of a prompt; a function without any of it cannot tell them apart."""
+"""Parameters that differ between the completions of a prompt; a function needs at least one of them."""
 _OF_THE_RECIPE = ("max_tokens", "overlong", "custom", "metadata")
-"""What is no list for a function that takes lists."""
+"""Parameters that stay single values for a function that takes lists."""
 _PLURALS = {
     "completions": "completion", "prompts": "prompt", "references": "reference", "solution_strs": "solution_str",
     "ground_truths": "ground_truth", "data_sources": "data_source", "extra_infos": "extra_info",
@@ -58,19 +58,19 @@ Fields = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """The parameters of a reward function."""
+    """Parameters of a reward function and the rules that bind arguments to them."""
 
     parameters: tuple[inspect.Parameter, ...]
 
     @property
     def takes_lists(self) -> bool:
-        """Return whether a name says that the function takes all completions of a prompt at once."""
+        """Return True if a parameter name implies that the function takes all completions of a prompt at once."""
         names = {each.name for each in self.parameters if each.kind is not each.VAR_KEYWORD}
         return bool(names & _MEANS_LISTS) and not names & {*_COMPLETION}
 
     @property
     def keywords(self) -> tuple[str, ...]:
-        """Return the names of `KEYWORDS` that the function is given."""
+        """Return the names of `KEYWORDS` that the function receives."""
         names = {each.name for each in self.parameters}
         return tuple(name for name in KEYWORDS if self._takes_others or name in names)
 
@@ -87,7 +87,8 @@ class Binding:
         return self._bound(lambda name: _value(name, fields), [fields])
 
     def list_arguments(self, group: Sequence[Fields]) -> tuple[list[Any], dict[str, Any]]:
-        """Return the arguments for all completions of a prompt: a list for what differs between rows or completions.
+        """Return the arguments for all completions of a prompt: lists for parameters that differ between rows or
+        completions.
 
         Raises:
             TypeError: as `arguments`.
@@ -112,18 +113,18 @@ class Binding:
             else:
                 named[each.name] = value
         if self._takes_others:
-            own = {each.name for each in self.parameters}
+            declared = {each.name for each in self.parameters}
             texts = ("prompts", "completions") if self.takes_lists else ("to_be_evaluated", "reference")
             others = [*texts, *KEYWORDS, *_columns(group[0])]
-            named |= {name: value_of(name) for name in others if name not in own}
+            named |= {name: value_of(name) for name in others if name not in declared}
         return positional, named
 
 
 def bind(name: str, function: Callable[..., Any]) -> Binding:
-    """Return how a function is called; `name` is what the recipe calls it.
+    """Return the binding of a reward function; `name` is its name in the recipe.
 
     Raises:
-        RewardError: its parameters cannot be read, it takes no completion, or wants what no reward is given.
+        RewardError: the signature is not readable, takes no completion, or has an unsupported parameter.
     """
     try:
         binding = Binding(tuple(inspect.signature(function).parameters.values()))
@@ -132,9 +133,11 @@ def bind(name: str, function: Callable[..., Any]) -> Binding:
     for each in binding.parameters:
         if each.default is _ANY and each.name in _NOT_OFFERED and each.kind is not each.VAR_KEYWORD:
             raise RewardError(f"{name!r} wants {each.name!r}, which is not offered: {_NOT_OFFERED[each.name]}")
-    known = {_PLURALS.get(each.name, each.name) for each in binding.parameters if each.kind is not each.VAR_POSITIONAL}
-    is_all_known = known <= {*KEYWORDS, *_PLURALS.values(), *_others_of(binding)}  # `answer` may mean the completion
-    if not known & {*_OF_A_COMPLETION} and not (binding._takes_others and is_all_known):
+    accepted = {
+        _PLURALS.get(each.name, each.name) for each in binding.parameters if each.kind is not each.VAR_POSITIONAL
+    }
+    is_all_known = accepted <= {*KEYWORDS, *_PLURALS.values(), *_others_of(binding)}  # `answer` may be the completion
+    if not accepted & {*_OF_A_COMPLETION} and not (binding._takes_others and is_all_known):
         names = ", ".join(each.name for each in binding.parameters) or "nothing"
         raise RewardError(f"{name!r} takes {names}: no parameter is the completion; arguments are bound by name, "
                           f"so write {WANTED}")  # fmt: skip
@@ -146,10 +149,10 @@ def _others_of(binding: Binding) -> list[str]:
 
 
 def _value(name: str, fields: Fields) -> Any:
-    """Return what a name means for one completion; a known name goes before a column.
+    """Return the argument for a parameter name and one completion; known names take precedence over columns.
 
     Raises:
-        KeyError: it is neither.
+        KeyError: the name is neither known nor a column.
     """
     columns = _columns(fields)
     if name in _COMPLETION:
@@ -160,19 +163,19 @@ def _value(name: str, fields: Fields) -> Any:
         return fields.get(name)
     if name in columns:
         return columns[name]
-    if name == "ground_truth":  # of verl's rows below another column
+    if name == "ground_truth":  # nested in another column in rows of verl
         model = columns.get("reward_model")
         return model["ground_truth"] if isinstance(model, dict) and "ground_truth" in model else fields["reference"]
     return {"extra_info": {}, "data_source": ""}[name]
 
 
 def _values(name: str, group: Sequence[Fields]) -> Any:
-    """Return what a name means for all completions of a prompt."""
+    """Return the argument for a parameter name and all completions of a prompt."""
     columns = _columns(group[0])
     if name in _OF_THE_RECIPE:
         return _value(name, group[0])
     if name in _PLURALS and name not in columns:
-        if name == "completions":  # TRL's are messages where the prompt is
+        if name == "completions":  # as in TRL, messages if the prompt is a list of messages
             return [fields["turns"] if isinstance(columns.get("prompt"), list) else fields["to_be_evaluated"]
                     for fields in group]  # fmt: skip
         if name == "prompts":

@@ -1,4 +1,4 @@
-"""The completion is mathematically equal to the reference, as math-verify sees it (`\\boxed{1/2}` is 0.5)."""
+"""Reward for completions that are mathematically equal to the reference by math-verify (`\\boxed{1/2}` equals 0.5)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 
 from cosmos_core.rewards.base import require_reference
 
-# math-verify's own timeouts are signal alarms, which a C loop ignores; the runner's deadline does the work, and the
-# library's warning that somebody has to do it would be one line a process.
+# The timeouts of math-verify are signal alarms, which a C loop ignores; the runner enforces a deadline instead. The
+# library's warning about missing timeouts would be one log line per process.
 _NO_TIMEOUT = None
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
@@ -31,21 +31,21 @@ _BOXED_INTEGER = re.compile(rf"\\boxed\{{{_INTEGER}\}}[\s$.]*")
 def boxed_math(to_be_evaluated: str, reference: str) -> float:
     """Return 1 if the completion's last LaTeX or plain expression equals the reference, else 0, also when it has none.
 
-    The reference is LaTeX; without `$..$` or `\\boxed{}` it counts as boxed. Of a solution that ends as those of GSM8K
-    do (`#### 72`) it is what stands behind that mark. One that cannot be read is invalid. `\\fbox`, a last full stop or
-    comma, thin spaces between digits, `6.02e23` and `0.\\overline{3}` are understood in both.
+    The reference is LaTeX; without `$..$` or `\\boxed{}` it counts as boxed. In a reference in the format of GSM8K
+    (`#### 72`), only the text after `####` counts. A reference that cannot be parsed is invalid. `\\fbox`, a trailing
+    full stop or comma, thin spaces between digits, `6.02e23` and `0.\\overline{3}` are supported in both.
     """
     reference = _tidied(require_reference(require_reference(reference).rpartition("####")[2]))
     end = _tidied(to_be_evaluated)
-    if (found := _BOXED_INTEGER.fullmatch(end)) and (wanted := re.fullmatch(_INTEGER, reference)):
-        # What most completions end with needs no parser.
-        return float(int(found[1].replace(",", "")) == int(wanted[1].replace(",", "")))
+    if (completion_match := _BOXED_INTEGER.fullmatch(end)) and (reference_match := re.fullmatch(_INTEGER, reference)):
+        # Most completions end in a boxed integer, which needs no parser.
+        return float(int(completion_match[1].replace(",", "")) == int(reference_match[1].replace(",", "")))
     return _judged(end, reference)
 
 
 def _tidied(text: str) -> str:
-    """Return the text from its last box on, because math-verify would join several to one answer, with the box and the
-    numbers in forms that it reads."""
+    """Return the text from its last box on, because math-verify would join several boxes to one answer; normalise the
+    box and the numbers for its parser."""
     boxes = list(_BOX.finditer(text))
     text = "\\boxed" + text[boxes[-1].end() :] if boxes else text
     text = _SPACE_IN_NUMBER.sub("", text)
@@ -62,19 +62,19 @@ def _tidied(text: str) -> str:
 
 
 def _fraction(found: re.Match[str]) -> str:
-    """Return a repeating decimal as a fraction: 0.1666... is (16 - 1) / 90."""
+    """Return a repeating decimal as a fraction: 0.1666... becomes (16 - 1) / 90."""
     whole, once, repeated = found[1] or "0", found[2], found[3] or found[4]
     over = int(whole + once + repeated) - int(whole + once)
     return f"\\frac{{{over}}}{{{(10 ** len(repeated) - 1) * 10 ** len(once)}}}"
 
 
-@lru_cache(maxsize=1024)  # completions of a prompt have one reference, and often one end
+@lru_cache(maxsize=1024)  # completions of a prompt share the reference, and often the answer
 def _judged(end: str, reference: str) -> float:
     expected = _expected(reference)
     if not expected:
         raise ValueError(f"the reference {reference[-80:]!r} is not a mathematical expression")
-    found = _parse(end, ExprExtractionConfig(), LatexExtractionConfig())
-    return float(verify(expected, found, timeout_seconds=_NO_TIMEOUT))
+    answer = _parse(end, ExprExtractionConfig(), LatexExtractionConfig())
+    return float(verify(expected, answer, timeout_seconds=_NO_TIMEOUT))
 
 
 @lru_cache(maxsize=1024)

@@ -1,4 +1,4 @@
-"""CLIP of transformers, for the rewards that are made of it: an image and a text as unit vectors."""
+"""CLIP model from transformers, shared by several rewards: embeddings of images and texts as unit vectors."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ _MOST_TOKENS = 77
 
 
 class ClipModel:
-    """Embeds images and texts; `options`: `processor_path`, where that lies elsewhere than the model."""
+    """CLIP model that embeds images and texts; `options` has `processor_path` if the processor is not in the model
+    folder."""
 
     def __init__(self, name: str, settings: Settings, model_path: str, processor_path: str = "") -> None:
-        """Load the model of `settings`, or `model_path` where it names none.
+        """Load the model in `settings`, or `model_path` if `settings` names none.
 
         Raises:
-            RewardError: there is none, or its packages are not installed.
+            RewardError: the model cannot be loaded, or a package is not installed.
         """
         require(name, "install torch and transformers", "torch", "transformers")
         import torch
@@ -46,7 +47,7 @@ class ClipModel:
             return _unit(self.model.get_image_features(**inputs))
 
     def texts(self, texts: Sequence[str]) -> Any:
-        """Return the embeddings of texts, one unit vector each; what is longer than CLIP reads is cut off."""
+        """Return the embeddings of texts, one unit vector each; texts are truncated to the context length of CLIP."""
         inputs = self._processor(
             text=list(texts), padding=True, truncation=True, max_length=_MOST_TOKENS, return_tensors="pt"
         ).to(self.device)
@@ -54,20 +55,20 @@ class ClipModel:
             return _unit(self.model.get_text_features(**inputs))
 
     def similarities(self, texts: Sequence[str], images: Sequence[Image.Image]) -> list[float]:
-        """Return the cosine of each text and its image."""
-        found: list[float] = (self.texts(texts) * self.images(images)).sum(-1).float().tolist()
-        return found
+        """Return the cosine similarity of each text and its image."""
+        cosines: list[float] = (self.texts(texts) * self.images(images)).sum(-1).float().tolist()
+        return cosines
 
 
 def device_of(settings: Settings) -> str:
-    """Return where a model runs: on the CPU where a GPU is asked for and there is none."""
+    """Return the device for a model: the CPU if the settings name a GPU and there is none."""
     import torch
 
     return "cpu" if settings.device.startswith("cuda") and not torch.cuda.is_available() else settings.device
 
 
 def not_loaded(name: str, path: str, error: Exception) -> RewardError:
-    """Return what to raise where the files of a model cannot be loaded."""
+    """Return the error to raise if the files of a model cannot be loaded."""
     reason = " ".join(str(error).split())[:200]
     return RewardError(
         f"the reward {name!r} cannot load {path!r}: {reason}; download it and set model_path to its folder"

@@ -1,4 +1,4 @@
-"""How well an image fits its prompt, to CLIP: CLIPScore, 2.5 max(cos, 0) (Hessel et al., arXiv 2104.08718)."""
+"""CLIPScore of an image and its prompt: 2.5 max(cos, 0) (Hessel et al., arXiv 2104.08718)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _WEIGHT = 2.5
 
 
 class ClipScoreReward:
-    """Key `clip_score`."""
+    """Reward with the key `clip_score`."""
 
     def __init__(self, settings: Settings) -> None:
         self._clip = ClipModel("clip_score", settings, _MODEL)
 
     def score(self, items: Sequence[Item]) -> Columns:
-        """Return the score of each image; of a video that of its middle frame."""
+        """Return the score of each image, or of the middle frame of each video."""
         cosines = self._clip.similarities([item.prompt for item in items], [image_of(item.media) for item in items])
         return {"clip_score": [_WEIGHT * max(cosine, 0.0) for cosine in cosines]}
 
@@ -28,5 +28,5 @@ class ClipScoreReward:
 def clip_score(
     to_be_evaluated: str, reference: str, *, prompt: str, media: Any, custom: Any
 ) -> tuple[float, dict[str, float]]:
-    """Return the score of one image; `[custom.clip_score]` has `model_path` and `device`."""
+    """Return the CLIPScore of one image or video; `[custom.clip_score]` sets `model_path` and `device`."""
     return score_one("clip_score", ClipScoreReward, Item(prompt, media), custom)

@@ -1,8 +1,8 @@
-"""Whether a video is free of what cannot be: Cosmos-Reason1-7B-Reward, a Qwen2.5-VL that is asked for artifacts.
+"""Physical plausibility of a video by Cosmos-Reason1-7B-Reward, a Qwen2.5-VL that is prompted to find artifacts.
 
-The score is the probability of "No" against "Yes". The model was tuned with a system prompt of its own, which its card
-has: give that in `options.system_prompt`, the text or a file of it; what stands here says the same in other words.
-Frames become patches here, so that no video processor, and no torchvision, is needed.
+The score is the probability of "No" against "Yes". The model was tuned with the system prompt in its model card: set
+`options.system_prompt` to that text or to a file with it; the default is a paraphrase. This module turns frames into
+patches itself, so that neither a video processor nor torchvision is needed.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _TOKENS = 9216
 _FPS = 16.0
 _PAD = "<|video_pad|>"
 _IS_VIDEO = 2
-"""The type of a token that stands for a patch of a video."""
+"""Token type of the placeholders for video patches."""
 log = logging.getLogger(__name__)
 
 
 class CosmosReason1Reward:
-    """Keys `no_score`, `prediction` (Good or Bad), `yes_logit` and `no_logit`; `options`: `system_prompt`, `question`,
-    `tokens` (9216), the most that a video may be."""
+    """Reward with the keys `no_score`, `prediction` (Good or Bad), `yes_logit` and `no_logit`; `options` has
+    `system_prompt`, `question` and `tokens`, the maximum number of tokens of a video (9216)."""
 
     def __init__(self, settings: Settings) -> None:
         require("cosmos_reason1", "install torch and transformers", "torch", "transformers")
@@ -59,16 +59,16 @@ class CosmosReason1Reward:
         self._mean, self._std = (
             np.array(each, np.float32)[:, None, None] for each in (images.image_mean, images.image_std)
         )
-        given = settings.options.get("system_prompt", "")
-        self._system = _text(given) if given else _SYSTEM
-        if not given:
+        system_prompt = settings.options.get("system_prompt", "")
+        self._system = _text(system_prompt) if system_prompt else _SYSTEM
+        if not system_prompt:
             log.warning("options.system_prompt is empty: the model is asked in other words than those of its card")
         self._question = settings.options.get("question", _QUESTION)
         self._tokens = int(settings.options.get("tokens", _TOKENS))
         self._yes, self._no = (self._tokenizer.encode(word, add_special_tokens=False)[0] for word in ("Yes", "No"))
 
     def score(self, items: Sequence[Item]) -> Columns:
-        """Return the scores of each video, or of an image as a video of one frame."""
+        """Return the scores of each video; an image counts as a video of one frame."""
         columns: Columns = {"prediction": [], "no_score": [], "yes_logit": [], "no_logit": []}
         for item in items:
             yes, no = self._logits(frames_of(item.media), float(item.info.get("video_fps") or _FPS))
@@ -96,23 +96,23 @@ class CosmosReason1Reward:
             "second_per_grid_ts": torch.tensor([vision.temporal_patch_size * interval / fps]),
             "mm_token_type_ids": (ids == pad).int() * _IS_VIDEO,
         }
-        taken = inspect.signature(self._model.forward).parameters
-        inputs = {name: value.to(self._model.device) for name, value in inputs.items() if name in taken}
+        parameters = inspect.signature(self._model.forward).parameters
+        inputs = {name: value.to(self._model.device) for name, value in inputs.items() if name in parameters}
         with torch.inference_mode():
             logits = self._model(**inputs).logits[0, -1].float()
         return float(logits[self._yes]), float(logits[self._no])
 
     def _prompt(self) -> str:
-        shown = f"<|vision_start|>{_PAD}<|vision_end|>"
+        placeholder = f"<|vision_start|>{_PAD}<|vision_end|>"
         messages = [
             {"role": "system", "content": self._system},
-            {"role": "user", "content": f"{shown}{self._question}"},
+            {"role": "user", "content": f"{placeholder}{self._question}"},
         ]
         text: Any = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return str(text)
 
     def patches(self, frames: Sequence[Image.Image]) -> tuple[np.ndarray, tuple[int, int, int]]:
-        """Return the patches of a video as Qwen2.5-VL reads them, and their number along time, height and width."""
+        """Return the patches of a video in the layout of Qwen2.5-VL, and their number along time, height and width."""
         vision = self._model.config.vision_config
         size, merge, depth = vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size
         frames = list(frames[: len(frames) // depth * depth] or [frames[0]] * depth)
@@ -125,14 +125,15 @@ class CosmosReason1Reward:
         ])  # fmt: skip
         pixels = (pixels - self._mean) / self._std
         grid = (len(frames) // depth, height // size, width // size)
-        apart = pixels.reshape(
+        patches = pixels.reshape(
             grid[0], depth, 3, grid[1] // merge, merge, size, grid[2] // merge, merge, size
         ).transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
-        return apart.reshape(math.prod(grid), 3 * depth * size * size), grid
+        return patches.reshape(math.prod(grid), 3 * depth * size * size), grid
 
 
 def fitted(size: tuple[int, int], factor: int, most_pixels: int) -> tuple[int, int]:
-    """Return height and width nearest to a size that are multiples of a factor, with at most so many pixels."""
+    """Return the height and width nearest to a size that are multiples of a factor and have at most `most_pixels`
+    pixels."""
     height, width = (max(factor, round(length / factor) * factor) for length in size)
     if height * width > most_pixels:
         shrink = math.sqrt(size[0] * size[1] / most_pixels)

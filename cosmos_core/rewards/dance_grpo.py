@@ -1,7 +1,7 @@
-"""Visual quality, motion and fit to the prompt of a video: VideoAlign (arXiv 2501.13918), as DanceGRPO uses it.
+"""Visual quality, motion quality and text alignment of a video by VideoAlign (arXiv 2501.13918), as used in DanceGRPO.
 
-Its model class is that of the package `fastvideo` of DanceGRPO, or of VideoAlign's own repository. It reads
-`./Qwen2-VL-2B-Instruct`, of `download_path` or else of `work_dir`.
+The model class is in DanceGRPO's package `fastvideo`, or in VideoAlign's repository. It reads
+`./Qwen2-VL-2B-Instruct` in `download_path`, or in `work_dir` if that is empty.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _FPS = 16.0
 
 
 class DanceGrpoReward:
-    """Keys `vq_reward`, `mq_reward`, `ta_reward` and `overall_reward`, each normalised; `model_path`: VideoReward."""
+    """Reward with the normalised keys `vq_reward`, `mq_reward`, `ta_reward` and `overall_reward`; `model_path` is the
+    folder of VideoReward."""
 
     def __init__(self, settings: Settings) -> None:
         require("dance_grpo", _INSTALL, "torch", "av", "fastvideo")
@@ -51,14 +52,14 @@ class DanceGrpoReward:
             for i, item in enumerate(items):
                 file = Path(folder, f"{i}.mp4")
                 write_video(file, item.media, float(item.info.get("video_fps") or _FPS))
-                [found] = self._inferencer.reward([str(file)], [item.prompt], use_norm=True)
+                [rewards] = self._inferencer.reward([str(file)], [item.prompt], use_norm=True)
                 for name, key in _KEYS.items():
-                    columns[key].append(float(found[name]))
+                    columns[key].append(float(rewards[name]))
         return columns
 
 
 def write_video(file: Path, media: Any, fps: float) -> None:
-    """Write a video without loss of more than its colours' resolution."""
+    """Write a video as H.264 with lossless luma and subsampled chroma."""
     import av
 
     frames = frames_of(media)

@@ -1,4 +1,5 @@
-"""The text after the last `Answer:` is the reference, both normalised by Minerva's rules (DAPO-17k)."""
+"""Reward for completions whose text after the last `Answer:` equals the reference, both normalised by Minerva's rules
+(DAPO-17k)."""
 
 from __future__ import annotations
 
@@ -9,11 +10,11 @@ from cosmos_core.rewards.base import require_reference
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 
 _ARTICLE = re.compile(r"\b(an|a) (?=[a-z]{2})(?!(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|mod|max|min|pi)\b)")
-"""Small letters alone, before a word: `A B` are two choices, and `a b` a product."""
+"""Pattern of a lower-case article before a word: `A B` are two choices, and `a b` is a product."""
 
 _DOLLAR = re.compile(r"(?<!\\)\$")
 
-# Order matters in all three tables: articles go before blanks do, longer debris before its own parts.
+# Order matters in all three tables: articles are removed before spaces, longer strings before their substrings.
 _REPLACED = (
     ("\\$", ""), ("\\ ", ""), (" ", ""), (".$", "$"), ("mbox", "text"),
     (",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}"),
@@ -36,9 +37,10 @@ _REWRITTEN = (
 
 
 def direct_math(to_be_evaluated: str, reference: str) -> float:
-    """Return +1 if the last `Answer: ...` line equals the reference after normalisation, else -1; no such line is -1.
+    """Return +1 if the last `Answer: ...` line equals the reference after normalisation, else -1, also if there is no
+    such line.
 
-    A reference of which normalisation leaves nothing (`ways`) is invalid.
+    A reference that is empty after normalisation (`ways`) is invalid.
     """
     expected = _normalised(require_reference(reference))
     if not expected:
@@ -48,9 +50,9 @@ def direct_math(to_be_evaluated: str, reference: str) -> float:
 
 
 def _without_articles(answer: str) -> str:
-    """Return the answer without articles; between dollar signs `a` is a name, as in `$a sin x$`."""
+    """Return the answer without articles; between dollar signs `a` is a variable, as in `$a sin x$`."""
     parts = _DOLLAR.split(answer)
-    is_opened_before = len(parts) % 2 == 0  # what stood before `=` is gone
+    is_opened_before = len(parts) % 2 == 0  # the text before `=` was removed
     return "$".join(part if i % 2 != is_opened_before else _ARTICLE.sub("", part) for i, part in enumerate(parts))
 
 

@@ -1,4 +1,4 @@
-"""The completion is the reference, blanks around both aside."""
+"""Reward for completions that equal the reference, without surrounding whitespace."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from cosmos_core.rewards.base import require_reference
 
 
 def exact_match(to_be_evaluated: str, reference: str) -> float:
-    """Return 1 if equal after strip, else 0; an empty reference is invalid."""
+    """Return 1 if completion and reference are equal after `strip`, else 0; an empty reference is invalid."""
     return float(to_be_evaluated.strip() == require_reference(reference))

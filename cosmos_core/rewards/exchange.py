@@ -1,6 +1,7 @@
-"""One request to a reward service: enqueued at a replica, fetched from it, and sent again where it was lost.
+"""Exchange of one request with a reward service: enqueue it at a replica, fetch the scores, and send it again if it was
+lost.
 
-Not here: what is asked and what scores make of a reward (remote.py), the wire format (protocol.py).
+The content of requests and the use of scores are in `remote.py`, the wire format is in `protocol.py`.
 """
 
 from __future__ import annotations
@@ -29,38 +30,38 @@ NO_PINNING = "COSMOS_DISABLE_REMOTE_REWARD_USE_REPLICA"
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
 _MOST_MISSES = 5
-"""Fetches in a row without a response, after which a request goes to another replica."""
+"""Maximum number of consecutive fetches without a response, after which a request moves to another replica."""
 _LEAST_SECONDS, _SECONDS_PER_MIB, _BOUNDS = 30.0, 3.0, (60.0, 600.0)
 _FETCH_SECONDS = 30.0
 _REFUSED = {400, 401, 403, 404, 405, 411, 413, 415, 422}
-"""Statuses of an enqueue after which asking again cannot help."""
+"""Status codes of an enqueue for which a retry cannot help."""
 _REFUSED_FETCH = _REFUSED - {400}
-"""Those of a fetch, where 400 means that there are no scores yet."""
+"""Status codes of a fetch for which a retry cannot help; 400 means that there are no scores yet."""
 _AVOID_SECONDS = 5.0
-"""How long a replica that failed is avoided, unless it says for how long itself."""
+"""Seconds for which a failed replica is avoided, unless its response has a `Retry-After` header."""
 
 
 @dataclass(frozen=True)
 class Service:
-    """Where replicas of a reward service are, and how they know us."""
+    """URLs of the replicas of a reward service, and the credentials for them."""
 
     replicas: tuple[tuple[str, str], ...]
-    """Of each the URLs to enqueue at and to fetch from."""
+    """Pairs of the enqueue URL and the fetch URL of each replica."""
     token: str = ""
     pins: bool = True
-    """Whether a request is fetched from the replica that said it has it."""
+    """Whether to fetch the scores of a request from the replica that accepted it."""
 
     @property
     def headers(self) -> dict[str, str]:
-        """Return what says who we are."""
+        """Return the headers that authenticate requests."""
         return {"Authorization": f"Bearer {self.token}"} if self.token else {}
 
 
 def service_of(environment: Mapping[str, str] = os.environ) -> Service:
-    """Return the service that the environment names; both URLs may be lists, separated by commas.
+    """Return the reward service in the environment variables; both URLs may be lists, separated by commas.
 
     Raises:
-        RewardError: it names none.
+        RewardError: a variable is missing or invalid.
     """
     enqueue, fetch = (
         [url for each in environment.get(name, "").split(",") if (url := each.strip())]
@@ -82,10 +83,10 @@ def service_of(environment: Mapping[str, str] = os.environ) -> Service:
 
 
 def _checked(name: str, url: str) -> str:
-    """Return a URL without the slashes at its end, which would be another path to the service.
+    """Return a URL without trailing slashes, which would change the path at the service.
 
     Raises:
-        RewardError: it names no host, or no path there.
+        RewardError: the URL has no host or no path.
     """
     try:
         parts = urlsplit(url)
@@ -100,10 +101,10 @@ def _checked(name: str, url: str) -> str:
 
 
 def ping(service: Service, names: Sequence[str]) -> None:
-    """Ask each replica whether it is there and knows us.
+    """Check that each replica responds and accepts the token.
 
     Raises:
-        RewardError: one is not, or does not.
+        RewardError: a replica does not respond, or refuses the token.
     """
     form, last = {"info_data": json.dumps({"reward_fn": dict.fromkeys(names, 1.0)})}, PING.rpartition("/")[2]
     verify = tls_trust()
@@ -120,30 +121,30 @@ def ping(service: Service, names: Sequence[str]) -> None:
 
 @dataclass
 class Watch:
-    """What the requests of one client know of each other."""
+    """State that the concurrent requests of one client share."""
 
     busy: list[int]
-    """Requests at each replica."""
+    """Number of pending requests at each replica."""
     counts: dict[str, int]
-    """What happened so far."""
+    """Counters of events, such as `throttled`."""
     avoided: dict[int, float] = field(default_factory=dict)
-    """Replicas that failed, and the time until which others are preferred."""
+    """Time until which other replicas are preferred to a failed replica, by index."""
 
     def seconds_avoided(self, replica: int) -> float:
-        """Return for how long others are preferred to a replica; 0: they are not."""
+        """Return the number of seconds for which other replicas are preferred; 0 if the replica is not avoided."""
         return max(0.0, self.avoided.get(replica, 0.0) - time.monotonic())
 
     def has_others(self) -> bool:
-        """Return whether there is a replica that did not fail just now."""
+        """Return True if there is a replica that did not fail recently."""
         return not all(self.seconds_avoided(replica) for replica in range(len(self.busy)))
 
 
 class Missing(Exception):
-    """A request has no scores, and the reason."""
+    """Error for a request without scores at its deadline; the message is the reason."""
 
 
 class Asked:
-    """One request: enqueued at a replica, then fetched from it; anew elsewhere when that one has lost it."""
+    """One request: it is enqueued at a replica, then fetched, and enqueued at another replica if it was lost."""
 
     def __init__(self, service: Service, client: httpx.AsyncClient, seconds: float, watch: Watch) -> None:
         self._service, self._client, self._watch, self._seconds = service, client, watch, seconds
@@ -153,11 +154,11 @@ class Asked:
         self._pause = _FIRST_PAUSE
 
     async def results(self, body: bytes, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Return what the service said for each function.
+        """Return the response of the service for each function.
 
         Raises:
-            Missing: it did not by the deadline.
-            RewardError: it never will.
+            Missing: the deadline passed without scores.
+            RewardError: the service refuses the request.
         """
         key, results = str(uuid.uuid4()), dict[str, dict[str, Any]]()
         pause = _FIRST_PAUSE
@@ -165,9 +166,9 @@ class Asked:
             while True:
                 request_id = await self._enqueue(body, key)
                 for name in (name for name in names if name not in results):
-                    if (said := await self._fetch(request_id, name)) is None:
-                        break  # whoever it is fetched from now has not been chosen
-                    results[name] = said
+                    if (response := await self._fetch(request_id, name)) is None:
+                        break  # the request was lost; enqueue it again first
+                    results[name] = response
                 if len(results) == len(names):
                     return results
                 self._pause, pause = pause, 2 * pause
@@ -184,11 +185,11 @@ class Asked:
             if response is None:
                 continue
             if response.status_code == 200:
-                said = _object(response)
-                pin = str(said.get("replica_id") or "")
+                content = _object(response)
+                pin = str(content.get("replica_id") or "")
                 self._pin = pin if pin.isascii() and pin.isprintable() else ""
-                if isinstance(said.get("uuid"), str):
-                    return str(said["uuid"])
+                if isinstance(content.get("uuid"), str):
+                    return str(content["uuid"])
             if response.status_code in _REFUSED or response.is_redirect:
                 raise RewardError(f"the reward service at {url} refuses a request: {_reason(response)}")
             if response.status_code == 429:
@@ -199,7 +200,7 @@ class Asked:
                 await self._wait(response, reason)
 
     async def _fetch(self, request_id: str, name: str) -> dict[str, Any] | None:
-        """Return what the service says of one function; None: it has lost the request."""
+        """Return the response of the service for one function; None if the service has lost the request."""
         headers = {PIN: self._pin} if self._pin and self._service.pins else {}
         url = self._service.replicas[self._replica][1]
         self._pause, misses = _FIRST_PAUSE, 0
@@ -225,10 +226,10 @@ class Asked:
             await self._wait(response, f"no score of {name!r} after {self._seconds:g} s{last}")
 
     async def _post(self, url: str, seconds: float, **content: Any) -> httpx.Response | None:
-        """Return a response; None: there was none, and time has passed."""
+        """Return the response; None if there was none, after a pause."""
         left = max(0.1, self._left())
         try:
-            async with asyncio.timeout(left):  # httpx' own is for each byte that comes
+            async with asyncio.timeout(left):  # the timeout of httpx restarts with each received byte
                 return await self._client.post(url, timeout=min(seconds, left), **content)
         except (httpx.RequestError, httpx.InvalidURL) as error:
             reason = f"the reward service at {url} is not there: {type(error).__name__}: {error}".rstrip(": ")
@@ -240,7 +241,8 @@ class Asked:
         return None
 
     def _choose(self) -> str:
-        """Take of the replicas that did not fail just now the one with the fewest requests of ours, any of those."""
+        """Return the enqueue URL of the request's replica; choose one that did not fail recently and has the fewest
+        pending requests, at random among equals."""
         watch = self._watch
         if self._replica < 0:
             replicas = range(len(watch.busy))
@@ -249,12 +251,12 @@ class Asked:
         return self._service.replicas[self._replica][0]
 
     def _avoid(self, seconds: float = 0.0) -> None:
-        """Leave a replica that failed, and have others preferred for a while."""
+        """Leave a failed replica and mark it as avoided for some seconds."""
         self._watch.avoided[self._replica] = time.monotonic() + (seconds or _AVOID_SECONDS)
         self._leave()
 
     def _leave(self) -> None:
-        """Be free to choose another replica for the next enqueue."""
+        """Release the replica, so that the next enqueue may choose another one."""
         if self._replica >= 0 and len(self._service.replicas) > 1:
             self._watch.busy[self._replica] -= 1
             self._replica = -1
@@ -263,7 +265,7 @@ class Asked:
         return self._deadline - time.monotonic()
 
     async def _wait(self, response: httpx.Response | None, reason: str) -> None:
-        """Pause, longer each time and never for the same time as others.
+        """Pause with exponential backoff and jitter.
 
         Raises:
             Missing: the deadline has passed.
@@ -278,22 +280,22 @@ class Asked:
 
 
 def _seconds_to_wait(response: httpx.Response) -> float:
-    """Return for how long a response asks to be left alone."""
+    """Return the seconds in the `Retry-After` header of a response, at most 30."""
     after = response.headers.get("Retry-After", "")
     return min(float(after), 30.0) if after.isascii() and after.isdigit() else 0.0
 
 
 def _object(response: httpx.Response) -> dict[str, Any]:
     try:
-        said = response.json()
+        content = response.json()
     except (ValueError, RecursionError):
         return {}
-    return said if isinstance(said, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _reason(response: httpx.Response) -> str:
-    said = _object(response)
-    text = str(said.get("message") or said.get("detail") or response.text)
+    content = _object(response)
+    text = str(content.get("message") or content.get("detail") or response.text)
     if response.is_redirect:
         text = f"it redirects to {response.headers.get('Location', 'nowhere')}, where no token is sent"
     return " ".join(f"status {response.status_code}: {text}".split())[:300]

@@ -1,4 +1,4 @@
-"""The completion has the shape `<think>...</think>`, a blank line, `<answer>...</answer>`, and nothing else."""
+"""Reward for completions of the form `<think>...</think>`, a blank line, `<answer>...</answer>`, and nothing else."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ _SHAPE = re.compile(r"<think>(?:(?!</?think>).)*</think>\n\n<answer>.*?</answer>
 
 
 def format(to_be_evaluated: str, reference: str) -> float:
-    """Return 1 if the completion has exactly that shape, else 0.
+    """Return 1 if the completion has exactly this form, else 0.
 
-    The thought holds no think tags, one newline may follow the end, and the reference is not looked at.
+    The first part contains no think tags, one newline may follow the end, and the reference is ignored.
     """
     return float(_SHAPE.match(to_be_evaluated) is not None)

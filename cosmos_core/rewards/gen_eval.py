@@ -1,8 +1,8 @@
-"""Whether an image holds the objects that its prompt asks for: GenEval (arXiv 2310.11513).
+"""Reward for images that show the objects in their prompt: GenEval (arXiv 2310.11513).
 
-Each prompt says which classes, how many, of which colour and where (`tag`, `include`, `exclude` of its row). A
-Mask2Former finds the objects, CLIP says their colours. Both are those of transformers, where GenEval's own script has
-the same architectures from mmdet and open_clip; scores may differ a little from theirs.
+The row of a prompt specifies classes, counts, colours and positions (`tag`, `include`, `exclude`). Mask2Former detects
+the objects, CLIP classifies their colours. Both models are from transformers; GenEval's script uses the same
+architectures from mmdet and open_clip, so scores may differ slightly.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _TAGS = ("single_object", "two_object", "counting", "colors", "position", "color
 _COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 _TEMPLATES = ("a photo of a {color} {name}", "a photo of a {color}-colored {name}", "a photo of a {color} object")
 _ALIASES = {"computer mouse": "mouse", "tv remote": "remote", "computer keyboard": "keyboard"}
-"""GenEval's names of classes that COCO calls otherwise."""
+"""Class names of GenEval and their names in COCO."""
 _THRESHOLD, _COUNTING_THRESHOLD, _MOST_OBJECTS = 0.3, 0.9, 16
 _POSITION_THRESHOLD = 0.1
 _NOT_OF_THE_TAG = -10.0
-"""In the group of another tag, as in Cosmos-RL."""
+"""Value in the groups of other tags, as in Cosmos-RL."""
 
 
 @dataclass
 class Found:
-    """An object: its box (x0, y0, x1, y1), its mask, and how sure the detector is."""
+    """A detected object: its box (x0, y0, x1, y1), its mask, and the confidence of the detector."""
 
     box: tuple[float, float, float, float]
     mask: np.ndarray
@@ -41,8 +41,9 @@ class Found:
 
 
 class GenEvalReward:
-    """Keys `gen_eval_score` (how much is right), `gen_eval_reward` (all that is asked is there), `gen_eval_strict` (and
-    in the right number), and `gen_eval_group` by tag; `options`: `clip`, the CLIP that says colours."""
+    """Reward with the keys `gen_eval_score` (fraction that is right), `gen_eval_reward` (1 if all requested objects are
+    present), `gen_eval_strict` (1 if their counts are also exact), and `gen_eval_group` by tag; `options` has `clip`,
+    the CLIP model for colours."""
 
     def __init__(self, settings: Settings) -> None:
         require(
@@ -66,29 +67,29 @@ class GenEvalReward:
         self._clip = ClipModel("gen_eval", Settings(clip, dtype=settings.dtype, device=settings.device), clip)
 
     def score(self, items: Sequence[Item]) -> Columns:
-        """Return the scores of each image; one whose row does not say what is asked has none."""
+        """Return the scores of each image; an item whose row lacks `tag` or `include` has none."""
         self.errors = [""] * len(items)
         columns: Columns = {f"gen_eval_{name}": [] for name in ("score", "reward", "strict")}
         groups: dict[str, list[float]] = {tag: [] for tag in _TAGS}
         for i, item in enumerate(items):
             try:
-                found: Sequence[float | None] = self._judge(image_of(item.media), item.info)
+                scores: Sequence[float | None] = self._judge(image_of(item.media), item.info)
             except (KeyError, TypeError, ValueError) as error:
-                found = (None, None, None)
+                scores = (None, None, None)
                 self.errors[i] = f"the row of the prompt needs tag and include, as GenEval has them: {error!r}"
-            for column, value in zip(columns.values(), found, strict=True):
+            for column, value in zip(columns.values(), scores, strict=True):
                 column.append(value)
             for tag, values in groups.items():
-                is_of_it = tag == item.info.get("tag") and found[1] is not None
-                values.append(float(found[1] or 0.0) if is_of_it else _NOT_OF_THE_TAG)
+                has_tag = tag == item.info.get("tag") and scores[1] is not None
+                values.append(float(scores[1] or 0.0) if has_tag else _NOT_OF_THE_TAG)
         return {**columns, "gen_eval_group": groups}
 
     def _judge(self, image: Image.Image, row: Mapping[str, Any]) -> tuple[float, float, float]:
         include, exclude = row["include"], row.get("exclude") or []
         threshold = _COUNTING_THRESHOLD if row["tag"] == "counting" else _THRESHOLD
-        wanted = {entry["class"] for entry in (*include, *exclude)}
-        objects = self.detect(image, wanted, threshold)
-        colors = {name: [self.color(image, each, name) for each in objects[name]] for name in wanted}
+        names = {entry["class"] for entry in (*include, *exclude)}
+        objects = self.detect(image, names, threshold)
+        colors = {name: [self.color(image, each, name) for each in objects[name]] for name in names}
         is_right = holds(include, exclude, objects, colors)
         if row.get("geneval_only_strict"):
             is_right = False
@@ -96,7 +97,7 @@ class GenEvalReward:
         return score, float(is_right), float(is_strict)
 
     def detect(self, image: Image.Image, names: set[str], threshold: float) -> dict[str, list[Found]]:
-        """Return the objects of these classes in an image, the surest first."""
+        """Return the objects of these classes in an image, in descending order of confidence."""
         import torch
 
         inputs = self._processor(images=image, return_tensors="pt").to(self._device)
@@ -105,7 +106,7 @@ class GenEvalReward:
         [result] = self._processor.post_process_instance_segmentation(
             outputs, threshold=threshold, target_sizes=[image.size[::-1]], return_binary_maps=True
         )
-        found: dict[str, list[Found]] = {name: [] for name in names}
+        objects: dict[str, list[Found]] = {name: [] for name in names}
         labels = self._detector.config.id2label
         masks = result["segmentation"]
         for i, segment in enumerate(result["segments_info"]):
@@ -115,11 +116,12 @@ class GenEvalReward:
                 if label in {name, _ALIASES.get(name)} and mask.any():
                     ys, xs = np.nonzero(mask)
                     box = (float(xs.min()), float(ys.min()), float(xs.max() + 1), float(ys.max() + 1))
-                    found[name].append(Found(box, mask, segment["score"]))
-        return {name: sorted(each, key=lambda f: -f.confidence)[:_MOST_OBJECTS] for name, each in found.items()}
+                    objects[name].append(Found(box, mask, segment["score"]))
+        return {name: sorted(each, key=lambda f: -f.confidence)[:_MOST_OBJECTS] for name, each in objects.items()}
 
     def color(self, image: Image.Image, found: Found, name: str) -> str:
-        """Return the colour of an object, to CLIP: on grey, by the mean of three ways to say it."""
+        """Return the colour of an object by CLIP: its crop on grey against the mean embedding of three prompt templates
+        per colour."""
         grey = Image.new("RGB", image.size, "#999")
         shown = Image.composite(image, grey, Image.fromarray(found.mask)).crop(found.box)  # type: ignore[arg-type]
         texts = [template.format(color=color, name=name) for color in _COLORS for template in _TEMPLATES]
@@ -135,52 +137,52 @@ Colors = Mapping[str, Sequence[str]]
 def holds(
     include: Sequence[Mapping[str, Any]], exclude: Sequence[Mapping[str, Any]], objects: Objects, colors: Colors
 ) -> bool:
-    """Return whether all that is asked for is there, and nothing that is not to be."""
+    """Return True if all requested objects are present and no excluded object is."""
     groups: list[Sequence[Found] | None] = []
-    for asked in include:
-        name, count = asked["class"], asked["count"]
-        there = objects[name][:count]
-        is_there = len(there) >= count
-        if is_there and "color" in asked:
-            is_there = list(colors[name][:count]).count(asked["color"]) >= count
-        if is_there and "position" in asked:
-            is_there = _stands(there, asked["position"], groups)
-        groups.append(there if is_there else None)
+    for request in include:
+        name, count = request["class"], request["count"]
+        matches = objects[name][:count]
+        is_present = len(matches) >= count
+        if is_present and "color" in request:
+            is_present = list(colors[name][:count]).count(request["color"]) >= count
+        if is_present and "position" in request:
+            is_present = _stands(matches, request["position"], groups)
+        groups.append(matches if is_present else None)
     return None not in groups and all(len(objects[each["class"]]) < each["count"] for each in exclude)
 
 
 def strictly(include: Sequence[Mapping[str, Any]], objects: Objects, colors: Colors) -> tuple[float, bool]:
-    """Return how much of what is asked for is right, from 0 to 1 (numbers that differ count in part), and whether all
-    is, in exactly the right number."""
+    """Return the fraction of the requests that is met, from 0 to 1 with partial credit for wrong counts, and whether
+    all are met with exact counts."""
     groups: list[Sequence[Found] | None] = []
     scores: list[float] = []
-    for asked in include:
-        name, count = asked["class"], asked["count"]
-        there = objects[name]
-        is_there = len(there) == count
-        scores.append(1 - abs(count - len(there)) / count)
-        if not is_there and ("color" in asked or "position" in asked):
+    for request in include:
+        name, count = request["class"], request["count"]
+        matches = objects[name]
+        is_present = len(matches) == count
+        scores.append(1 - abs(count - len(matches)) / count)
+        if not is_present and ("color" in request or "position" in request):
             scores.append(0.0)
-        if is_there and "color" in asked:
-            of_color = list(colors[name]).count(asked["color"])
+        if is_present and "color" in request:
+            of_color = list(colors[name]).count(request["color"])
             scores.append(1 - abs(count - of_color) / count)
-            is_there = of_color == count
-        if is_there and "position" in asked:
-            is_there = _stands(there, asked["position"], groups)
-            scores.append(float(is_there))
-        groups.append(there if is_there else None)
+            is_present = of_color == count
+        if is_present and "position" in request:
+            is_present = _stands(matches, request["position"], groups)
+            scores.append(float(is_present))
+        groups.append(matches if is_present else None)
     return sum(scores) / len(scores) if scores else 0.0, None not in groups
 
 
 def _stands(there: Sequence[Found], position: Sequence[Any], groups: Sequence[Sequence[Found] | None]) -> bool:
-    """Return whether each object stands so to each of an earlier group."""
+    """Return True if each object has the requested relation to each object of an earlier group."""
     relation, target = position
     others = groups[target]
     return others is not None and all(relation in relations(one, other) for one in there for other in others)
 
 
 def relations(one: Found, other: Found) -> set[str]:
-    """Return how one object stands to another: left of, right of, above, below; none where they overlap too much."""
+    """Return the relations of one object to another: left of, right of, above, below; none if they overlap too much."""
     a, b = (np.array(each.box).reshape(2, 2) for each in (one, other))
     offset = a.mean(0) - b.mean(0)
     margin = _POSITION_THRESHOLD * (np.ptp(a, axis=0) + np.ptp(b, axis=0))
@@ -188,5 +190,5 @@ def relations(one: Found, other: Found) -> set[str]:
     if np.all(np.abs(beyond) < 1e-3):
         return set()
     x, y = beyond / np.linalg.norm(offset)
-    named = {"left of": x < -0.5, "right of": x > 0.5, "above": y < -0.5, "below": y > 0.5}
-    return {name for name, is_so in named.items() if is_so}
+    holds_by_name = {"left of": x < -0.5, "right of": x > 0.5, "above": y < -0.5, "below": y > 0.5}
+    return {name for name, is_so in holds_by_name.items() if is_so}

@@ -1,6 +1,6 @@
-"""Which image people would prefer: HPS v2.1 (arXiv 2306.09341), the cosine of a tuned CLIP ViT-H-14.
+"""Human preference score of an image: HPS v2.1 (arXiv 2306.09341), the cosine of a fine-tuned CLIP ViT-H-14.
 
-Its published checkpoint is read by the package `hpsv2`; one in transformers' format needs no further package.
+The published checkpoint needs the package `hpsv2`; a checkpoint in the format of transformers needs no other package.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _INSTALL = "install hpsv2 in its own environment (venv_python), or set model_pat
 
 
 class Hpsv2Reward:
-    """Key `hpsv2`; `model_path`: a CLIP folder, or empty for the checkpoint below `download_path`."""
+    """Reward with the key `hpsv2`; `model_path` is a CLIP folder, or empty for the checkpoint below `download_path`."""
 
     def __init__(self, settings: Settings) -> None:
         is_folder = (Path(settings.model_path) / "config.json").is_file() if settings.model_path else False
         self._cosines = ClipModel("hpsv2", settings, "").similarities if is_folder else _open_clip(settings)
 
     def score(self, items: Sequence[Item]) -> Columns:
-        """Return the score of each image; of a video that of its middle frame."""
+        """Return the score of each image, or of the middle frame of each video."""
         return {"hpsv2": self._cosines([item.prompt for item in items], [image_of(item.media) for item in items])}
 
 
@@ -50,7 +50,7 @@ def _open_clip(settings: Settings) -> Any:
     def cosines(texts: Sequence[str], images: Sequence[Any]) -> list[float]:
         pixels = torch.stack([preprocess(image) for image in images]).to(device)
         features = model(pixels, tokenize(list(texts)).to(device))
-        found: list[float] = (features["image_features"] * features["text_features"]).sum(-1).float().tolist()
-        return found
+        similarities: list[float] = (features["image_features"] * features["text_features"]).sum(-1).float().tolist()
+        return similarities
 
     return cosines

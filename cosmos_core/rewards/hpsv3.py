@@ -1,4 +1,4 @@
-"""Which image people would prefer: HPS v3 (arXiv 2508.03789), a Qwen2-VL 7B with a head that gives mean and spread."""
+"""Human preference score of an image: HPS v3 (arXiv 2508.03789), a Qwen2-VL 7B whose head predicts mean and spread."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ _INSTALL = "install hpsv3 in its own environment and name that in venv_python"
 
 
 class Hpsv3Reward:
-    """Key `hpsv3`, the mean; `options`: `sigma` (false) for the spread too, as `hpsv3_sigma`, and `config_path` of the
-    package's own format."""
+    """Reward with the key `hpsv3`, the mean; `options` has `sigma` (false), which adds the spread as `hpsv3_sigma`, and
+    `config_path`, a config in the format of the package."""
 
     def __init__(self, settings: Settings) -> None:
         require("hpsv3", _INSTALL, "torch", "hpsv3")
         from hpsv3 import HPSv3RewardInferencer
 
         weights = Path(settings.model_path or Path(settings.download_path) / _WEIGHTS)
-        given: dict[str, Any] = {"checkpoint_path": str(weights)} if weights.is_file() else {}
+        arguments: dict[str, Any] = {"checkpoint_path": str(weights)} if weights.is_file() else {}
         if config := settings.options.get("config_path"):
-            given["config_path"] = config
-        self._inferencer = HPSv3RewardInferencer(device=device_of(settings), **given)
+            arguments["config_path"] = config
+        self._inferencer = HPSv3RewardInferencer(device=device_of(settings), **arguments)
         self._has_sigma = bool(settings.options.get("sigma", False))
 
     def score(self, items: Sequence[Item]) -> Columns:
-        """Return mean and spread of each image; of a video those of its middle frame."""
+        """Return the mean and the spread of each image, or of the middle frame of each video."""
         images = [image_of(item.media) for item in items]
-        found = self._inferencer.reward(prompts=[item.prompt for item in items], image_paths=images)
-        rows = found.float().reshape(len(items), -1).tolist()
+        rewards = self._inferencer.reward(prompts=[item.prompt for item in items], image_paths=images)
+        rows = rewards.float().reshape(len(items), -1).tolist()
         columns: Columns = {"hpsv3": [row[0] for row in rows]}
         return columns | ({"hpsv3_sigma": [row[1] for row in rows]} if self._has_sigma and len(rows[0]) > 1 else {})

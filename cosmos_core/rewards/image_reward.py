@@ -1,8 +1,8 @@
-"""Which image people would prefer: ImageReward (arXiv 2304.05977), a BLIP whose text encoder looks at the image.
+"""Human preference score of an image: ImageReward (arXiv 2304.05977), a BLIP with cross-attention from text to image.
 
-Its checkpoint is that of BLIP's first code; the modules are those of transformers, so that no other package is needed.
-A few linear layers turn what the encoder makes of the first token into a number, which is normalised by the mean and
-the standard deviation of its training data.
+The checkpoint has the format of the original BLIP code; the modules are from transformers, so that no other package is
+needed. Linear layers map the hidden state of the first token to a number, which is normalised by the mean and the
+standard deviation of the training data.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ _PIXEL_MEAN = np.array([0.48145466, 0.4578275, 0.40821073], np.float32)
 _PIXEL_STD = np.array([0.26862954, 0.26130258, 0.27577711], np.float32)
 _MOST_TOKENS = 35
 _HEAD = 64
-"""Of each attention head, in BERT as in ViT."""
+"""Dimension of each attention head, in BERT and in the ViT."""
 _VISION = {
     "cls_token": "embeddings.class_embedding", "pos_embed": "embeddings.position_embedding",
     "patch_embed.proj": "embeddings.patch_embedding", "blocks": "encoder.layers", "norm1": "layer_norm1",
     "norm2": "layer_norm2", "attn.qkv": "self_attn.qkv", "attn.proj": "self_attn.projection",
 }  # fmt: skip
-"""Names in the checkpoint, and those of transformers."""
+"""Parameter names in the checkpoint, and the corresponding names in transformers."""
 
 
 class ImageRewardReward:
-    """Key `image_reward`; `model_path`: ImageReward.pt, empty for that of the Hub; `options`: `tokenizer`, a BERT's."""
+    """Reward with the key `image_reward`; `model_path` is ImageReward.pt, or empty for the file on the Hub; `options`
+    has `tokenizer`, a BERT tokenizer."""
 
     def __init__(self, settings: Settings) -> None:
         require("image_reward", "install torch and transformers", "torch", "transformers")
@@ -60,7 +61,7 @@ class ImageRewardReward:
         self._device, self._size = device, int(self._vision.config.image_size)
 
     def score(self, items: Sequence[Item]) -> Columns:
-        """Return the score of each image; of a video that of its middle frame."""
+        """Return the score of each image, or of the middle frame of each video."""
         import torch
 
         pixels = np.stack([_pixels(image_of(item.media), self._size) for item in items])
@@ -69,17 +70,18 @@ class ImageRewardReward:
             return_tensors="pt",
         ).to(self._device)  # fmt: skip
         with torch.inference_mode():
-            seen = self._vision(torch.from_numpy(pixels).to(self._device)).last_hidden_state
-            read = self._text(
-                input_ids=texts["input_ids"], attention_mask=texts["attention_mask"], encoder_hidden_states=seen,
-                encoder_attention_mask=torch.ones(seen.shape[:2], dtype=torch.long, device=self._device),
+            features = self._vision(torch.from_numpy(pixels).to(self._device)).last_hidden_state
+            text_states = self._text(
+                input_ids=texts["input_ids"], attention_mask=texts["attention_mask"], encoder_hidden_states=features,
+                encoder_attention_mask=torch.ones(features.shape[:2], dtype=torch.long, device=self._device),
             ).last_hidden_state  # fmt: skip
-            scores = (self._layers(read[:, 0]).squeeze(-1) - _MEAN) / _STD
+            scores = (self._layers(text_states[:, 0]).squeeze(-1) - _MEAN) / _STD
         return {"image_reward": scores.float().tolist()}
 
 
 def _file(settings: Settings) -> Path:
-    """Return the checkpoint: the one that is named, one that was downloaded, or that of the Hub."""
+    """Return the path of the checkpoint: the file in the settings, a file in the download folder, or the file on the
+    Hub."""
     path = settings.model_path or str(Path(settings.download_path) / _FILE)
     if settings.model_path or Path(path).is_file():
         return Path(path)
@@ -89,7 +91,8 @@ def _file(settings: Settings) -> Path:
 
 
 def _modules(state: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-    """Return image encoder, text encoder and linear layers of a checkpoint, whose shapes say how large they are."""
+    """Return the image encoder, the text encoder and the linear layers of a checkpoint; their sizes follow from its
+    shapes."""
     import torch
     from transformers import BlipTextConfig, BlipTextModel, BlipVisionConfig, BlipVisionModel
 
@@ -97,16 +100,16 @@ def _modules(state: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     patch = vision["patch_embed.proj.weight"]
     sides = round((vision["pos_embed"].shape[1] - 1) ** 0.5)
     width = patch.shape[0]
-    seeing = BlipVisionModel(
+    image_encoder = BlipVisionModel(
         BlipVisionConfig(
             hidden_size=width, intermediate_size=len(vision["blocks.0.mlp.fc1.weight"]),
             num_hidden_layers=_count(vision, r"blocks\.(\d+)"), num_attention_heads=width // _HEAD,
             image_size=sides * patch.shape[-1], patch_size=patch.shape[-1], layer_norm_eps=1e-6,
         )
     )  # fmt: skip
-    seeing.load_state_dict({_renamed(name): value for name, value in vision.items()})
+    image_encoder.load_state_dict({_renamed(name): value for name, value in vision.items()})
     words, hidden = text["embeddings.word_embeddings.weight"].shape
-    reading = BlipTextModel(
+    text_encoder = BlipTextModel(
         BlipTextConfig(
             vocab_size=words, hidden_size=hidden, encoder_hidden_size=width,
             intermediate_size=len(text["encoder.layer.0.intermediate.dense.weight"]),
@@ -115,14 +118,14 @@ def _modules(state: Mapping[str, Any]) -> tuple[Any, Any, Any]:
         ),
         add_pooling_layer=False,
     )  # fmt: skip
-    reading.load_state_dict({name: value for name, value in text.items() if not name.endswith("position_ids")})
+    text_encoder.load_state_dict({name: value for name, value in text.items() if not name.endswith("position_ids")})
     layers = []
     for number in sorted({int(name.split(".")[1]) for name in linear}):
         weight = linear[f"layers.{number}.weight"]
         layer = torch.nn.Linear(weight.shape[1], weight.shape[0])
         layer.load_state_dict({"weight": weight, "bias": linear[f"layers.{number}.bias"]})
         layers.append(layer)
-    return seeing, reading, torch.nn.Sequential(*layers)
+    return image_encoder, text_encoder, torch.nn.Sequential(*layers)
 
 
 def _below(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
@@ -141,7 +144,7 @@ def _renamed(name: str) -> str:
 
 
 def _pixels(image: Image.Image, size: int) -> np.ndarray:
-    """Return an image as the encoder takes it: the shorter side resized, the middle cut out, normalised, C, H, W."""
+    """Return an image as encoder input of shape C, H, W: the shorter side resized, the centre cropped, normalised."""
     scale = size / min(image.size)
     width, height = (max(size, int(length * scale)) for length in image.size)
     left, top = round((width - size) / 2), round((height - size) / 2)

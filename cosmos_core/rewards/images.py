@@ -1,4 +1,4 @@
-"""What rewards of images and videos share."""
+"""Functions that rewards of images and videos share."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from PIL import Image
 
 
 def frames_of(media: Any, most: int = 0) -> list[Image.Image]:
-    """Return an image, or the frames of a video: all, or `most` of them at even distances.
+    """Return an image as a list, or the frames of a video: all, or `most` of them at even distances.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the value is neither an image nor a video.
     """
     if isinstance(media, Image.Image):
         return [media.convert("RGB")]
@@ -24,11 +24,11 @@ def frames_of(media: Any, most: int = 0) -> list[Image.Image]:
 
 
 def image_of(media: Any) -> Image.Image:
-    """Return the image, or the middle frame of a video."""
+    """Return an image, or the middle frame of a video."""
     frames = frames_of(media, 3)
     return frames[len(frames) // 2]
 
 
 def array_of(image: Image.Image) -> np.ndarray:
-    """Return the pixels of an image, uint8 of height, width and 3."""
+    """Return the pixels of an image as uint8 of shape height, width, 3."""
     return np.asarray(image.convert("RGB"))

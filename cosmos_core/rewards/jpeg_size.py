@@ -1,4 +1,4 @@
-"""How small an image is as JPEG: compressible, with a negative weight incompressible (DDPO, arXiv 2305.13301)."""
+"""Reward for images that compress well as JPEG; a negative weight rewards the opposite (DDPO, arXiv 2305.13301)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _SCALE = 100_000.0
 
 
 class JpegSizeReward:
-    """Minus the size as JPEG, in units of 100 kB; `options`: `quality` (95)."""
+    """Reward with the key `jpeg_size`: minus the size as JPEG, in units of 100 kB; `options` has `quality` (95)."""
 
     def __init__(self, settings: Settings) -> None:
         self._quality = int(settings.options.get("quality", _QUALITY))
 
     def score(self, items: Sequence[Item]) -> Columns:
-        """Return `jpeg_size`, of a video the mean over its frames."""
+        """Return the score of each image, or the mean over the frames of each video."""
         return {"jpeg_size": [_score(item.media, self._quality) for item in items]}
 
 

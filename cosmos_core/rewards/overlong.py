@@ -1,4 +1,4 @@
-"""A penalty for completions that come near the limit of their length (DAPO, arXiv 2503.14476)."""
+"""Penalty for completions that come near the length limit (DAPO, arXiv 2503.14476)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 def overlong(
     to_be_evaluated: str, reference: str, num_tokens: int, max_tokens: int, overlong: Mapping[str, Any]
 ) -> float:
-    """Return 0 up to `max_tokens - buffer_length` sampled tokens, from there on a ramp down to -`penalty_factor`.
+    """Return 0 up to `max_tokens - buffer_length` sampled tokens, then a linear ramp down to -`penalty_factor`.
 
-    Cosmos-RL's has no lower bound: a completion beyond the limit would lose more.
+    In Cosmos-RL there is no lower bound: a completion beyond the limit loses more.
     """
     buffer = min(overlong["buffer_length"], max_tokens)
     excess = num_tokens - (max_tokens - buffer)

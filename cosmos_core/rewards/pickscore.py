@@ -1,4 +1,4 @@
-"""Which image people would pick for a prompt: PickScore (arXiv 2305.01569), a CLIP ViT-H-14 that was tuned for it."""
+"""Human preference score of an image for a prompt: PickScore (arXiv 2305.01569), a fine-tuned CLIP ViT-H-14."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _SCALE = 26.0
 
 
 class PickscoreReward:
-    """Key `pickscore`: the logit of text and image over 26, so that it is about 1."""
+    """Reward with the key `pickscore`: the logit of text and image, divided by 26 to be about 1."""
 
     def __init__(self, settings: Settings) -> None:
         self._clip = ClipModel("pickscore", settings, _MODEL, _PROCESSOR)
 
     def score(self, items: Sequence[Item]) -> Columns:
-        """Return the score of each image; of a video that of its middle frame."""
+        """Return the score of each image, or of the middle frame of each video."""
         cosines = self._clip.similarities([item.prompt for item in items], [image_of(item.media) for item in items])
         return {"pickscore": [self._clip.scale * cosine / _SCALE for cosine in cosines]}
 
@@ -29,5 +29,5 @@ class PickscoreReward:
 def pickscore(
     to_be_evaluated: str, reference: str, *, prompt: str, media: Any, custom: Any
 ) -> tuple[float, dict[str, float]]:
-    """Return the score of one image; `[custom.pickscore]` has `model_path` and `device`."""
+    """Return the PickScore of one image or video; `[custom.pickscore]` sets `model_path` and `device`."""
     return score_one("pickscore", PickscoreReward, Item(prompt, media), custom)

@@ -1,4 +1,4 @@
-"""The processes that rewards and tools run in: spawned, each in a group of its own, with an environment that holds no
+"""Worker processes for rewards and tools: spawned, each in its own process group, with an environment without
 secrets."""
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ from cosmos_core.observe.logs import configure
 from cosmos_core.parent import die_with_parent
 
 START_SECONDS = 120.0
-"""Until a process has imported what it runs; a user's module may import something heavy."""
+"""Timeout in seconds for the start of a process, including imports; a user module may import a large package."""
 _BEAT_SECONDS = 1.0
 
 _ACKNOWLEDGED_SECONDS = 0.1
-"""After the end of a process: pebble has to read which request it had taken, or that one waits for its deadline."""
+"""Pause in seconds after a process has ended, in which pebble reads which request the process had taken; otherwise the
+request would wait for its deadline."""
 
 
 class Workers(ABC):
-    """A context manager that owns a pool of worker processes, and opens another where that one has broken."""
+    """Context manager that owns a pool of worker processes and replaces a broken pool."""
 
     _pool: ProcessPool | None = None
 
     @abstractmethod
     def _open(self) -> ProcessPool:
-        """Start the processes and wait until the first of them has loaded what it runs."""
+        """Start the processes and wait until one of them has loaded its program."""
 
     def __enter__(self) -> Self:
         self._open()
@@ -49,26 +50,26 @@ class Workers(ABC):
         self.close()
 
     def close(self) -> None:
-        """Kill the processes and all that they started."""
+        """Kill the processes and all of their child processes."""
         if self._pool is not None:
             self._pool.stop()
             self._pool.join()
         self._pool = None
 
     def _new(self, start: Callable[..., None], *arguments: Any, env: Sequence[str], count: int) -> ProcessPool:
-        """Return another pool in place of the present one, of processes that begin with `start`."""
+        """Replace the pool by a new one, whose processes begin with `start`, and return it."""
         self.close()
-        given = (*arguments, env, os.getpid())
-        self._pool = ProcessPool(count, initializer=start, initargs=given, context=_RewardContext(env))
+        initargs = (*arguments, env, os.getpid())
+        self._pool = ProcessPool(count, initializer=start, initargs=initargs, context=_RewardContext(env))
         return self._pool
 
     def _whole(self) -> ProcessPool:
-        """Return the pool, or another one where it has broken."""
+        """Return the pool, or a new pool if it is broken."""
         return self._pool if self._pool is not None and self._pool.active else self._open()
 
 
 class _RewardContext(SpawnContext):
-    """What a pool starts its processes with; `names` are variables of the environment that they may see."""
+    """Multiprocessing context of a pool; `names` are the environment variables that the processes may see."""
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         super().__init__()
@@ -76,7 +77,7 @@ class _RewardContext(SpawnContext):
 
 
 class _Process(SpawnProcess):
-    """A worker process that ends together with what its rewards have started."""
+    """Worker process that kills its process group when it ends."""
 
     _is_terminated = False
 
@@ -89,18 +90,18 @@ class _Process(SpawnProcess):
         return _Popen(process_obj)
 
     def terminate(self) -> None:
-        """Kill the process group: SIGTERM would be left to Python, which a loop in C never returns to."""
+        """Kill the process group with SIGKILL: Python handles SIGTERM, but not during a loop in C."""
         self._is_terminated = True
         self._kill_group()
-        self.kill()  # it may not have made its group yet
+        self.kill()  # the process may not have created its group yet
 
     def is_alive(self) -> bool:
-        """Return whether the process runs; of one that has ended by itself, kill the rest of its group."""
+        """Return True if the process is running; if it has ended by itself, kill the rest of its process group."""
         is_alive = super().is_alive()
         if is_alive and self.pid:
             try:
                 os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:  # somebody who waits for all children of this process was faster
+            except ChildProcessError:  # other code in this process waited for the child first
                 self._popen.returncode = -signal.SIGKILL  # type: ignore[attr-defined]
                 is_alive = False
         if not is_alive and not self._is_terminated:
@@ -115,10 +116,10 @@ class _Process(SpawnProcess):
 
 
 class _Popen(popen_spawn_posix.Popen):
-    """Start an interpreter as its base does, which has no way to say with which environment.
+    """Start of an interpreter with a specified environment, which the base class does not support.
 
-    To change that of this process while it starts would take the secrets from its other threads, and to clear it in the
-    new process comes too late: /proc shows what a process was started with.
+    Changing the environment of this process during the start would affect its other threads, and clearing it in the new
+    process is too late: /proc shows the environment at the start.
     """
 
     def _launch(self, process_obj: _Process) -> None:
@@ -148,17 +149,17 @@ class _Popen(popen_spawn_posix.Popen):
 
 
 def begin(env: Sequence[str], parent_pid: int) -> None:
-    """Prepare a worker process: the head of a group, that ends with its parent and shows no secret."""
+    """Prepare a worker process: it leads a process group, ends with its parent, and sees no secrets."""
     os.setpgid(0, 0)
     die_with_parent(parent_pid)
-    os.dup2(2, 1)  # what a user's code prints goes to the log
+    os.dup2(2, 1)  # user code may print; this goes to the log
     configure()
     _take_no_memory_of_others()
     hide(env)
 
 
 def _take_no_memory_of_others() -> None:
-    """Give this process no more memory than the machine has, and let the kernel end it first where memory is short."""
+    """Limit this process to the memory of the machine, and let the OOM killer choose it first."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
     least = memory if most == resource.RLIM_INFINITY else min(memory, most)
@@ -168,7 +169,7 @@ def _take_no_memory_of_others() -> None:
 
 
 def wait_for(futures: Iterable[Future[Any]], patience: float, beat: Callable[[], None]) -> bool:
-    """Wait for the futures and say that we are alive; return False when none gets done for `patience` seconds."""
+    """Wait for the futures while calling `beat`; return False if none finishes within `patience` seconds."""
     waiting, last = set(futures), time.monotonic()
     while waiting:
         done, waiting = wait(waiting, _BEAT_SECONDS)
@@ -180,7 +181,7 @@ def wait_for(futures: Iterable[Future[Any]], patience: float, beat: Callable[[],
 
 
 def ending(error: BrokenProcessPool | ProcessExpired) -> str:
-    """Return how a process has ended, in words."""
+    """Return a description of how a process has ended."""
     if isinstance(error, BrokenProcessPool):
         return "its process ended"
     code = error.exitcode

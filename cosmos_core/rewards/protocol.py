@@ -1,8 +1,8 @@
-"""The wire format of the remote protocol: one line of JSON, a newline, and an array in numpy's file format.
+"""Wire format of the remote protocol: one line of JSON, a newline, and an array in the file format of numpy.
 
-Both sides use it: the client (remote.py) encodes requests, the service decodes them, also those whose array is a tensor
-that torch saved (torch_file.py), as Cosmos-RL's example clients send latents. What comes from the network is
-never unpickled, and nothing is allocated before its size is known to fit. Not here: HTTP, queues, scores.
+The client (`remote.py`) encodes requests and the service decodes them. The service also accepts a tensor that torch
+saved (`torch_file.py`), as Cosmos-RL's example clients send latents. Data from the network is never unpickled, and no
+memory is allocated before its size is checked. HTTP, queues and scores are in other modules.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ PING = "/api/reward/ping"
 LATENT_ATTR = "/api/reward/latent_attr"
 
 PIN = "X-Lepton-Replica-Target"
-"""Header of a pull: the replica that has the request."""
+"""Header of a pull: the replica that holds the request."""
 IDEMPOTENCY_KEY = "Idempotency-Key"
-"""Header of an enqueue: the uuid that the request shall have, so that one that is sent twice is scored once."""
+"""Header of an enqueue: the uuid of the request, so that a request that is sent twice is scored once."""
 STATE = "X-Reward-State"
-"""Header of a pull without scores: `pending`, or `unknown` where the service has forgotten the request."""
+"""Header of a pull without scores: `pending`, or `unknown` if the service has forgotten the request."""
 
 MAX_JSON_BYTES = 16 * 2**20
 _MAX_NPY_HEADER = 4096
@@ -37,7 +37,7 @@ _DTYPES = {"|u1", "<f2", "<f4", "<f8"}
 
 
 class ProtocolError(ValueError):
-    """A body that is not of the protocol; the message says what is wrong on one line."""
+    """Error for a body in another format; the message describes the problem on one line."""
 
 
 def encode_request(fields: Mapping[str, Any], array: np.ndarray) -> bytes:
@@ -49,10 +49,10 @@ def encode_request(fields: Mapping[str, Any], array: np.ndarray) -> bytes:
 
 
 def decode_request(body: bytes | bytearray | memoryview) -> tuple[dict[str, Any], np.ndarray]:
-    """Return the JSON fields and the array of an enqueue's body; the array is a read-only view of it.
+    """Return the JSON fields and the array in the body of an enqueue; the array is a read-only view of the body.
 
     Raises:
-        ProtocolError: it is none.
+        ProtocolError: the body has another format.
     """
     view = memoryview(body)
     head = bytes(view[: MAX_JSON_BYTES + 1])
@@ -64,10 +64,10 @@ def decode_request(body: bytes | bytearray | memoryview) -> tuple[dict[str, Any]
 
 
 def decode_array(content: memoryview) -> np.ndarray:
-    """Return the array of a file in numpy's format, which is never unpickled.
+    """Return the array in a file of numpy's format, without unpickling.
 
     Raises:
-        ProtocolError: it is none, holds other things than numbers, or is not as long as it says.
+        ProtocolError: the content is no array of numbers, or its length differs from its header.
     """
     stream = io.BytesIO(bytes(content[: _MAX_NPY_HEADER + 16]))
     try:
@@ -78,7 +78,7 @@ def decode_array(content: memoryview) -> np.ndarray:
         shape, is_fortran, dtype = read(stream, max_header_size=_MAX_NPY_HEADER)  # type: ignore[call-arg]
     except ProtocolError:
         raise
-    except Exception as error:  # the header is Python source that anybody may have written
+    except Exception as error:  # the header is Python source from an untrusted client
         raise ProtocolError(f"no array in numpy's format follows the JSON: {type(error).__name__}") from error
     if dtype.str not in _DTYPES:
         raise ProtocolError(f"the array is of {dtype.str!r}; uint8, float16, float32 and float64 are read")
@@ -90,7 +90,7 @@ def decode_array(content: memoryview) -> np.ndarray:
     flat = np.frombuffer(content, dtype, offset=start)
     try:
         return flat.reshape(shape, order="F" if is_fortran else "C")
-    except ValueError as error:  # without content, and axes whose product no array can have
+    except ValueError as error:  # an empty array whose axes exceed the limits of numpy
         raise ProtocolError(f"the array has the shape {str(shape)[:100]}, which none can have") from error
 
 
@@ -117,7 +117,7 @@ def _fields(line: bytes) -> dict[str, Any]:
 
 
 def _depth(line: bytes) -> int:
-    """Return an upper bound of how deep the JSON is nested: brackets inside of strings count too."""
+    """Return an upper bound of the nesting depth of JSON text; for shallow text, brackets in strings count too."""
     opened = line.count(b"[") + line.count(b"{")
     if opened <= _MAX_DEPTH:
         return opened

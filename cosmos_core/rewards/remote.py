@@ -1,14 +1,13 @@
-"""Asks a reward service for the scores of completions, over the protocol of Cosmos-RL.
+"""Client that requests the scores of completions from a reward service, over the protocol of Cosmos-RL.
 
-Completions are sent `batch_size` at a time, many requests in flight. A request that is refused for now, lost or cut off
-is sent again with growing, jittered pauses, under the same uuid so that ours scores it once; of several replicas each
-request stays with the one that took it. A score that is still missing at the deadline is invalid, never 0.
+Completions are sent in batches of `batch_size`, with many concurrent requests. A request that fails with a transient
+error or is lost is retried with exponential backoff, under the same uuid so that our service scores it once; a request
+stays at the replica that accepted it. A score that is still missing at the deadline is invalid, never 0.
 
     reward = scale * clip(sum of weight * clip(score))
 
-Videos are sent as pixels, or as latents of the VAE in `video_vae`, which is what Cosmos-RL's service takes. Not here:
-how one request goes (exchange.py), the wire format (protocol.py), local rewards (runner.py), the service itself
-(service/).
+Videos are sent as pixels, or as latents of the VAE in `video_vae`, which Cosmos-RL's service expects. Single requests
+are in `exchange.py`, the wire format in `protocol.py`, local rewards in `runner.py`, the service in `service/`.
 """
 
 from __future__ import annotations
@@ -41,25 +40,25 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Found:
-    """What is known of one completion: of each function its clipped score, or why there is none."""
+    """Scores of one completion: the clipped score of each function, or the reason why there is none."""
 
     scores: dict[RewardFunctionConfig, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     error: str = ""
     is_told: bool = False
-    """The service said that it cannot be scored, rather than nothing."""
+    """Whether the service reported that the completion cannot be scored, rather than not responding."""
 
     def lacks(self, function: RewardFunctionConfig, reason: str, *, is_told: bool) -> None:
-        """Note that a function gave no score; one of weight 0 is only watched."""
+        """Record that a function returned no score; ignore functions of weight 0, which are only logged."""
         if function.weight:
             self.error, self.is_told = self.error or f"{function.name}: {reason}", is_told
 
 
 class RemoteRewards:
-    """Score completions by the functions of a reward service.
+    """Client that scores completions by the functions of a reward service.
 
-    `beat` is called while it waits. `counts` has what happened so far: requests, those that were sent again
-    (`resent`), pauses because the service was full (`throttled`), completions without a score (`missing`).
+    `beat` is called while the client waits. `counts` has the number of requests, of completions that were sent again
+    (`resent`), of pauses because the service was full (`throttled`), and of completions without a score (`missing`).
     """
 
     def __init__(
@@ -75,8 +74,8 @@ class RemoteRewards:
         """Return the groups, in order, each with one score per completion.
 
         Raises:
-            RewardError: the service refuses us, or does not have what is asked for.
-            StageFailed: a score is missing, and `missing_score` says that the stage fails then.
+            RewardError: the service refuses requests, or lacks a configured score.
+            StageFailed: a score is missing and `missing_score` is "fail".
         """
         requests = [request_of(group, k) for group in groups for k in range(len(group.completions))]
         scores = iter(self.score(requests))
@@ -108,7 +107,7 @@ class RemoteRewards:
         return [self._total(each) for each in found]
 
     def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine in a thread of its own and say meanwhile that we are alive."""
+        """Run a coroutine in a separate thread and call `beat` while it runs."""
         loop = asyncio.new_event_loop()
         thread = threading.Thread(target=loop.run_forever, name="remote rewards", daemon=True)
         thread.start()
@@ -171,7 +170,7 @@ class RemoteRewards:
 
 
 async def _cancelled() -> None:
-    """End what else runs in this loop."""
+    """Cancel all other tasks in the running event loop."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()
@@ -179,7 +178,7 @@ async def _cancelled() -> None:
 
 
 def _batches(items: Sequence[Any], size: int) -> list[list[Any]]:
-    """Return the items, those of one shape together, at most `size` each."""
+    """Return the items in batches of at most `size`, each with media of one shape."""
     by_shape: dict[Any, list[Any]] = {}
     for item in items:
         media = item[0].get("media")
@@ -192,10 +191,10 @@ def _batches(items: Sequence[Any], size: int) -> list[list[Any]]:
 def _body(
     requests: Sequence[Mapping[str, Any]], functions: Sequence[RewardFunctionConfig], latents: np.ndarray | None
 ) -> bytes:
-    """Return the body of an enqueue: images as uint8 of B, H, W, C, videos or their latents of B, C, T, H, W, texts
+    """Return the body of an enqueue: images as uint8 of B, H, W, C; videos or their latents as B, C, T, H, W; texts
     within the JSON."""
     media = [request.get("media") for request in requests]
-    # A weight that is not above 0 would mean to the service that the function is not asked for.
+    # The service skips functions whose weight is not above 0.
     weights = {each.name: each.weight if each.weight > 0 else 1.0 for each in functions}
     fields: dict[str, Any] = {"prompts": [request.get("prompt") or "" for request in requests], "reward_fn": weights}
     if media[0] is None:
@@ -219,7 +218,7 @@ def _body(
 
 
 def _geneval(requests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what rows of GenEval say of the objects in their images, as its reward wants it."""
+    """Return the object specifications in rows of GenEval, as the reward of that name expects them."""
     rows = [{k: v for k, v in (request.get("metadata") or {}).items() if k != "video_fps"} for request in requests]
     if not all("include" in row and "tag" in row for row in rows):
         return {"metadata": rows} if any(rows) else {}
@@ -230,7 +229,7 @@ def _geneval(requests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _note_metrics(function: RewardFunctionConfig, said: Mapping[str, Any], found: Sequence[_Found]) -> None:
-    """Note all numbers of a response, as they are."""
+    """Record all numbers in a response as metrics, without clipping."""
     scores = said.get("scores")
     for name, column in scores.items() if isinstance(scores, dict) else ():
         for i, each in enumerate(found):
@@ -240,15 +239,15 @@ def _note_metrics(function: RewardFunctionConfig, said: Mapping[str, Any], found
 
 
 def _read(function: RewardFunctionConfig, metric: str, said: Mapping[str, Any], found: Sequence[_Found]) -> None:
-    """Note what a response says of each completion.
+    """Record the score, or the error, in a response for each completion.
 
     Raises:
-        RewardError: it has no score of the key that is asked for.
+        RewardError: the response lacks the configured score key.
     """
     scores, errors = said.get("scores"), said.get("errors")
     if not isinstance(scores, dict) or not scores:
         error = said.get("error")
-        for each in found:  # a process that was lost is none that raised, and another attempt may have better luck
+        for each in found:  # losing a process is transient, unlike an error that a function raised
             is_told = bool(error) and not said.get("is_lost")
             each.lacks(function, error or "the response has no scores", is_told=is_told)
         return
@@ -267,13 +266,13 @@ def _read(function: RewardFunctionConfig, metric: str, said: Mapping[str, Any], 
             continue
         score = math.fsum(v for v in values if v is not None)
         each.scores[function] = function.clipped(score)
-        # One of weight 0 is only watched, and its clips, which nothing depends on, would hide what it shows.
+        # A function of weight 0 is only logged, so its score is not clipped.
         each.metrics[metric] = each.scores[function] if function.weight else score
 
 
 def _has_failed(scores: Mapping[str, Any], i: int) -> bool:
-    """Return whether the numbers of an item stand for an error, as Cosmos-RL's service writes it: a prediction of
-    `Error`, or -1 for each score of a video and for their sum too."""
+    """Return True if the numbers of an item mean an error in the format of Cosmos-RL's service: a prediction `Error`,
+    or -1 for each score of a video."""
     column = scores.get("prediction")
     if isinstance(column, list) and i < len(column) and column[i] == "Error":
         return True
@@ -282,7 +281,7 @@ def _has_failed(scores: Mapping[str, Any], i: int) -> bool:
 
 
 def _number(column: Any, i: int, count: int) -> float | None:
-    """Return a finite number of a list with one for each completion; None: it is no such."""
+    """Return entry `i` of a list with one value per completion as a finite float; None for anything else."""
     value = column[i] if isinstance(column, list) and len(column) == count else None
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
@@ -294,7 +293,8 @@ def _number(column: Any, i: int, count: int) -> float | None:
 
 
 def _all_or_none(scores: tuple[Score, ...]) -> tuple[Score, ...]:
-    """Return the scores of a group, all invalid where one is: what is left would be compared with too few."""
+    """Return the scores of a group, all marked invalid if one is invalid, because the rest would be compared with too
+    few."""
     first = next((score for score in scores if score.value is None), None)
     if first is None:
         return scores

@@ -1,12 +1,11 @@
-"""Scores completions in worker processes that can be killed, so that no reward can hang, crash or fake a run.
+"""Scoring of completions in worker processes that can be killed, so that no reward can hang or crash a run.
 
-A reward that raises, returns no finite number, ends its process or overruns the deadline makes its completion
-*invalid* (`Score.value is None`, with the reason), never 0, and disturbs no other completion. Processes, deadlines and
-replacements are pebble's. Not here: what rewards compute (one file each), what invalid scores mean for a group
-(algorithms/grpo.py).
+A reward that raises, returns no finite number, ends its process or misses the deadline makes its completion *invalid*
+(`Score.value is None`, with the reason), never 0, and does not affect other completions. pebble manages processes and
+deadlines. Each reward has its own module; `algorithms/grpo.py` handles invalid scores in a group.
 
-The processes are spawned, so they hold none of the trainer's memory, locks or GPUs, and import no torch. They are in
-the session of their parent but in process groups of their own: a kill takes what a reward has started with it.
+The processes are spawned, so they share no memory, locks or GPUs with the trainer, and do not import torch. Each has
+its own process group in the session of its parent, so that a kill includes the child processes of a reward.
 """
 
 from __future__ import annotations
@@ -33,36 +32,36 @@ from cosmos_core.rewards.process import START_SECONDS, Workers, begin, ending, w
 from cosmos_core.types import Group, Score, ScoredGroup
 
 ScoreGroups = Callable[[Sequence[Group]], list[ScoredGroup]]
-"""Scores every completion of each group."""
+"""Function that scores every completion of each group."""
 
 log = logging.getLogger(__name__)
 
-_MOST_BREAKS = 3  # of the pool during one call of `score`: processes that died while they had no work
-_MOST_LATE = 4  # calls of a reward for each process that may overrun, before its others are given up
+_MOST_BREAKS = 3  # broken pools in one call of `score`, because idle processes died
+_MOST_LATE = 4  # calls of a reward per process that may time out before the rest is cancelled
 
 
 class _Result(NamedTuple):
-    """What one reward said of one completion; neither value nor error: it does not apply."""
+    """Result of one reward for one completion; with neither value nor error, the reward does not apply."""
 
     value: float | None = None
     metrics: Mapping[str, float] = {}
     error: str = ""
     is_raised: bool = False
-    """The function raised, so that it would again."""
+    """Whether the function raised an error, so that a retry would raise it again."""
 
 
 class _Call(NamedTuple):
-    """One call of a reward function."""
+    """Arguments of one call of a reward function in a worker process."""
 
     reward: str
     requests: Sequence[Mapping[str, Any]]
-    """Of one completion; of all of a prompt where the function takes lists."""
+    """Request of one completion, or of all completions of a prompt if the function takes lists."""
     takes_lists: bool
 
 
 class _Patience:
-    """Gives up the calls of a reward of which so many have overrun their deadline and none has ended before it: each
-    would cost a process for as long, one after the other."""
+    """Monitor that cancels the remaining calls of a reward if `most_late` calls have timed out and none has finished,
+    because each would occupy a process until its deadline."""
 
     def __init__(self, calls: Sequence[tuple[str, Future[Any]]], most_late: int, beat: Callable[[], None]) -> None:
         self._most_late, self._beat = most_late, beat
@@ -70,10 +69,10 @@ class _Patience:
         for reward, future in calls:
             self._of_rewards.setdefault(reward, []).append(future)
         self.lost: set[str] = set()
-        """Rewards that were given up."""
+        """Rewards whose remaining calls were cancelled."""
 
     def look(self) -> None:
-        """Say that we are alive, and judge what has ended until now."""
+        """Call `beat`, and cancel rewards whose calls have all timed out so far."""
         self._beat()
         for reward in self._of_rewards.keys() - self.lost:
             futures = self._of_rewards[reward]
@@ -85,17 +84,17 @@ class _Patience:
 
 
 class RewardRunner(Workers):
-    """Score completions by a weighted sum of rewards.
+    """Runner that scores completions by a weighted sum of rewards in worker processes.
 
-    `timeout_seconds` is the deadline of each reward function on each completion; one that costs its process is tried
-    `retries` times more. `constants` are the values of `base.KEYWORDS` that are the same for each completion; `beat` is
-    called while it waits for them. Of a reward whose first calls all overrun the rest is given up. The processes see of
-    the environment what any program needs, and the variables in `env`. `by_group`: functions of a user's own are called
-    once for all completions of a prompt, with one deadline; what costs that call makes all of them invalid. Threads
-    that score at the same time wait for each other.
+    `timeout_seconds` is the deadline of each call of a reward function; a call that ends its process is retried up to
+    `retries` times. `constants` are the values of `base.KEYWORDS` that are the same for each completion; `beat` is
+    called while the runner waits. If the first calls of a reward all time out, the rest is cancelled. The processes see
+    standard environment variables and those in `env`. With `by_group`, user functions are called once for all
+    completions of a prompt, with one deadline; if that call fails, all of them are invalid. Calls from several threads
+    run one at a time.
 
     Raises:
-        RewardError: a reward does not exist or cannot be loaded (on entering, or when all processes are replaced).
+        RewardError: a reward is missing or cannot be loaded (on entering, or when all processes are replaced).
     """
 
     def __init__(  # noqa: PLR0913 - settings of one pool, each with a default
@@ -110,7 +109,7 @@ class RewardRunner(Workers):
         beat: Callable[[], None] = lambda: None,
         by_group: bool = False,
     ) -> None:
-        """`num_workers`: None for one per core."""
+        """Set up the runner; `num_workers` None starts one process per core."""
         self._weights = dict(weights)
         self._take_lists = {name for name in weights if by_group and is_import_path(name)}
         self._names = metric_names(weights)
@@ -132,7 +131,7 @@ class RewardRunner(Workers):
     def score(self, requests: Sequence[Mapping[str, Any]]) -> list[Score]:
         """Return one score per request, in order.
 
-        A request has `to_be_evaluated`, `reference`, and may have `base.KEYWORDS`; each is of a prompt of its own.
+        A request has `to_be_evaluated`, `reference`, and may have `base.KEYWORDS`; each counts as a separate prompt.
         """
         return [score for (score,) in self._scored([[request] for request in requests])]
 
@@ -145,12 +144,12 @@ class RewardRunner(Workers):
                 calls += [_Call(name, unit, name in self._take_lists) for unit in units if unit]
         try:
             with self._lock:
-                found = iter(self._results(calls))
+                results_of_calls = iter(self._results(calls))
         except BaseException:
-            self.close()  # processes that are halfway through these requests must not delay the next ones
+            self.close()  # processes that still work on these requests must not delay the next ones
             raise
-        # The results of a prompt: reward by reward, and of each completion by completion.
-        results = (result for of_call in found for result in of_call)
+        # The results of a prompt are ordered by reward, then by completion.
+        results = (result for of_call in results_of_calls for result in of_call)
         scores = []
         for group in groups:
             of_rewards = [[next(results) for _ in group] for _ in self._weights]
@@ -158,11 +157,11 @@ class RewardRunner(Workers):
         return scores
 
     def _open(self) -> ProcessPool:
-        """Start the processes and wait until the first of them has loaded the rewards.
+        """Start the processes and wait until one of them has loaded the rewards.
 
         Raises:
-            RewardError: they cannot be loaded.
-            StageFailed: they were slow, were loaded before, or their process was killed: another attempt may do it.
+            RewardError: the rewards cannot be loaded.
+            StageFailed: loading timed out, worked before, or its process was killed, so that a retry may help.
         """
         names = list(self._weights)
         pool = self._new(_start, names, self._constants, env=self._env, count=self._num_workers)
@@ -184,8 +183,8 @@ class RewardRunner(Workers):
         return pool
 
     def _results(self, calls: Sequence[_Call]) -> list[list[_Result]]:
-        """Return what each call gave; those that cost a process run again when the others are done, unless they are of
-        a reward that has been given up."""
+        """Return the results of each call; retry calls that ended their process after the others, unless their reward
+        was cancelled."""
         results: list[list[_Result]] = [[]] * len(calls)
         waiting = list(range(len(calls)))
         attempt, num_breaks = 1, 0
@@ -195,7 +194,7 @@ class RewardRunner(Workers):
             of_rewards = [(calls[i].reward, future) for i, future in futures.items()]
             patience = _Patience(of_rewards, self._most_late, self._beat)
             if not wait_for(futures.values(), self._timeout + START_SECONDS, patience.look):
-                self.close()  # a request that was lost with its process, or no process that would start
+                self.close()  # a request was lost with its process, or no process starts
             waiting, is_broken = [], False
             for i, future in futures.items():
                 reward = calls[i].reward
@@ -241,15 +240,15 @@ class RewardRunner(Workers):
         return Score(None if errors else total, metrics, "; ".join(errors), is_raised)
 
 
-# What follows runs in the worker processes.
+# The code below runs in the worker processes.
 
 _constants: dict[str, Any] = {}
 _told: set[tuple[str, type]] = set()
-"""What has raised what: of a thousand completions the log shows one traceback."""
+"""Reward and error class pairs that were already logged, so that the log shows one traceback for each."""
 
 
 def _start(names: Sequence[str], constants: Mapping[str, Any], env: Sequence[str], parent_pid: int) -> None:
-    """Prepare a worker process; what a user's module does wrong is told by `_load`."""
+    """Prepare a worker process; `_load` reports errors of user modules."""
     begin(env, parent_pid)
     _constants.update(constants)
     with suppress(RewardError):
@@ -257,7 +256,7 @@ def _start(names: Sequence[str], constants: Mapping[str, Any], env: Sequence[str
 
 
 def _load(names: Sequence[str]) -> set[str]:
-    """Load the rewards, and return those that take lists whatever the recipe says."""
+    """Load the rewards, and return those whose parameters require lists."""
     return {name for name in names if _reward(name).binding.takes_lists}
 
 

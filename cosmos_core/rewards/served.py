@@ -1,12 +1,13 @@
-"""What a reward model is: loaded once with settings, then it scores batches of items, in process or in the service.
+"""Interface of reward models: loaded once with settings, then called with batches of items, in process or in the
+service.
 
     class PickscoreReward:
         def __init__(self, settings: Settings) -> None: ...          # loads
         def score(self, items: Sequence[Item]) -> Columns: ...       # {"pickscore": [0.9, None, ...]}
 
-`cosmos_core/rewards/NAME.py` has the class `NameReward`; a text reward of the project or a function of a user's own is
-wrapped into one. None means that an item has no score; it is never 0. This file and those of the models are also read
-by interpreters of their own (`venv_python`), so they import nothing heavy before a model is loaded.
+`cosmos_core/rewards/NAME.py` has the class `NameReward`; packaged text rewards and user functions are wrapped. None
+means that an item has no score; the score is never set to 0. Other interpreters (`venv_python`) also import this file
+and the reward models, so they import large packages only when a model is loaded.
 """
 
 from __future__ import annotations
@@ -24,28 +25,28 @@ from cosmos_core.rewards.base import Reward, load_reward, one_line, plain
 
 FOLDER = "cosmos_core.rewards"
 _OF_OPTIONS = ("max_tokens", "overlong")
-"""Keywords of reward functions that a recipe says in training, and `options` here."""
+"""Keywords of reward functions that come from the recipe in training, and from `options` in the service."""
 Columns = dict[str, Any]
-"""Key to a list with one value for each item; a dict of such lists may be among them, and text."""
+"""Scores by key; each value is a list with one number or text per item, or a dict of such lists."""
 
 
 @dataclass
 class Item:
-    """What is to be scored."""
+    """Input of a reward model: one prompt with its image, video or text."""
 
     prompt: str = ""
     media: Any = None
-    """An image (PIL.Image), a video (uint8 array of frames, height, width and 3), or None: a text."""
+    """An image (PIL.Image), a video (uint8 array of frames, height, width and 3), or None for a text."""
     to_be_evaluated: str = ""
-    """The text, where it is one."""
+    """The text to score; empty for an image or video."""
     reference: str = ""
     info: dict[str, Any] = field(default_factory=dict)
-    """What else came with it: `video_fps`, `tag` and `include` of GenEval, what the prompt's row says."""
+    """Additional fields: `video_fps`, GenEval's `tag` and `include`, and columns of the prompt's row."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How a reward model is loaded."""
+    """Settings with which a reward model is loaded."""
 
     model_path: str = ""
     download_path: str = ""
@@ -57,15 +58,15 @@ class Settings:
 
 
 class Scorer(Protocol):
-    """Scores batches of items."""
+    """Interface of an object that scores batches of items."""
 
     def score(self, items: Sequence[Item]) -> Columns:
-        """Return its scores of each item by key."""
+        """Return the scores of all items, by key."""
         ...
 
 
 class FunctionReward:
-    """A reward function, called once for each item."""
+    """Reward model that calls a reward function once per item."""
 
     def __init__(self, name: str, reward: Reward, settings: Settings) -> None:
         self._name, self._reward, self._custom = name, reward, dict(settings.options)
@@ -73,7 +74,7 @@ class FunctionReward:
         self.errors: list[str] = []
 
     def score(self, items: Sequence[Item]) -> Columns:
-        """Return what the function gives, and under their own keys the metrics that it gives with it."""
+        """Return the values of the function, and its metrics under their own keys."""
         columns: Columns = {self._name: [None] * len(items)}
         self.errors = [""] * len(items)
         for i, item in enumerate(items):
@@ -93,10 +94,10 @@ class FunctionReward:
 
 
 def load_served(name: str, entry: str, settings: Settings) -> Scorer:
-    """Return the reward of a name, or of a user's import path `entry`, loaded.
+    """Load a reward model by name, or by the import path `entry` of user code.
 
     Raises:
-        RewardError: it does not exist, or cannot be loaded; the message says what to install.
+        RewardError: the reward is missing or cannot be loaded; the message names the packages to install.
     """
     classes = offered_names(FOLDER, "Reward")
     if entry:
@@ -105,13 +106,13 @@ def load_served(name: str, entry: str, settings: Settings) -> Scorer:
             return cast(Callable[[Settings], Scorer], thing)(settings)
         return FunctionReward(name, load_reward(entry), settings)
     if name in classes:
-        of_ours: Callable[[Settings], Scorer] = import_thing(f"{FOLDER}.{name}:{class_name(name)}Reward")
-        return of_ours(settings)
-    known = sorted({*classes, *offered_names(FOLDER)})
-    if name not in known:
+        reward_class: Callable[[Settings], Scorer] = import_thing(f"{FOLDER}.{name}:{class_name(name)}Reward")
+        return reward_class(settings)
+    names = sorted({*classes, *offered_names(FOLDER)})
+    if name not in names:
         raise RewardError(
             f"reward_type = {name!r}: there is no such reward; one of your own is named by entry = "
-            f'"path/file.py:thing"{suggestion(name, known)}'
+            f'"path/file.py:thing"{suggestion(name, names)}'
         )
     reward = load_reward(name)
     if lacking := [
@@ -125,7 +126,7 @@ def load_served(name: str, entry: str, settings: Settings) -> Scorer:
 
 
 def checked(columns: Columns, count: int) -> tuple[Columns, list[str]]:
-    """Return the columns with None for what is no finite number, and for each item why it has no score.
+    """Return the columns with None for numbers that are not finite, and the reason for each item without a score.
 
     Raises:
         ValueError: a column has another length.
@@ -141,21 +142,21 @@ def _column(key: str, column: Any, count: int, errors: list[str]) -> Any:
         column = column.tolist()
     if not isinstance(column, list) or len(column) != count:
         raise ValueError(f"returned no list of {count} values as {key!r}")
-    found: list[Any] = []
+    plain_values: list[Any] = []
     for i, value in enumerate(column):
         number = value.item() if hasattr(value, "item") else value
         if isinstance(number, float) and not math.isfinite(number):
             errors[i] = errors[i] or f"{key} is {number}"
             number = None
-        found.append(plain(number))
-    return found
+        plain_values.append(plain(number))
+    return plain_values
 
 
 def require(name: str, extra: str, *modules: str) -> None:
-    """Refuse a reward whose packages are not installed.
+    """Check that the packages of a reward are installed.
 
     Raises:
-        RewardError: one is not; the message says what to install.
+        RewardError: a package is missing; the message says what to install.
     """
     missing = [module for module in modules if importlib.util.find_spec(module) is None]
     if missing:
@@ -165,11 +166,11 @@ def require(name: str, extra: str, *modules: str) -> None:
 def score_one(
     name: str, reward: type[Any], item: Item, custom: Mapping[str, Any] | None
 ) -> tuple[float, dict[str, float]]:
-    """Return the score of one item in process, of a model that is loaded at the first; its settings are in the recipe's
-    `[custom.NAME]`.
+    """Return the score of one item in this process; the model is loaded at the first call, with the settings in
+    `[custom.NAME]` of the recipe.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the item has no score.
     """
     settings = dict((custom or {}).get(name) or {})
     key = (name, repr(sorted(settings.items())))

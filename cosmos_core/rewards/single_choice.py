@@ -1,4 +1,4 @@
-"""The choice between answer tags is the reference's."""
+"""Reward for completions whose choice between answer tags equals that of the reference."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def single_choice(to_be_evaluated: str, reference: str) -> float:
-    """Return 1 if the first `<answer>..</answer>` of both is equal, blanks and case aside, else 0.
+    """Return 1 if the first `<answer>..</answer>` of both texts is equal without whitespace and case, else 0.
 
-    A text without the tags counts as a whole. Unlike in Cosmos-RL an empty reference is invalid, not a match for an
-    empty answer.
+    A text without the tags is compared as a whole. Unlike in Cosmos-RL, an empty reference is invalid and does not
+    match an empty answer.
     """
     return float(_choice(to_be_evaluated) == require_reference(_choice(reference)))
 

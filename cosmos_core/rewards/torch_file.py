@@ -1,8 +1,8 @@
-"""One tensor in the file format of `torch.save`, read without torch and without unpickling anything.
+"""Reader of one tensor in the file format of `torch.save`, without torch and without unpickling.
 
-Cosmos-RL's example clients send latents of videos so. The file is a zip archive whose `data.pkl` says dtype, shape and
-strides in twenty opcodes; those are read as data, and whatever they name is compared with what is expected and never
-called. Nothing is allocated that is not smaller than the file. Not here: other things that torch saves.
+Cosmos-RL's example clients send latents of videos in this format. The file is a zip archive whose `data.pkl` holds
+dtype, shape and strides in twenty opcodes. The opcodes are parsed as data, and the names in them are compared with
+expected names and never called. All allocations are smaller than the file. Other objects that torch saves are refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 SIGNATURE = b"PK\x03\x04"
 _TAIL_BYTES = 16 * 2**10
-"""The directory of the archive lies within the last of these."""
+"""Number of bytes at the end of the archive that contain its directory."""
 _MOST_PICKLE_BYTES = 4096
 _DTYPES: dict[str, np.dtype[Any]] = {
     "ByteStorage": np.dtype("|u1"), "HalfStorage": np.dtype("<f2"), "BFloat16Storage": np.dtype("<u2"),
@@ -30,7 +30,7 @@ _MARK = object()
 
 
 class NoTensor(ValueError):
-    """A file that is not one tensor; the message says what it is on one line."""
+    """Error for a file that is not one tensor; the message describes the content on one line."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class _Call:
 
 
 def read_tensor(content: memoryview) -> np.ndarray:
-    """Return the tensor of a file, a view of it where that can be; bfloat16 as the bytes of each, two to a value.
+    """Return the tensor in a file, as a view of the file if possible; bfloat16 as two bytes per value, uint8.
 
     Raises:
-        NoTensor: it is none, or not of numbers.
+        NoTensor: the file is not one tensor of numbers.
     """
     members = _members(content)
     [root] = {name.partition("/")[0] for name in members}
@@ -67,7 +67,7 @@ def read_tensor(content: memoryview) -> np.ndarray:
         storage, offset, shape, strides = _tensor(bytes(script))
     except NoTensor:
         raise
-    except Exception as error:  # anybody may have written the description
+    except Exception as error:  # the description comes from an untrusted client
         raise NoTensor(f"its description is none of a tensor: {type(error).__name__}") from error
     dtype = _DTYPES[storage.type_name]
     data = members.get(f"{root}/data/{storage.key}")
@@ -83,7 +83,7 @@ def read_tensor(content: memoryview) -> np.ndarray:
 
 
 def _members(content: memoryview) -> dict[str, memoryview]:
-    """Return the files of a zip archive that packs nothing, by name, from the directory at its end."""
+    """Return the files in an uncompressed zip archive by name, from the directory at its end."""
     tail = bytes(content[-_TAIL_BYTES:])
     at = tail.rfind(b"PK\x05\x06")
     if at < 0 or len(tail) - at < 22:
@@ -96,7 +96,7 @@ def _members(content: memoryview) -> dict[str, memoryview]:
         count, size, start = struct.unpack_from("<3Q", tail, wide + 32)
     if start + size > len(content) or start < len(content) - len(tail):
         raise NoTensor("its directory is too long")
-    found: dict[str, memoryview] = {}
+    members: dict[str, memoryview] = {}
     directory, position = bytes(content[start : start + size]), 0
     for _ in range(count):
         if directory[position : position + 4] != b"PK\x01\x02" or len(directory) - position < 46:
@@ -107,10 +107,10 @@ def _members(content: memoryview) -> dict[str, memoryview]:
         position += 46 + name_bytes + extra + comment
         if method or packed != whole:
             raise NoTensor("it is packed")
-        found[name] = _member(content, header, whole)
-    if len({name.partition("/")[0] for name in found}) != 1:
+        members[name] = _member(content, header, whole)
+    if len({name.partition("/")[0] for name in members}) != 1:
         raise NoTensor("it is an archive of something else")
-    return found
+    return members
 
 
 def _member(content: memoryview, header: int, size: int) -> memoryview:
@@ -124,11 +124,11 @@ def _member(content: memoryview, header: int, size: int) -> memoryview:
 
 
 def _tensor(script: bytes) -> tuple[_Storage, int, tuple[int, ...], tuple[int, ...]]:
-    """Return storage, offset, shape and strides of what a description makes."""
-    made = _run(script)
-    if not isinstance(made, _Call) or made.function.name != _REBUILD:
+    """Return storage, offset, shape and strides in the pickled description of a tensor."""
+    result = _run(script)
+    if not isinstance(result, _Call) or result.function.name != _REBUILD:
         raise NoTensor("it holds something else than one tensor")
-    storage, offset, shape, strides, _, hooks = made.arguments[:6]
+    storage, offset, shape, strides, _, hooks = result.arguments[:6]
     if not isinstance(hooks, _Call) or hooks.function.name != _NO_HOOKS or hooks.arguments:
         raise NoTensor("its tensor has hooks")
     if storage.type_name not in _DTYPES:
@@ -140,7 +140,7 @@ def _tensor(script: bytes) -> tuple[_Storage, int, tuple[int, ...], tuple[int, .
 
 
 def _run(script: bytes) -> Any:
-    """Return what a description says, with names and calls as data."""
+    """Return the result of pickle opcodes, with names and calls represented as data."""
     stack: list[Any] = []
     memo: dict[Any, Any] = {}
     for opcode, argument, _ in pickletools.genops(script):
@@ -148,8 +148,8 @@ def _run(script: bytes) -> Any:
         if name in {"PROTO", "FRAME"}:
             continue
         if name == "STOP":
-            [made] = stack
-            return made
+            [result] = stack
+            return result
         if name in {"BINPUT", "LONG_BINPUT"}:
             memo[argument] = stack[-1]
         elif name in {"BINGET", "LONG_BINGET"}:
@@ -164,7 +164,7 @@ def _run(script: bytes) -> Any:
 
 
 def _apply(name: str, argument: Any, stack: list[Any]) -> None:
-    """Do one opcode that takes from the stack, or gives something else than a constant."""
+    """Execute an opcode that takes values from the stack or pushes something other than a constant."""
     if name == "GLOBAL":
         stack.append(_Global(tuple(argument.split(" "))))
     elif name == "MARK":

@@ -1,6 +1,7 @@
-"""What a vision-language judge behind an endpoint thinks of an image: UnifiedReward (arXiv 2503.05236), 1 to 5 over 5.
+"""Score of an image by a vision-language judge behind an endpoint: UnifiedReward (arXiv 2503.05236), 1 to 5 divided by
+5.
 
-Any server with OpenAI's chat interface will do, such as vLLM with the published model.
+The endpoint is any server with the chat API of OpenAI, such as vLLM with the published model.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _SECONDS = 120.0
 
 
 class UnifiedRewardReward:
-    """Key `unified_reward`; `options`: `model`, `question` with `{prompt}`, `concurrent` (8)."""
+    """Reward with the key `unified_reward`; `options` has `model`, `question` with `{prompt}`, `concurrent` (8)."""
 
     def __init__(self, settings: Settings) -> None:
         if not settings.endpoint_url.startswith(("http://", "https://")):
@@ -45,11 +46,11 @@ class UnifiedRewardReward:
         self._client = httpx.Client(base_url=settings.endpoint_url, headers=headers, timeout=_SECONDS)
 
     def score(self, items: Sequence[Item]) -> Columns:
-        """Return the score of each image; one about which the judge does not say a number has none."""
+        """Return the score of each image; an image for which the judge returns no number has none."""
         with ThreadPoolExecutor(self._concurrent) as executor:
-            found = list(executor.map(self._ask, items))
-        self.errors = [error for _, error in found]
-        return {"unified_reward": [score for score, _ in found]}
+            results = list(executor.map(self._ask, items))
+        self.errors = [error for _, error in results]
+        return {"unified_reward": [score for score, _ in results]}
 
     def _ask(self, item: Item) -> tuple[float | None, str]:
         stream = BytesIO()
@@ -59,9 +60,9 @@ class UnifiedRewardReward:
             {"type": "image_url", "image_url": {"url": url}},
             {"type": "text", "text": self._question.replace("{prompt}", item.prompt)},
         ]
-        asked = {"model": self._model, "messages": [{"role": "user", "content": content}], "temperature": 0}
+        request = {"model": self._model, "messages": [{"role": "user", "content": content}], "temperature": 0}
         try:
-            response = self._client.post("chat/completions", json=asked).raise_for_status()
+            response = self._client.post("chat/completions", json=request).raise_for_status()
             text = response.json()["choices"][0]["message"]["content"]
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
             return None, one_line(error)

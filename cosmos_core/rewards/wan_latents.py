@@ -1,7 +1,7 @@
-"""Latents of videos as Cosmos-RL's clients and service exchange them: means of Wan's VAE, by diffusers.
+"""Encoding of videos to latents as Cosmos-RL's clients and service exchange them: means of Wan's VAE, with diffusers.
 
 A video of F frames, H by W, becomes B, C, T, H/8, W/8 with T = 1 + (F - 1) / 4. The latents are always normalised by
-the mean and standard deviation of each channel that the VAE's configuration has. Not here: the wire (protocol.py).
+the mean and standard deviation per channel in the configuration of the VAE. The wire format is in `protocol.py`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _IN_A_REPOSITORY = re.compile(r"(?:https://huggingface\.co/)?([\w.-]+/[\w.-]+)/(
 
 
 class WanLatents:
-    """A Wan VAE: a folder or Hub name of diffusers, or the file `Wan2.1_VAE.pth` as it was published."""
+    """Wan VAE from a folder or Hub name of diffusers, or from the published file `Wan2.1_VAE.pth`."""
 
     def __init__(self, key: str, path: str, device: str, dtype: str = "bfloat16") -> None:
-        """Load it; on a CPU it computes in float32.
+        """Load the VAE; on a CPU it computes in float32.
 
         Raises:
-            RewardError: it cannot be loaded; `key` is the setting that names it.
+            RewardError: the VAE cannot be loaded; `key` is the setting that names it.
         """
         require(key, f"pip install diffusers torch, or leave {key} empty", "torch", "diffusers")
         import torch
@@ -57,36 +57,37 @@ class WanLatents:
         return int(self._vae.config.z_dim)
 
     def encode(self, videos: Sequence[np.ndarray]) -> np.ndarray:
-        """Return the latents of videos of one shape (uint8: frames, height, width and 3), float16 of B, C, T, H, W."""
+        """Return the latents of videos of one shape (uint8: frames, height, width and 3) as float16 of B, C, T, H,
+        W."""
         import torch
 
-        found = []
+        latents = []
         with torch.inference_mode():
             for video in videos:
                 pixels = torch.from_numpy(np.ascontiguousarray(np.moveaxis(video, -1, 0)))[None].to(self._device)
                 mean = self._vae.encode((pixels / 127.5 - 1).to(self._dtype)).latent_dist.mode()
-                found.append(((mean - self._mean) / self._std).to(torch.float16).cpu())
-        return torch.cat(found).numpy()
+                latents.append(((mean - self._mean) / self._std).to(torch.float16).cpu())
+        return torch.cat(latents).numpy()
 
     def decode(self, latents: np.ndarray) -> np.ndarray:
-        """Return the videos of latents as uint8 of B, 3, F, H, W; uint8 latents are bytes of bfloat16."""
+        """Return the videos of latents as uint8 of B, 3, F, H, W; latents of type uint8 are bytes of bfloat16."""
         import torch
 
         tensor = torch.from_numpy(np.array(latents))
         tensor = tensor.view(torch.bfloat16) if latents.dtype == np.uint8 else tensor.to(torch.bfloat16)
-        found = []
+        videos = []
         with torch.inference_mode():
             for each in tensor.to(self._device, self._dtype).split(1):
                 video = self._vae.decode(each * self._std + self._mean, return_dict=False)[0]
-                found.append((((1 + video.clamp(-1, 1)) / 2).float() * 255).to(torch.uint8).cpu())
-        return torch.cat(found).numpy()
+                videos.append((((1 + video.clamp(-1, 1)) / 2).float() * 255).to(torch.uint8).cpu())
+        return torch.cat(videos).numpy()
 
 
 def look_at(key: str, path: str) -> str:
-    """See that there is a Wan VAE, without loading it; return what it is.
+    """Check that a path holds a Wan VAE without loading it; return a description.
 
     Raises:
-        RewardError: there is none; `key` is the setting that names it.
+        RewardError: the path holds no Wan VAE; `key` is the setting that names it.
     """
     from diffusers import AutoencoderKLWan
 
@@ -95,25 +96,27 @@ def look_at(key: str, path: str) -> str:
             raise RewardError(f"{key} = {path!r}: no such file")
         return f"{key}: {path}"
     try:
-        named = AutoencoderKLWan.load_config(path).get("_class_name", "")
+        class_name = AutoencoderKLWan.load_config(path).get("_class_name", "")
     except (OSError, ValueError) as error:
         raise RewardError(f"{key} = {path!r}: {' '.join(str(error).split())[:300]}") from error
-    if named != AutoencoderKLWan.__name__:
-        raise RewardError(f"{key} = {path!r} is of the class {named!r}; give a Wan VAE ({AutoencoderKLWan.__name__})")
-    return f"{key}: {named}"
+    if class_name != AutoencoderKLWan.__name__:
+        raise RewardError(
+            f"{key} = {path!r} is of the class {class_name!r}; give a Wan VAE ({AutoencoderKLWan.__name__})"
+        )
+    return f"{key}: {class_name}"
 
 
 def _published(path: str) -> Any:
-    """Return the VAE of a file as Wan publishes it, on this machine or in a repository of the Hub."""
+    """Return the VAE in a file as Wan publishes it, on this machine or in a repository of the Hub."""
     import torch
     from diffusers import AutoencoderKLWan
     from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
 
     file = Path(path)
-    if not file.is_file() and (there := _IN_A_REPOSITORY.fullmatch(path)):
+    if not file.is_file() and (location := _IN_A_REPOSITORY.fullmatch(path)):
         from huggingface_hub import hf_hub_download
 
-        file = Path(hf_hub_download(*there.groups()))
+        file = Path(hf_hub_download(*location.groups()))
     state = torch.load(file, "cpu", weights_only=True)
     vae: Any = AutoencoderKLWan(base_dim=len(state["encoder.conv1.weight"]), z_dim=len(state["conv2.weight"]))
     vae.load_state_dict(convert_wan_vae_to_diffusers(state))
