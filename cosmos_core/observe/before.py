@@ -1,4 +1,4 @@
-"""A run beside the one before it: which settings are others, and what became of the metrics."""
+"""Compare a run with the previous run of the same pipeline: changed settings and metrics."""
 
 from __future__ import annotations
 
@@ -19,37 +19,38 @@ _LEFT_OUT = ("recipe", "overrides")
 
 @dataclass(frozen=True)
 class Before:
-    """The newest earlier run of the same pipeline."""
+    """The previous run of the same pipeline, and the differences to it."""
 
     run: RunRecord
     settings: tuple[tuple[str, str, str], ...]
-    """Key, value then, value now; what is the same in all stages once."""
+    """Key, old value and new value of each changed setting; a change that all stages share is listed once."""
     num_more: int
     metrics: tuple[tuple[str, str, str, str, str], ...]
-    """Stage, metric, value then, value now, and what that means: `better`, `worse` or nothing."""
+    """Stage, metric, old value, new value, and `better`, `worse` or an empty string."""
 
 
 def before(run: RunRecord) -> Before | None:
-    """Return the run before this one beside it; None: this is the first of its pipeline."""
+    """Return the comparison of a run with the previous one; None if it is the first run of its pipeline."""
     ids = [facts.run_id for facts in runs_in(run.path.parent) if facts.pipeline == run.facts.pipeline]
     if run.path.name not in ids or ids.index(run.path.name) == 0:
         return None
-    old = read_run(run.path.parent / ids[ids.index(run.path.name) - 1])
-    settings = tuple(_settings(_resolved(old.path), _resolved(run.path)))
+    previous = read_run(run.path.parent / ids[ids.index(run.path.name) - 1])
+    settings = tuple(_settings(_resolved(previous.path), _resolved(run.path)))
     return Before(
-        old, settings[:_MOST_SETTINGS], max(0, len(settings) - _MOST_SETTINGS), tuple(_metrics(old, run))
+        previous, settings[:_MOST_SETTINGS], max(0, len(settings) - _MOST_SETTINGS), tuple(_metrics(previous, run))
     )  # fmt: skip
 
 
 def _resolved(path: Path) -> dict[str, dict[str, Any]]:
-    """The settings of each stage by dotted key; a stage without a name, or a damaged file, has none."""
-    stages, found = read_pipeline(path).get("stages", []), {}
+    """Return the settings of each stage by dotted key; empty for a damaged file, and without stages that have no
+    name."""
+    stages, settings = read_pipeline(path).get("stages", []), {}
     for stage in stages if isinstance(stages, list) else []:
         if isinstance(stage, dict) and isinstance(stage.get("name"), str):
-            own = {key: value for key, value in stage.items() if key not in _LEFT_OUT}
+            entry = {key: value for key, value in stage.items() if key not in _LEFT_OUT}
             overrides = stage.get("overrides")
-            found[stage["name"]] = flat(own) | flat(overrides if isinstance(overrides, dict) else {})
-    return found
+            settings[stage["name"]] = flat(entry) | flat(overrides if isinstance(overrides, dict) else {})
+    return settings
 
 
 def _settings(old: dict[str, dict[str, Any]], new: dict[str, dict[str, Any]]) -> Iterator[tuple[str, str, str]]:
@@ -73,9 +74,9 @@ def _shown(value: Any) -> str:
 
 
 def _metrics(old: RunRecord, new: RunRecord) -> Iterator[tuple[str, str, str, str, str]]:
-    earlier = {stage.name: stage for stage in old.stages}
+    old_stages = {stage.name: stage for stage in old.stages}
     for stage in new.stages:
-        was = earlier[stage.name].metrics if stage.name in earlier else {}
+        was = old_stages[stage.name].metrics if stage.name in old_stages else {}
         for key, value in wording.key_metrics(stage.metrics).items():
             if not isinstance(was.get(key), int | float):
                 continue

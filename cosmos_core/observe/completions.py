@@ -1,4 +1,5 @@
-"""`cosmos samples`: completions of a run as text, those of training with their rewards, else those of validation."""
+"""`cosmos samples`: show completions of a run as text, with rewards: those of training or, if it has none, of
+validation."""
 
 from __future__ import annotations
 
@@ -16,17 +17,17 @@ _ORDERS = {"best": -1.0, "worst": 1.0}
 
 
 def shown(run: Path, stage: str, step: int | None, order: str, most: int) -> Iterator[str]:
-    """Yield completions of a step as text, those of one prompt together, or all in the order of their rewards.
+    """Yield completions of a step as text, grouped by prompt or, with `order`, sorted by reward.
 
     Args:
-        run: folder of the run.
-        stage: name of a stage; empty: the last one that has completions.
-        step: None for the newest.
+        run: Folder of the run.
+        stage: Name of a stage; empty: the last stage that has completions.
+        step: Train step; None: the newest.
         order: `best`, `worst` or empty.
-        most: how many.
+        most: Maximum number of completions.
 
     Raises:
-        ConfigError: there is no such stage or step.
+        ConfigError: the stage or the step does not exist.
     """
     path = _stage(run, stage)
     lines = _lines(path, step)
@@ -61,17 +62,18 @@ def _stage(run: Path, name: str) -> Path:
     stages = sorted(
         (each for each in (run / "stages").iterdir() if _files(each)), key=lambda each: each.stat().st_mtime
     )
-    known = ", ".join(each.name for each in stages) or "none"
+    names = ", ".join(each.name for each in stages) or "none"
     chosen = [each for each in stages if not name or each.name == name]
     if not chosen:
         raise ConfigError(
-            f"{run.name}: no completions{f' of a stage {name!r}' if name else ''}; stages with some: {known}"
+            f"{run.name}: no completions{f' of a stage {name!r}' if name else ''}; stages with some: {names}"
         )
     return next((each for each in reversed(chosen) if (each / FOLDER).is_dir()), chosen[-1])
 
 
 def _files(stage: Path) -> list[Path]:
-    """Return the files of completions of training by their steps, else that of validation."""
+    """Return the files of training completions in the order of their steps, or the file of validation if there are
+    none."""
     return sorted((stage / FOLDER).glob("step_*.jsonl")) or [
         file for file in [stage / "samples.jsonl"] if file.exists()
     ]
@@ -82,5 +84,5 @@ def _lines(stage: Path, step: int | None) -> list[dict[str, Any]]:
     if step is not None and len(files) > 1:
         files = [file for file in files if file.stem == f"step_{step:06d}"]
     lines = [line for line in json_objects(Tail(files[-1]).lines()) if has_step(line)] if files else []
-    wanted = max((line["step"] for line in lines), default=0) if step is None else step
-    return [line for line in lines if line["step"] == wanted]
+    selected = max((line["step"] for line in lines), default=0) if step is None else step
+    return [line for line in lines if line["step"] == selected]

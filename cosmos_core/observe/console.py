@@ -1,7 +1,7 @@
-"""What a terminal shows: the progress of a run while it goes on, its summary, and `cosmos status`.
+"""Terminal output: live progress of a run, its summary, and `cosmos status`.
 
-Off a terminal (CI, a log file, a pipe) the same facts come as plain lines, few enough to read. The log records of
-Python are `logs`.
+Without a terminal (CI, a log file, a pipe) the same information is printed as a small number of plain lines. Log
+records of Python are configured in `logs`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cosmos_core.run.progress import Position
 from cosmos_core.run.state import ACTIVE
 
 LINE_SECONDS = 10.0
-"""Off a terminal a running stage says at most this often where it is."""
+"""Minimum interval between two printed lines of a running stage, without a terminal."""
 
 STYLES = {
     "waiting": "dim", "running": "cyan", "retrying": "yellow", "reused": "blue", "done": "green",
@@ -46,7 +46,7 @@ _PLAIN_WIDTH = 160
 
 @dataclass
 class _Line:
-    """What is known about one stage."""
+    """Display state of one stage."""
 
     state: str = "waiting"
     progress: Position | None = None
@@ -54,20 +54,20 @@ class _Line:
     ended: float | None = None
     printed: float = 0.0
     said: tuple[Any, ...] = ()
-    """Phase, how far it is, and the step of the last printed line: none comes twice."""
+    """Phase, extent and step of the last printed line, so that no line is printed twice."""
     phase_began: float = 0.0
     told_compiling: float = 0.0
-    """Seconds of it that a line has told."""
+    """Seconds of compilation that a printed line has reported."""
     history: dict[int, float] = field(default_factory=dict)
-    """The headline metric of each step that was seen."""
+    """Value of the headline metric at each observed step."""
     anchor: Position | None = None
-    """What the pace is counted from: the attempt's first step, which pays for compiling."""
+    """Position from which the pace is computed: the first step of the attempt, which includes compilation."""
 
 
 class Display:
-    """Progress of several stages at once; safe to update from several threads.
+    """Display of the progress of several stages; its methods may be called from several threads.
 
-    `terminal=None` asks the stream; `clock` counts seconds.
+    With `terminal=None` the stream decides whether it is a terminal; `clock` returns seconds.
     """
 
     def __init__(
@@ -99,7 +99,8 @@ class Display:
             self._live = None
 
     def update(self, stage: str, state: str, progress: Position | None = None) -> None:
-        """Tell where a stage stands; `progress` is its `progress.json`, None leaves the last one."""
+        """Update the state of a stage; `progress` is the content of its `progress.json`, or None to keep the last
+        one."""
         with self._lock:
             line = self._lines[stage]
             has_changed = state != line.state
@@ -110,8 +111,8 @@ class Display:
                 if line.progress is None or line.progress.phase != progress.phase:
                     line.phase_began = now
                 line.progress = progress
-                if (found := wording.headline(progress.metrics)) and math.isfinite(found[1]):
-                    line.history[progress.step] = found[1]
+                if (metric := wording.headline(progress.metrics)) and math.isfinite(metric[1]):
+                    line.history[progress.step] = metric[1]
                 _set_anchor(line, progress)
             is_due = state in ACTIVE and now - line.printed >= LINE_SECONDS and _subject(line) != line.said
             if self._live is None and (has_changed or is_due):
@@ -120,8 +121,8 @@ class Display:
                 line.said = () if has_changed else _subject(line)
 
     def message(self, text: str) -> None:
-        """Say one line, above the progress where there is one."""
-        if self._live is not None:  # without our lock: the live display takes it while it holds its own
+        """Print one line, above the live display if there is one."""
+        if self._live is not None:  # without self._lock, which the live display acquires while it holds its own lock
             self._console.print(Text(text))
             return
         with self._lock:
@@ -149,16 +150,16 @@ class Display:
         return [*words, wording.duration(self._elapsed(line))] if line.began is not None else words
 
     def _news(self, line: _Line) -> list[str]:
-        """Return the step and its metrics, unless a line has told them and the stage still runs; and once how long
-        torch compiled."""
+        """Return the step and its metrics, unless they were printed and the stage still runs, and once the time of
+        compilation."""
         progress, compiled = line.progress, ""
         if progress is None:
             return []
         if progress.phase != "compile" and progress.compile_seconds > line.told_compiling:
             line.told_compiling = progress.compile_seconds
             compiled = f"compiled in {wording.duration(progress.compile_seconds)}"
-        is_told = line.state in ACTIVE and line.said[2:] == (progress.step,)
-        return [compiled] if is_told else [_steps(line), *_numbers(line), compiled]
+        is_printed = line.state in ACTIVE and line.said[2:] == (progress.step,)
+        return [compiled] if is_printed else [_steps(line), *_numbers(line), compiled]
 
     def _elapsed(self, line: _Line) -> float | None:
         if line.began is None:
@@ -194,17 +195,17 @@ class Display:
 
 
 def print_status(run_path: Path, *, stream: TextIO | None = None) -> None:
-    """Print where every stage of a run stands."""
+    """Print the status of every stage of a run."""
     run = read_run(run_path)
     title = f"{run.name}  {run.path.name}  {run.outcome}"
     console = _console(stream)
     console.print(Group(_table(run, _STATUS, title), *_remarks(run)))
-    if said := death(run):
-        console.print(Text(said, style="yellow"), soft_wrap=True)  # a command is copied from here
+    if text := death(run):
+        console.print(Text(text, style="yellow"), soft_wrap=True)  # not wrapped: it contains a command to copy
 
 
 def print_summary(run_path: Path, *, stream: TextIO | None = None) -> None:
-    """Print how a run ended: its stages, where the time of the last command went, and how to load what it made."""
+    """Print the outcome of a run: its stages, the time spent inside and outside of them, and how to load its model."""
     run = read_run(run_path)
     seconds = overhead(run) or dict.fromkeys(("wall", "inside", "overhead"), 0.0)
     facts = {
@@ -213,7 +214,7 @@ def print_summary(run_path: Path, *, stream: TextIO | None = None) -> None:
     }
     if (run.path / "report.html").is_file():
         facts["report"] = str(run.path / "report.html")
-    if run.outcome in {"failed", "stopped"}:  # what it began from is not what it was to make
+    if run.outcome in {"failed", "stopped"}:  # run.model may be the base model
         facts |= {f"model of stage {stage.name!r}": str(stage.path / stage.info["model"]) for stage in run.trained}
     elif run.model is not None:
         facts |= {"model": str(run.model), "load it with": loading_line(run.model)}
@@ -223,10 +224,10 @@ def print_summary(run_path: Path, *, stream: TextIO | None = None) -> None:
     width = max(len(key) for key in facts)
     lines = [Text.assemble((f"{key:<{width}}  ", "dim"), value) for key, value in facts.items()]
     console = _console(stream)
-    console.print(Text(title, style="bold"), soft_wrap=True)  # not the table's title, which is as narrow as the table
+    console.print(Text(title, style="bold"), soft_wrap=True)  # a title of the table would wrap at its width
     console.print(Group(_table(run, _SUMMARY), *_remarks(run)))
     for line in lines:
-        console.print(line, soft_wrap=True)  # a path or a line of Python is copied from here: never broken
+        console.print(line, soft_wrap=True)  # not wrapped: a path or a line of Python to copy
 
 
 def _console(stream: TextIO | None) -> Console:
@@ -235,7 +236,7 @@ def _console(stream: TextIO | None) -> Console:
 
 
 def _remarks(run: RunRecord) -> list[Text]:
-    """Return a line for each stage that failed, and for what a stage had to say, as of rows that it skipped."""
+    """Return a line for each stage that failed, and for each notice of a stage, for example about skipped rows."""
     lines = []
     for stage in run.stages:
         if stage.status == "failed" and stage.state.error:
@@ -298,7 +299,7 @@ def _phase(line: _Line) -> str:
 
 
 def _subject(line: _Line) -> tuple[Any, ...]:
-    """Return what a printed line is about; none about the same comes again."""
+    """Return the phase, extent and step that identify a printed line, so that it is not printed again."""
     progress = line.progress
     return ("", 0, 0) if progress is None else (progress.phase if _phase(line) else "", progress.done, progress.step)
 
@@ -310,20 +311,21 @@ def _steps(line: _Line) -> str:
 
 def _numbers(line: _Line) -> list[str]:
     metrics = line.progress.metrics if line.progress else {}
-    found, speed = wording.headline(metrics), wording.tokens_per_second(metrics)
-    numbers = [f"{found[0]} {wording.number(found[1])}"] if found else []
+    headline, speed = wording.headline(metrics), wording.tokens_per_second(metrics)
+    numbers = [f"{headline[0]} {wording.number(headline[1])}"] if headline else []
     return [*numbers, f"{wording.count(speed)} tok/s"] if speed is not None and line.state in ACTIVE else numbers
 
 
 def _seconds(line: _Line) -> list[str]:
-    """Return how long generating, scoring and training took in the newest step, where a step has several of them."""
+    """Return the times of generation, scoring and training in the newest step, if the step has more than one of
+    them."""
     metrics = line.progress.metrics if line.progress and line.state in ACTIVE else {}
-    found = [(name, metrics[f"time/{name}"]) for name in ("generate", "score", "train") if f"time/{name}" in metrics]
-    return [" ".join(f"{name} {wording.duration(seconds)}" for name, seconds in found)] if len(found) > 1 else []
+    times = [(name, metrics[f"time/{name}"]) for name in ("generate", "score", "train") if f"time/{name}" in metrics]
+    return [" ".join(f"{name} {wording.duration(seconds)}" for name, seconds in times)] if len(times) > 1 else []
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Return values as a row of small bars, from the lowest to the highest; empty: fewer than two."""
+    """Return values as a row of small bars scaled to their range; empty for fewer than two values."""
     if len(values) < 2:
         return ""
     count = min(_SPARKS, len(values))
@@ -349,7 +351,8 @@ def _set_anchor(line: _Line, now: Position) -> None:
 
 
 def _eta_seconds(line: _Line) -> float | None:
-    """Return seconds to the last step at the pace since the first step that was seen; None: not known yet."""
+    """Return the estimated seconds to the last step at the pace since the first observed step; None if it is
+    unknown."""
     now, first = line.progress, line.anchor
     if now is None or first is None or not now.total or not first.step < now.step < now.total:
         return None

@@ -1,7 +1,7 @@
-"""Where the boxes and arrows of a graph of stages stand: columns by depth, arrows between them. `graph.svg` draws it.
+"""Layout of a graph of stages for `graph.svg`: boxes in columns by depth, and the edges between them.
 
-Small graphs only: layers from left to right (Sugiyama's scheme with one sweep by the mean height of what comes
-before). An edge that jumps over columns gets an empty slot in each, so that no arrow runs through a box.
+For small graphs: layers from left to right (Sugiyama's method, with one sweep by the mean height of the predecessors).
+An edge across several columns gets an empty slot in each of them, so that no edge crosses a box.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ _MARGIN = 4
 
 @dataclass(frozen=True)
 class Graph:
-    """A drawing, in pixels."""
+    """A drawing of the graph, in pixels."""
 
     width: float
     height: float
     boxes: list[tuple[float, float, StageRecord]]
     """Left, top and stage of each box."""
     edges: list[tuple[str, bool]]
-    """SVG path of each part of an edge, and whether it ends in a box."""
+    """SVG path of each segment of an edge, and whether the segment ends at a box."""
     box_width: int = _BOX_WIDTH
     box_height: int = _BOX_HEIGHT
 
 
 @dataclass
 class _Node:
-    """A stage, or a lane that a long edge takes through a column (`stage` is None)."""
+    """A stage, or the slot of a long edge in a column (`stage` is None)."""
 
     column: int
     stage: StageRecord | None
@@ -49,7 +49,7 @@ class _Node:
 
 
 def layout(run: RunRecord) -> Graph | None:
-    """Return the drawing of the stages of a run; None: it has none."""
+    """Return the drawing of the stages of a run; None if there are no stages."""
     nodes = _nodes(run.stages)
     if not nodes:
         return None
@@ -84,7 +84,7 @@ def _nodes(stages: tuple[StageRecord, ...]) -> list[_Node]:
 
 
 def _arrange(column: list[_Node], height: float) -> None:
-    """Order a column by the mean height of what comes before, and centre it."""
+    """Sort the nodes of a column by the mean height of their predecessors, and centre the column."""
 
     def wish(node: _Node) -> float:
         middles = [other.y + other.height / 2 for other in node.before]

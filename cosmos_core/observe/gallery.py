@@ -1,9 +1,9 @@
-"""What a diffusion model drew, as files for people: each image and video, and a grid of them with their rewards.
+"""Save samples of a diffusion model: each image or video as a file, and a grid of all with prompts and rewards.
 
-    <stage>/visual_output/step_<N>/0-0.png | 0-0.mp4    prompt 0, completion 0
-    <stage>/visual_output/step_<N>/grid.png             a row for each prompt; of a video its middle frame
+<stage>/visual_output/step_<N>/0-0.png | 0-0.mp4    prompt 0, completion 0
+<stage>/visual_output/step_<N>/grid.png             one row per prompt; the middle frame of a video
 
-The report, the artifacts of Prefect and the sinks read these; nothing here knows how they were drawn.
+The report, the artifacts of Prefect and the sinks read these files. Sampling itself is not part of this module.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ MOST_PROMPTS, _MOST_OF_PROMPT = 12, 8
 _CELL = 96  # smallest width of a cell of the grid, in pixels
 _LARGEST = 256
 _LINE, _MARGIN, _INK, _PAPER = 12, 4, (40, 40, 48), (255, 255, 255)
-_LETTER = 6  # width of one, about
+_LETTER = 6  # approximate width of a letter, in pixels
 _MOST_EMBEDDED_BYTES = 2 << 20
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """An image or a video, with what it was drawn for."""
+    """A generated image or video with its prompt and reward."""
 
     prompt: str
     pixels: np.ndarray
-    """uint8: height, width and 3; frames before them of a video."""
+    """uint8 array with the dimensions height, width, 3 for an image, and frames in front of them for a video."""
     reward: float | None
-    """None: no valid one."""
+    """Reward of the image or video; None: there is no valid reward."""
     is_scored: bool = True
-    """False: no reward was asked."""
+    """False: no reward was computed."""
 
     @property
     def is_video(self) -> bool:
-        """Return whether it has frames."""
+        """Return True if the pixels are those of a video."""
         return self.pixels.ndim == 4
 
     @property
@@ -54,21 +54,21 @@ class Drawing:
 
     @property
     def caption(self) -> str:
-        """Return the reward as people read it; nothing where none was asked."""
+        """Return the reward as text; empty if none was computed."""
         if not self.is_scored:
             return ""
         return "no valid reward" if self.reward is None else f"{self.reward:.3g}"
 
 
 def step_folder(stage: Path, step: int) -> Path:
-    """Return where the drawings after a step lie."""
+    """Return the folder with the samples generated after a step."""
     return stage / FOLDER / f"step_{step}"
 
 
 def save(stage: Path, step: int, rows: Sequence[Sequence[Drawing]]) -> list[list[str]]:
-    """Write the drawings of each prompt and their grid; return the paths of each row, relative to the stage.
+    """Write the samples of each prompt and their grid; return the paths of each row, relative to the stage.
 
-    Of many prompts and completions the first are kept.
+    Only the first prompts and the first samples of each prompt are saved, up to the limits of this module.
     """
     rows = [row[:_MOST_OF_PROMPT] for row in rows[:MOST_PROMPTS]]
     target = step_folder(stage, step)
@@ -79,13 +79,13 @@ def save(stage: Path, step: int, rows: Sequence[Sequence[Drawing]]) -> list[list
 
 
 def newest_grid(stage: Path) -> Path | None:
-    """Return the grid of the last step that has one; None: none has."""
-    found = {step_of(path.parent.name): path for path in (stage / FOLDER).glob(f"step_*/{GRID}")}
-    return found[max(found)] if found else None
+    """Return the grid of the newest step that has one; None if there is no grid."""
+    grids = {step_of(path.parent.name): path for path in (stage / FOLDER).glob(f"step_*/{GRID}")}
+    return grids[max(grids)] if grids else None
 
 
 def grid(rows: Sequence[Sequence[Drawing]]) -> np.ndarray:
-    """Return all drawings on one sheet, a row for each prompt, with the prompt above it and each reward below."""
+    """Return one image with all samples, a row for each prompt, with the prompt above the row and each reward below."""
     from PIL import Image, ImageDraw
 
     height, width = _cell_size([drawing.still.shape for row in rows for drawing in row])
@@ -107,7 +107,7 @@ def grid(rows: Sequence[Sequence[Drawing]]) -> np.ndarray:
 
 
 def data_uri(path: Path) -> str:
-    """Return a file as a data: URI, an image as a thumbnail; empty: it is not there, or too large to be embedded."""
+    """Return a file as a data: URI, an image as a thumbnail; empty if the file is missing or too large to embed."""
     from PIL import Image
 
     try:
@@ -121,7 +121,7 @@ def data_uri(path: Path) -> str:
 
 
 def png_uri(path: Path) -> str:
-    """Return a PNG as it is, as a data: URI."""
+    """Return an unmodified PNG file as a data: URI."""
     return _uri("image/png", path.read_bytes())
 
 
@@ -134,7 +134,7 @@ def _write(folder: Path, name: str, drawing: Drawing) -> str:
 
 
 def _write_video(path: Path, frames: np.ndarray) -> None:
-    """Write frames as H.264, whose sides are even."""
+    """Write frames as H.264, cropped to even width and height."""
     import av
 
     height, width = (length - length % 2 for length in frames.shape[1:3])
@@ -148,7 +148,8 @@ def _write_video(path: Path, frames: np.ndarray) -> None:
 
 
 def _cell_size(shapes: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """Return height and width at which all are shown: small ones enlarged by whole numbers, large ones reduced."""
+    """Return height and width of all cells of a grid: small images are enlarged by a whole number, large images
+    reduced."""
     height, width = max(shape[0] for shape in shapes), max(shape[1] for shape in shapes)
     scale = max(1, -(-_CELL // width)) if width < _CELL else min(1.0, _LARGEST / max(height, width))
     return round(height * scale), round(width * scale)
@@ -180,7 +181,7 @@ def _uri(kind: str, content: bytes) -> str:
 
 
 def _cut(text: str, width: int) -> str:
-    """Return as much of a text as fits, in letters that the font of Pillow surely has."""
+    """Return the text truncated to a width in pixels, with Latin-1 characters only, which the font of Pillow has."""
     line = text.replace("\n", " ").encode("latin-1", "replace").decode("latin-1")
     most = max(1, width // _LETTER)
     return line if len(line) <= most else f"{line[: most - 2]}.."

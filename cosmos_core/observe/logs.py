@@ -1,7 +1,7 @@
-"""Log lines of the command line and the worker, and the switches that keep libraries from phoning home.
+"""Log output of the command line and the worker, and environment variables that disable telemetry of libraries.
 
-One line a record, `12:03:44 INFO  cosmos_core.train  message`. Of what a stage measures a line a step, if there is time
-for it, has the few metrics that a table has; all of them are in `metrics.jsonl`.
+Each record is one line, `12:03:44 INFO cosmos_core.train message`. The metrics of a stage are logged with one line per
+step, at most one per second, and with the few metrics of a table; all metrics are in `metrics.jsonl`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ NO_PHONE_HOME: dict[str, str] = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "WANDB_ERROR_REPORTING": "false",
 }
-"""Environment variables under which nothing that we start reports to its makers."""
+"""Environment variables that disable the telemetry of every library used here."""
 _LESS_NOISE = {"TORCH_LOGS": "-torch.utils._pytree"}
-"""torch has a handler of its own, which tells of each enumeration that torchao registers twice."""
+"""torch has a log handler of its own, which reports each enumeration that torchao registers twice."""
 
 NOISY = frozenset({
     "PIL", "accelerate", "asyncio", "datasets", "filelock", "fsspec", "httpcore", "httpx", "huggingface_hub",
@@ -42,8 +42,8 @@ NOISY = frozenset({
 })  # fmt: skip
 """Top-level loggers of which only warnings and errors are shown."""
 _ALARMED = frozenset({"torchao", "vllm"})
-"""Of these only errors: vLLM warns a dozen times at each start, of servers and kernels, and at each weight sync, and
-torchao of each kernel that it could not load here."""
+"""Loggers of which only errors are shown: vLLM warns a dozen times at each start and at each weight sync, and torchao
+for each kernel that it cannot load."""
 
 _STEP_SECONDS = 1.0
 
@@ -51,31 +51,31 @@ _SHORT = {"WARNING": "WARN", "CRITICAL": "FATAL"}
 
 
 def configure(level: str | int = "INFO", stream: TextIO | None = None) -> None:
-    """Send every log record of this process to `stream` as one line; calling it again replaces the last set-up.
+    """Send every log record of this process to `stream` as one line; a second call replaces the first configuration.
 
-    None: whatever `sys.stderr` is at that moment, so that a live display may stand below the lines.
-    Call it before vLLM is imported: it sets `VLLM_CONFIGURE_LOGGING=0`, without which vLLM adds a handler of its own.
+    With `stream=None` the handler uses the current `sys.stderr` for each record, so that a live display can redirect
+    it. Call this before importing vLLM: it sets `VLLM_CONFIGURE_LOGGING=0`, without which vLLM adds its own handler.
     """
     if "VLLM_LOGGING_CONFIG_PATH" not in os.environ:
         os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
     handler = LineHandler(stream)
     handler.setFormatter(_LineFormatter("%(asctime)s %(levelname)-5s %(name)s  %(message)s", datefmt="%H:%M:%S"))
-    # A filter here and not levels on the loggers: Prefect and vLLM reset those when they are imported.
+    # A filter instead of logger levels, which Prefect and vLLM reset when they are imported.
     handler.addFilter(_is_worth_a_line)
     root = logging.getLogger()
-    for old in [each for each in root.handlers if isinstance(each, LineHandler)]:
-        root.removeHandler(old)
+    for previous in [each for each in root.handlers if isinstance(each, LineHandler)]:
+        root.removeHandler(previous)
     root.addHandler(handler)
     root.setLevel(level)
 
 
 def quiet_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Return a copy of `env` with what keeps libraries quiet added; what the user has set stays."""
+    """Return a copy of `env` with variables that make libraries quiet; variables that the user has set are kept."""
     return {**NO_PHONE_HOME, **_LESS_NOISE, **env}
 
 
 class StepLog:
-    """Logs the metrics of a stage: a line a step, at most one a second, and the last."""
+    """Logs the metrics of a stage: one line per step, at most one per second, and the last line."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -83,13 +83,13 @@ class StepLog:
         self._logged = -math.inf
 
     def tell(self, line: dict[str, Any]) -> None:
-        """Take a line of `metrics.jsonl`."""
+        """Receive a line of `metrics.jsonl`, and log it unless another line was logged within a second."""
         self._waiting = line
         if time.monotonic() - self._logged >= _STEP_SECONDS:
             self.flush()
 
     def flush(self) -> None:
-        """Log the newest line unless it is logged."""
+        """Log the newest line unless it was logged."""
         if not self._waiting:
             return
         line, self._waiting, self._logged = self._waiting, {}, time.monotonic()
@@ -102,9 +102,9 @@ class StepLog:
 
 
 class LineHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to the given stream, or to `sys.stderr` as it is at the time of each record.
+    """Writes to the given stream, or to the current `sys.stderr` of each record.
 
-    Public by name: Prefect replaces the root's handlers unless one has a formatter and a name without underscore.
+    The class name has no underscore: Prefect replaces the root handlers unless one has a formatter and a public name.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -113,7 +113,7 @@ class LineHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
     @property
     def stream(self) -> TextIO:
-        """Return where the next record goes."""
+        """Return the stream of the next record."""
         return sys.stderr if self._given is None else self._given
 
 

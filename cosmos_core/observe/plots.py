@@ -1,7 +1,7 @@
-"""Curves of `metrics.jsonl`, drawn by matplotlib: a PNG for Prefect's artifacts, SVG for the report.
+"""Plot the curves of `metrics.jsonl` with matplotlib: a PNG for Prefect's artifacts, SVG for the report.
 
-One panel for each family of metrics (`train/loss` and `validation/loss` share one), x is the step. Which metrics there
-are is read from the lines; nothing here knows an algorithm.
+One panel for each family of metrics (`train/loss` and `validation/loss` share one), with the step as x axis. The names
+of the metrics are read from the lines, independent of the algorithm.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PANELS = ("loss", "reward", "accuracy", "kl", "grad_norm")
-"""Families that are drawn when none are asked for."""
+"""Families of metrics that are plotted by default."""
 REPORT_PANELS = (*PANELS, "entropy", "length", "lr", "time/", "memory/")
-"""Those of the report; one that ends with a slash has every metric that begins so."""
+"""Families of metrics in the report; one that ends with a slash has every metric with that prefix."""
 
 _INK, _GRID = "#6b7280", "#d4d4d8"
 _LINES = ("#4f6bed", "#e0802f", "#2f9e6e", "#b0569e")
 _VARIABLES = {_INK: "var(--ink-soft, #6b7280)", _GRID: "var(--grid, #d4d4d8)"} | {
     colour: f"var(--line-{index}, {colour})" for index, colour in enumerate(_LINES)
 }
-_LARGEST = 1e300  # matplotlib computes with differences and margins, which have to be finite too
+_LARGEST = 1e300  # the differences and margins that matplotlib computes have to be finite too
 _SIZE = (3.5, 2.1)  # inches of one panel
 _STYLE: Any = {
-    "svg.fonttype": "none",  # text stays text: small, and in the font of the page
-    "svg.hashsalt": "cosmos",  # the same curves are the same bytes
+    "svg.fonttype": "none",  # text as text elements: smaller, and in the font of the page
+    "svg.hashsalt": "cosmos",  # the same curves give the same bytes
     "font.family": ["sans-serif"],
     "font.size": 8.0,
     "text.parse_math": False,
 }
-_drawing = threading.Lock()  # matplotlib's settings are global, and stages end in several threads
+_drawing = threading.Lock()  # matplotlib's settings are global, and several threads plot
 Series = dict[str, tuple[list[float], list[float]]]
 
 
 def curves(lines: Sequence[dict[str, Any]], keys: Sequence[str] = PANELS) -> bytes:
-    """Return a PNG with one panel for each family in `keys` that the metrics have; a note where they have none.
+    """Return a PNG with one panel for each family in `keys` that occurs in the metrics, or with a note if none occurs.
 
-    `lines` are those of `metrics.jsonl`. NaN, infinities and what is beyond 1e300 leave a gap.
+    `lines` are the lines of `metrics.jsonl`. NaN, infinities and values beyond 1e300 leave a gap.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -67,9 +67,9 @@ def curves(lines: Sequence[dict[str, Any]], keys: Sequence[str] = PANELS) -> byt
 
 
 def curves_svg(lines: Sequence[dict[str, Any]], keys: Sequence[str] = PANELS) -> str:
-    """Return one `<svg>` for each panel, to stand inside an html page; empty when there is nothing to draw.
+    """Return one `<svg>` for each panel, to embed in an HTML page; empty if there is nothing to plot.
 
-    Colours are the page's CSS variables `--ink-soft`, `--grid`, `--line-0` to `--line-3`, with defaults, so that they
+    Colours are CSS variables of the page, `--ink-soft`, `--grid`, `--line-0` to `--line-3`, with defaults, so that they
     follow its light or dark mode.
     """
     import matplotlib
@@ -102,9 +102,9 @@ def _panels(lines: Sequence[dict[str, Any]], keys: Sequence[str]) -> dict[str, S
 
 
 def _drawn(value: float) -> float:
-    """Return a value as it is drawn: NaN, which is a gap, for one that no axis reaches."""
-    found = as_float(value)
-    return found if abs(found) <= _LARGEST else math.nan
+    """Return a value for the plot: NaN, which leaves a gap, for a value beyond the range of an axis."""
+    number = as_float(value)
+    return number if abs(number) <= _LARGEST else math.nan
 
 
 def _with_a_point(series: Series) -> Series:
@@ -141,13 +141,13 @@ def _inline(figure: Figure, label: str) -> str:
     figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
     svg = buffer.getvalue()
     body = svg[svg.index(">", svg.index("<svg")) + 1 : svg.rindex("</svg>")]
-    # A style sheet in an svg inside html is a style sheet of the whole page, and so are its ids.
+    # Style sheets and ids of an SVG inside HTML apply to the whole page.
     body = re.sub(r"<(style|metadata)\b.*?</\1>", "", body, flags=re.DOTALL)
     body = re.sub(r'<g id="[^"]*"/>', "", body)
     body = re.sub(r'<g id="[^"]*">', "<g>", body)
     body = re.sub(r" font-family: [^;\"]*;", "", body)
-    own = hashlib.sha256(body.encode()).hexdigest()[:8]
-    body = re.sub(r'(id="|href="#|url\(#)([mp][0-9a-f]+)', rf"\g<1>c{own}-\2", body)
+    digest = hashlib.sha256(body.encode()).hexdigest()[:8]
+    body = re.sub(r'(id="|href="#|url\(#)([mp][0-9a-f]+)', rf"\g<1>c{digest}-\2", body)
     body = re.sub(r"\s*\n\s*", " ", body).replace("xlink:href", "href")
     for colour, variable in _VARIABLES.items():
         body = body.replace(colour, variable)

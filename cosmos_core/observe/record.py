@@ -1,6 +1,6 @@
-"""A run directory as people want to see it: every file read once, whatever is missing left empty.
+"""Lenient view of a run directory for display: every file is read once, and missing or damaged parts are left empty.
 
-For showing only. What decides about reuse or failure reads the files through `run`, which is strict.
+Decisions about reuse or failure use the modules in `run` instead, which are strict.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cosmos_core.types import StageKind
 
 
 class Best(Document):
-    """The best step by validation so far."""
+    """The best step so far according to validation."""
 
     step: int
     metric: str
@@ -35,17 +35,17 @@ class Best(Document):
 
 
 class Condition(Document):
-    """A condition of a gate, with what was measured."""
+    """A condition of a gate with the measured value."""
 
     condition: str
     value: float
     bound: float | None = None
-    """What the value was compared with; None: nothing, for nothing was published."""
+    """Number with which the value was compared; None if no model was published yet."""
     passed: bool
 
 
 class Rank(Document):
-    """What a rank reported of where it ran."""
+    """Hardware that a rank has reported."""
 
     host: str
     gpus: list[str]
@@ -61,14 +61,14 @@ class Event(Document):
 
 
 class Service(Document):
-    """A reward service, as it was when the stage was done with it."""
+    """State of a reward service when the stage ended."""
 
     url: str
     status: str
     rewards: dict[str, dict[str, float]] = {}
-    """Of each its metrics: items, errors, ready, restarts, retried, seconds ..."""
+    """Metrics of each reward: items, errors, ready, restarts, retried, seconds ..."""
     refused: dict[str, float] = {}
-    """Responses by status, but for those that say scores or that they are not there yet."""
+    """Number of responses by HTTP status, without those that return scores or say that scores are not ready."""
 
 
 class Branch(Document):
@@ -79,7 +79,7 @@ class Branch(Document):
 
 
 class Choice(Document):
-    """What a stage chooses among, and by what."""
+    """The branches from which a stage chooses, with the metric that decides."""
 
     metric: str
     mode: str = "max"
@@ -87,7 +87,7 @@ class Choice(Document):
 
 
 class Sample(Document):
-    """A line of `samples.jsonl`: a completion."""
+    """A line of `samples.jsonl`, with one completion."""
 
     prompt: str
     step: float = 0
@@ -95,11 +95,11 @@ class Sample(Document):
     completion: str = ""
     reward: float | None = None
     media: list[str] = []
-    """Of a diffusion model: files of what it drew, relative to the stage."""
+    """For a diffusion model, the generated files, relative to the stage."""
     rewards: list[float | None] = []
-    """Of each of them."""
+    """Reward of each file in `media`."""
     folder: str = ""
-    """Of the stage, which is not in the line."""
+    """Folder of the stage, which is not part of the line."""
 
 
 @dataclass(frozen=True)
@@ -109,15 +109,15 @@ class StageRecord:
     path: Path
     name: str
     kind: StageKind
-    """As the run recorded it."""
+    """Kind of the stage as recorded by the run."""
     after: tuple[str, ...]
     depth: int
-    """Longest chain of stages before it; 0: it waits for nothing."""
+    """Length of the longest chain of stages on which this one depends; 0: it depends on none."""
     state: State
     progress: Position | None
     result: Result | None
     sweep: Choice | None = None
-    """What it chooses among; None: it is no choice."""
+    """The branches from which the stage chooses; None: it does not choose."""
 
     @property
     def status(self) -> str:
@@ -126,7 +126,8 @@ class StageRecord:
 
     @cached_property
     def died(self) -> float | None:
-        """Return the unix time of the last sign of life of a stage that was killed with its flow; None: it was not."""
+        """Return the unix time of the last sign of life of a stage that was killed together with its flow; None
+        otherwise."""
         if not is_dead(self.state, time.time()):
             return None
         begins = [begin for begin, _ in self.state.spans]
@@ -135,52 +136,54 @@ class StageRecord:
 
     @property
     def resumes_after(self) -> int:
-        """Return the step whose checkpoint a resume goes on from, as far as the files here say; 0: the beginning."""
-        known = (self.state.checkpoint_step, self.progress and self.progress.checkpoint_step)
-        return max((step for step in known if step), default=0)
+        """Return the step of the newest checkpoint according to local files, from which a resume continues; 0: the
+        beginning."""
+        steps = (self.state.checkpoint_step, self.progress and self.progress.checkpoint_step)
+        return max((step for step in steps if step), default=0)
 
     @property
     def seconds(self) -> float | None:
-        """Return the time of all attempts, without the pauses between them; None: it did not run here."""
+        """Return the time of all attempts without the pauses between them; None if the stage did not run in this
+        run."""
         is_here = self.state.spans and self.status not in {"waiting", "reused"}
         return self.state.seconds(time.time()) if is_here else None
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """Return final metrics of a finished stage, else the newest of a running one."""
+        """Return the final metrics of a finished stage, or the newest metrics of any other stage."""
         newest = self.progress.metrics if self.progress else {}
         return dict(self.result["metrics"] or newest if self.result else newest)
 
     @property
     def position(self) -> tuple[int | None, int | None]:
-        """Return the step that it has reached and the number of steps; None where it does not say."""
+        """Return the current step and the number of steps; None for a number that is unknown."""
         where = self.progress or self.state
         return where.step, where.total
 
     @property
     def info(self) -> dict[str, Any]:
-        """Return what the stage left beside metrics: its model, checks, conditions."""
+        """Return the results of the stage other than metrics: its model, checks, conditions."""
         return dict(self.result["info"]) if self.result else {}
 
     @cached_property
     def conditions(self) -> list[Condition]:
-        """Return the conditions of a gate that passed or refused."""
-        found = self.info.get("conditions")
+        """Return the conditions of a gate, whether it passed or refused."""
+        entries = self.info.get("conditions")
         if self.is_refusal:
-            found = read_json(self.path / CONDITIONS)
-        return parsed(found, Condition) if isinstance(found, list) else []
+            entries = read_json(self.path / CONDITIONS)
+        return parsed(entries, Condition) if isinstance(entries, list) else []
 
     @property
     def is_refusal(self) -> bool:
-        """Return whether this is a gate that refused."""
+        """Return True if the stage is a gate that refused."""
         return self.state.state == "failed" and self.state.exit_code == EXIT_REFUSED
 
     @cached_property
     def best(self) -> Best | None:
-        """Return the best step by validation so far; None: none was validated."""
-        if (found := self.info.get("best")) is None:
+        """Return the best step so far according to validation; None if no step was validated."""
+        if (entry := self.info.get("best")) is None:
             return read_document(self.path / "best.json", Best)
-        return parsed([found], Best)[0] if parsed([found], Best) else None
+        return parsed([entry], Best)[0] if parsed([entry], Best) else None
 
     @cached_property
     def curves(self) -> list[dict[str, Any]]:
@@ -189,21 +192,21 @@ class StageRecord:
 
     @cached_property
     def ranks(self) -> list[Rank]:
-        """Return the facts that each rank reported where it ran."""
-        found = read_json(self.path / "facts.json")
-        return parsed(found, Rank) if isinstance(found, list) else []
+        """Return the hardware that each rank has reported."""
+        entries = read_json(self.path / "facts.json")
+        return parsed(entries, Rank) if isinstance(entries, list) else []
 
     @cached_property
     def services(self) -> list[Service]:
-        """Return the reward services that the stage asked."""
-        found = read_json(self.path / HEALTH)
-        return parsed(found["services"], Service) if isinstance(found, dict) and "services" in found else []
+        """Return the reward services that the stage used."""
+        health = read_json(self.path / HEALTH)
+        return parsed(health["services"], Service) if isinstance(health, dict) and "services" in health else []
 
     @cached_property
     def service_restarts(self) -> int:
-        """Return how often the service that was started beside the stage had to be started again."""
-        found = read_json(self.path / HEALTH)
-        return int(found.get("restarts", 0)) if isinstance(found, dict) else 0
+        """Return how many times the reward service that was started for the stage had to be restarted."""
+        health = read_json(self.path / HEALTH)
+        return int(health.get("restarts", 0)) if isinstance(health, dict) else 0
 
     @cached_property
     def events(self) -> list[Event]:
@@ -219,20 +222,20 @@ class StageRecord:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A whole run."""
+    """All files of a run, parsed for display."""
 
     path: Path
     name: str
     facts: Facts
-    """`run.json`."""
+    """Content of `run.json`."""
     stages: tuple[StageRecord, ...]
-    """Each after those that it waits for."""
+    """Stages in topological order."""
 
     @property
     def outcome(self) -> str:
-        """Return `failed`, `stopped` or `died` when a stage is, `done` when all are finished, else `running`; `died`
-        also when the process that brought one stage after the other to its end is gone."""
-        # The page that shows the outcome is not a part of it.
+        """Return `failed`, `stopped` or `died` if any stage is, `done` if all stages are finished, otherwise `running`;
+        also `died` if the process that ran the stages is gone."""
+        # The stage that writes the report shows the outcome and must not affect it.
         states = {stage.status for stage in self.stages if stage.kind.makes != "page"}
         for state in ("failed", "stopped", "died"):
             if state in states:
@@ -243,48 +246,49 @@ class RunRecord:
 
     @property
     def began(self) -> float:
-        """Return the unix time at which the command began that ran it last, otherwise the run itself; 0: unknown."""
+        """Return the unix time at which the last command for the run started, or at which the run was created; 0:
+        unknown."""
         holder = read_holder(self.path)
         return holder.since if holder is not None else self.facts.started
 
     @property
     def ended(self) -> float:
-        """Return the unix time of the last thing that happened, or now while something runs or waits to."""
+        """Return the unix time of the last end of a stage, or the current time while the run is active."""
         ends = [end for stage in self.stages if (end := stage.died or stage.state.ended)]
         return max(ends) if ends and self.outcome != "running" else time.time()
 
     @property
     def model(self) -> Path | None:
-        """Return the folder of the model that the run ends with: the last export, else the last model of any stage.
-        None: there is none, a gate refused it, or it lies in an artifact store alone."""
+        """Return the folder of the run's final model: the last export, or the last model of any stage. None if there is
+        none, if a gate refused it, or if it exists only in an artifact store."""
         after = {stage.name: stage.after for stage in self.stages}
         refused: set[str] = set()
         reached = [name for stage in self.stages if stage.is_refusal for name in stage.after]
         while reached:
             refused.add(name := reached.pop())
             reached += [other for other in after.get(name, ()) if other not in refused]
-        made = [stage for stage in self.stages if stage.kind.makes != "publication" and stage.name not in refused]
-        made = [stage for stage in made if "://" not in str(stage.info.get("model") or "://")]
-        exports = [stage for stage in made if stage.kind.makes == "model" and not stage.kind.trains] or made
-        found = exports[-1].path / exports[-1].info["model"] if exports else None
-        is_elsewhere = found is not None and not found.exists() and exports[-1].result and STORED in exports[-1].result
-        return None if is_elsewhere else found
+        makers = [stage for stage in self.stages if stage.kind.makes != "publication" and stage.name not in refused]
+        makers = [stage for stage in makers if "://" not in str(stage.info.get("model") or "://")]
+        exports = [stage for stage in makers if stage.kind.makes == "model" and not stage.kind.trains] or makers
+        model = exports[-1].path / exports[-1].info["model"] if exports else None
+        is_elsewhere = model is not None and not model.exists() and exports[-1].result and STORED in exports[-1].result
+        return None if is_elsewhere else model
 
     @property
     def trained(self) -> list[StageRecord]:
-        """Return the stages that made a model, and whose files are here."""
-        made = [stage for stage in self.stages if stage.kind.makes == "model" and stage.info.get("model")]
-        return [stage for stage in made if (stage.path / str(stage.info["model"])).exists()]
+        """Return the stages that made a model with files on this machine."""
+        makers = [stage for stage in self.stages if stage.kind.makes == "model" and stage.info.get("model")]
+        return [stage for stage in makers if (stage.path / str(stage.info["model"])).exists()]
 
     @property
     def published(self) -> list[str]:
-        """Return where the run has published models: folders, URLs."""
-        found = [stage.info.get("published") for stage in self.stages if stage.kind.makes == "publication"]
-        return [where for where in dict.fromkeys(found) if isinstance(where, str)]
+        """Return the folders and URLs at which the run has published models."""
+        addresses = [stage.info.get("published") for stage in self.stages if stage.kind.makes == "publication"]
+        return [where for where in dict.fromkeys(addresses) if isinstance(where, str)]
 
 
 def read_run(path: Path) -> RunRecord:
-    """Read what there is of a run; never fails on missing or damaged files."""
+    """Read a run directory; missing or damaged files raise no error."""
     pipeline = read_pipeline(path)
     entries = [entry for entry in pipeline.get("stages", []) if isinstance(entry, dict) and "name" in entry]
     if not entries and (path / "stages").is_dir():
@@ -297,9 +301,9 @@ def read_run(path: Path) -> RunRecord:
 
 
 def read_pipeline(path: Path) -> dict[str, Any]:
-    """Return the table `pipeline` of a run, with all settings of its stages; it is kept, so do not change it.
+    """Return the table `pipeline` of a run, with all settings of its stages; empty if the file is missing or damaged.
 
-    Empty: the file is missing or damaged.
+    The result is cached and must not be changed.
     """
     try:
         table = read_toml(path / PIPELINE).get("pipeline", {})
@@ -309,7 +313,8 @@ def read_pipeline(path: Path) -> dict[str, Any]:
 
 
 def overhead(run: RunRecord) -> dict[str, float]:
-    """Return where the time of the command that ran it last went, in seconds; empty: it is not known when it began."""
+    """Return the time of the last command for a run, in seconds, inside and outside of its stages; empty if its start
+    is unknown."""
     if not run.began:
         return {}
     wall, inside = max(0.0, run.ended - run.began), busy_seconds(run, run.began)
@@ -317,7 +322,8 @@ def overhead(run: RunRecord) -> dict[str, float]:
 
 
 def busy_seconds(run: RunRecord, since: float) -> float:
-    """Return seconds after `since` (unix time) in which a worker ran; parallel stages are not counted twice."""
+    """Return the seconds after the unix time `since` in which any worker ran, without counting parallel stages
+    twice."""
     now = time.time()
     total, reached = 0.0, since
     for begin, end in sorted(
@@ -329,7 +335,7 @@ def busy_seconds(run: RunRecord, since: float) -> float:
 
 
 def loading_line(model: Path) -> str:
-    """Return the Python line that loads the model with the public library."""
+    """Return the line of Python that loads a model with transformers or diffusers."""
     if (model / "model_index.json").is_file():
         index = read_object(model / "model_index.json")
         call = f"DiffusionPipeline.from_pretrained({str(model)!r}{pipeline_arguments(index)})"
@@ -357,7 +363,7 @@ def _read_stage(path: Path, entry: dict[str, Any], after: dict[str, tuple[str, .
 def _kind(name: str, recorded: dict[str, dict[str, Any]]) -> StageKind:
     try:
         return read_kind(recorded[name])
-    except (KeyError, TypeError):  # damaged, or of a version with other fields
+    except (KeyError, TypeError):  # damaged, or from a version with other fields
         return StageKind(name=name, entry="", result_version=0)
 
 

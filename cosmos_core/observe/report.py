@@ -1,6 +1,6 @@
-"""`report.html`: a whole run on one page that reads on its own - no script, no resource from anywhere else.
+"""`report.html`: a whole run on one standalone page, without scripts or external resources.
 
-Built from the run directory alone, so a run that failed half-way has one too. Also the program of kind `report`.
+Built from the run directory alone, so that a failed run has a report too. Also the program of kind `report`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome
 
 PAGE = "report.html"
-_MAX_LETTERS = 1200  # of one prompt or completion; longer ones are cut
+_MAX_LETTERS = 1200  # limit for one prompt or completion; longer texts are truncated
 
 
 def run(stage: Stage) -> Outcome:
-    """Write the page into the stage and, for people to find, into the run."""
+    """Write the page into the folder of the stage and, where people look for it, into the folder of the run."""
     page = build(stage.run_path)
     for folder in (stage.path, stage.run_path):
         write_text(folder / PAGE, page)
@@ -34,7 +34,7 @@ def run(stage: Stage) -> Outcome:
 
 
 def build(run_path: Path) -> str:
-    """Return the page of the run at `run_path`, whatever of it exists."""
+    """Return the page of the run at `run_path`, from the files that exist."""
     record = read_run(run_path)
     return (
         _environment()

@@ -1,4 +1,5 @@
-"""What is said of a run that was cut off: when it died, how far it was, how it goes on, and from which step."""
+"""Messages about interrupted runs: when the run died, its progress, the command to resume it, and the step it resumes
+at."""
 
 from __future__ import annotations
 
@@ -12,12 +13,13 @@ from cosmos_core.run.process import is_here
 
 
 def death(run: RunRecord) -> str:
-    """Return when a run that was killed died, how far it was and how it is resumed; empty: it was not killed."""
+    """Return a message with the time of death of a killed run, its progress and the command to resume it; empty if the
+    run was not killed."""
     if run.outcome != "died":
         return ""
     how = f"resume with: {resume_command(run.path)}"
     dead = [stage for stage in run.stages if stage.died is not None]
-    if not dead:  # between two stages, or before the first
+    if not dead:  # the run died between two stages, or before the first
         ends = [stage.state.ended for stage in run.stages if stage.state.ended]
         return f"died after {wording.moment(max(ends, default=holder_died(run.path)))}, {how}"
     last = max(dead, key=lambda stage: stage.died or 0.0)
@@ -28,25 +30,25 @@ def death(run: RunRecord) -> str:
 
 
 def resume_command(run_path: Path) -> str:
-    """Return the command that continues a run, typed in this folder."""
+    """Return the command that continues a run, for the current folder."""
     path = run_path.relative_to(Path.cwd()) if run_path.is_relative_to(Path.cwd()) else run_path
     return f"cosmos resume {shlex.quote(str(path))}"
 
 
 def how_to_resume(run: RunRecord) -> str:
-    """Return the command that continues a run, and the step at which each training that was cut off begins again."""
+    """Return the command that continues a run, and the step at which each interrupted training continues."""
     cut_off = [stage for stage in run.stages if stage.status in {"stopped", "died", "failed"}]
     return resume_command(run.path) + _from_where(cut_off)
 
 
 def _from_where(stages: list[StageRecord]) -> str:
-    """Return the step at which trainings begin again; empty: none of them has taken a step."""
-    said = []
+    """Return a message with the steps at which trainings continue; empty if none has completed a step."""
+    messages = []
     for stage in stages:
         if stage.kind.trains and _reached(stage):
             lost = "" if stage.resumes_after else ": nothing was saved"
-            said.append(f"{stage.name} begins again at step {stage.resumes_after + 1}{lost}")
-    return f" ({'; '.join(said)})" if said else ""
+            messages.append(f"{stage.name} begins again at step {stage.resumes_after + 1}{lost}")
+    return f" ({'; '.join(messages)})" if messages else ""
 
 
 def _reached(stage: StageRecord) -> int:

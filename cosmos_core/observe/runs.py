@@ -1,4 +1,4 @@
-"""Runs side by side: the list of a folder, and how two differ in settings, metrics and time."""
+"""Tables of several runs: the list of runs in a folder, and a comparison of two in settings, metrics and time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from cosmos_core.run.state import ACTIVE, FINISHED
 
 
 def table_of_runs(output_dir: Path, most: int) -> Table:
-    """Return the newest runs of a folder, the newest last: how each stands, and what its last measured stage says."""
+    """Return a table of the newest runs of a folder, the newest last, with outcome and the metrics of the last stage
+    with any."""
     table = Table("run", "pipeline", "began", "took", "stages", "outcome", "metrics", caption_justify="left")
     deaths: list[str] = []
     for facts in runs_in(output_dir)[-most:]:
@@ -42,10 +43,10 @@ def _last_metrics(run: RunRecord) -> str:
 
 
 def compared(first: Path, second: Path, kinds: Kinds) -> Iterator[str | Table]:
-    """Yield how two runs differ: settings as lines, then the metrics of the stages that both have as a table.
+    """Yield the differences between two runs: settings as lines, then the metrics of the stages in both as a table.
 
     Raises:
-        ConfigError: the pipeline of one cannot be read.
+        ConfigError: the pipeline of a run cannot be read.
     """
     pipelines = [load_pipeline(path / PIPELINE, (), kinds) for path in (first, second)]
     lines = list(difference(*pipelines))
@@ -69,8 +70,8 @@ def _rows(old: StageRecord, new: StageRecord) -> Iterator[tuple[str, str, str, s
         values = [found.get(key) for found in metrics]
         numbers = [float(value) for value in values if isinstance(value, int | float)]
         change = numbers[1] - numbers[0] if len(numbers) == 2 else 0.0
-        said = f"{change:+.4g} {wording.verdict(key, change)}".rstrip() if change else ""
-        yield key, _shown(values[0]), _shown(values[1]), said
+        text = f"{change:+.4g} {wording.verdict(key, change)}".rstrip() if change else ""
+        yield key, _shown(values[0]), _shown(values[1]), text
 
 
 def _shown(value: object) -> str:
@@ -78,7 +79,7 @@ def _shown(value: object) -> str:
 
 
 def is_over(run: RunRecord) -> bool:
-    """Return whether no stage of a run does anything or is about to."""
+    """Return True if no stage of a run is active or about to start."""
     active = any(stage.status in ACTIVE for stage in run.stages)
     ready = any(_is_ready(stage, run) for stage in run.stages if stage.status == "waiting")
     newest = max((stage.state.ended or 0.0 for stage in run.stages), default=0.0)
@@ -86,7 +87,7 @@ def is_over(run: RunRecord) -> bool:
 
 
 _BETWEEN_SECONDS = 60.0
-"""A stage whose inputs are done and that has not begun for longer is not going to."""
+"""Time within which a stage is expected to start after its inputs are complete."""
 
 
 def _is_ready(stage: StageRecord, run: RunRecord) -> bool:

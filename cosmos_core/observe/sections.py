@@ -1,4 +1,4 @@
-"""What the report says, as plain values: which stages, prompts, metrics and files; `templates/` has the looks.
+"""Content of the report as plain values: stages, prompts, metrics and files; `templates/` has the layout.
 
 Each function takes the record of a run or of one of its stages.
 """
@@ -16,29 +16,30 @@ from cosmos_core.run.files import Document, parsed, read_json
 from cosmos_core.run.stage import PROFILES
 
 NUM_PROMPTS = 12
-"""Prompts that are shown side by side; the rest is in `samples.jsonl`."""
-_NUM_ROLLOUTS = 4  # of the first and of the last logged step of a stage that trains on rollouts
-_NUM_OPERATORS = 10  # of a trace
-_NUM_DRAWINGS = 4  # of one prompt
-_NUM_FILES = 40  # of a stage's outputs
+"""Number of prompts in the report; all prompts are in `samples.jsonl`."""
+_NUM_ROLLOUTS = 4  # number of rollouts from the first and from the last logged step of a training on rollouts
+_NUM_OPERATORS = 10  # number of operators from a trace
+_NUM_DRAWINGS = 4  # number of images or videos for one prompt
+_NUM_FILES = 40  # number of output files of a stage
 _OF_A_REWARD = ("items", "errors", "ready", "restarts", "retried", "seconds")
 _LOGPROB_DIFFERENCE = "rollout/logprob_difference_p95"
 
 
 def measured(run: RunRecord) -> list[StageRecord]:
-    """Return the stages whose validation metrics are compared: those that only measure, else whichever have some. Of a
-    sweep that is the choice; its branches have a table of their own."""
+    """Return the stages whose validation metrics are compared: stages that only measure or choose, otherwise all stages
+    with such metrics. Stages in a branch of a sweep have their own table."""
     branches = in_branches(run)
-    found = [
+    candidates = [
         stage
         for stage in run.stages
         if stage.name not in branches and any(key.startswith("validation/") for key in stage.metrics)
     ]
-    return [stage for stage in found if stage.kind.makes == "metrics" or stage.kind.chooses] or found
+    return [stage for stage in candidates if stage.kind.makes == "metrics" or stage.kind.chooses] or candidates
 
 
 def cards(run: RunRecord) -> list[tuple[str, str]]:
-    """Return the few values at the top: metrics from the first to the last stage, times, stages that are finished."""
+    """Return the summary at the top: metrics of the first and the last measured stage, times, number of finished
+    stages."""
     shown = []
     metrics = [wording.table_metrics(stage.metrics) for stage in measured(run)]
     for name in metrics[-1] if metrics else ():
@@ -55,8 +56,8 @@ def cards(run: RunRecord) -> list[tuple[str, str]]:
 
 
 def comparison(run: RunRecord) -> tuple[list[str], list[dict[str, Any]]]:
-    """Return the names of what was measured, and each validation metric: its values, and the change from the first to
-    the last. Where a training measured before its first step, that comes first."""
+    """Return the names of the columns, and one row per validation metric with its values and the change from first to
+    last. The first column is the validation before the first step of training, if there was one."""
     first = next((stage for stage in run.stages if stage.kind.trains), None)
     start = next((line for line in first.curves if line.get("step") == 0), {}) if first else {}
     columns = [(f"before {first.name}", start)] if first and any(map(_is_validation, start)) else []
@@ -64,8 +65,8 @@ def comparison(run: RunRecord) -> tuple[list[str], list[dict[str, Any]]]:
     rows = []
     for key in dict.fromkeys(key for _, metrics in columns[-1:] + columns for key in metrics if _is_validation(key)):
         values = [metrics.get(key) for _, metrics in columns]
-        known = [wording.as_float(value) for value in values if isinstance(value, int | float)]
-        change = known[-1] - known[0] if len(known) > 1 else None
+        numbers = [wording.as_float(value) for value in values if isinstance(value, int | float)]
+        change = numbers[-1] - numbers[0] if len(numbers) > 1 else None
         verdict = wording.verdict(key, change)
         shown = "" if change is None else f"{change:+.3f}"
         rows.append({"name": key.removeprefix("validation/"), "values": values, "change": shown, "verdict": verdict})
@@ -77,7 +78,7 @@ def _is_validation(key: str) -> bool:
 
 
 def samples(run: RunRecord) -> dict[str, Any]:
-    """Return the completions of the same prompts by each stage that measures, side by side."""
+    """Return the completions of the same prompts by each stage that measures, for columns side by side."""
     stages = [stage for stage in run.stages if stage.samples and stage.kind.feed != "rollouts"]
     completions = [_newest_by_prompt(stage) for stage in stages]
     everywhere = [prompt for prompt in completions[0] if all(prompt in c for c in completions)] if completions else []
@@ -91,12 +92,12 @@ def samples(run: RunRecord) -> dict[str, Any]:
 
 
 def gates(run: RunRecord) -> list[tuple[StageRecord, Condition]]:
-    """Return every condition of every gate with what was measured."""
+    """Return every condition of every gate with the measured value."""
     return [(stage, condition) for stage in run.stages for condition in stage.conditions]
 
 
 def lineage(run: RunRecord) -> list[dict[str, Any]]:
-    """Return what each stage was made from and what it made, by digest."""
+    """Return the inputs and outputs of each stage, by digest."""
     return [
         {
             "stage": stage,
@@ -113,7 +114,7 @@ def lineage(run: RunRecord) -> list[dict[str, Any]]:
 
 
 def setting(run: RunRecord) -> list[tuple[str, Any, bool]]:
-    """Return command, host, commit, seeds and versions: name, value, and whether it is code."""
+    """Return command, host, commit, seeds and versions: name, value, and whether the value is shown as code."""
     facts = run.facts
     return [
         ("command", " ".join(facts.command), True),
@@ -127,18 +128,19 @@ def setting(run: RunRecord) -> list[tuple[str, Any, bool]]:
 
 
 def label(stage: StageRecord) -> str:
-    """Return the state as people read it; the report that is being written cannot know its own end."""
+    """Return the displayed state of a stage; the stage that writes this report is still running and shown as `this
+    page`."""
     return "this page" if stage.kind.makes == "page" and stage.status == "running" else stage.status
 
 
 def headline(stage: StageRecord) -> str:
-    """Return the one metric that stands in the title of a stage."""
-    found = wording.key_metrics(stage.metrics, most=1).items()
-    return " ".join(f"{wording.family(key)} {wording.number(value)}" for key, value in found)
+    """Return the metric for the title of a stage."""
+    items = wording.key_metrics(stage.metrics, most=1).items()
+    return " ".join(f"{wording.family(key)} {wording.number(value)}" for key, value in items)
 
 
 def times(stage: StageRecord) -> list[tuple[str, str]]:
-    """Return when, how often and where a stage ran; what is not known is left out."""
+    """Return times, number of attempts and machines of a stage, without those that are unknown."""
     state = stage.state
     pairs = [
         ("started", wording.clock(state.spans[0][0] if state.spans else None)),
@@ -152,34 +154,35 @@ def times(stage: StageRecord) -> list[tuple[str, str]]:
 
 
 def metrics(stage: StageRecord) -> list[tuple[str, str]]:
-    """Return the metrics of a stage that are not bookkeeping."""
+    """Return the metrics of a stage, without times, throughput and memory."""
     return [(key, wording.number(value)) for key, value in wording.key_metrics(stage.metrics, most=100).items()]
 
 
 def info(stage: StageRecord) -> dict[str, Any]:
-    """Return what a stage left beside metrics; the conditions of a gate have a table of their own."""
+    """Return the results of a stage other than metrics; the conditions of a gate have a separate table."""
     return {key: value for key, value in stage.info.items() if key != "conditions" and value not in ("", [], {}, None)}
 
 
 def services(stage: StageRecord) -> list[list[Any]]:
-    """Return a row for each reward of each service that a stage asked, or for the service where it told of none."""
+    """Return a row for each reward of each service that a stage used, or one row for a service that reports no
+    rewards."""
     rows: list[list[Any]] = []
     for service in stage.services:
         refused = ", ".join(f"{status}: {count:g}" for status, count in sorted(service.refused.items()))
-        told = service.rewards or {"": {}}
-        for name, each in told.items():
+        rewards = service.rewards or {"": {}}
+        for name, each in rewards.items():
             numbers = [f"{each[key]:g}" if key in each else "" for key in _OF_A_REWARD]
             rows.append([service.url, service.status, name, *numbers, refused])
     return rows
 
 
 def curves(stage: StageRecord) -> str:
-    """Return the curves of a stage as SVG; empty: fewer than two steps were logged."""
+    """Return the curves of a stage as SVG; empty if fewer than two steps were logged."""
     return curves_svg(stage.curves, REPORT_PANELS) if len(stage.curves) > 1 else ""
 
 
 def rollouts(stage: StageRecord) -> list[Sample]:
-    """Return a few rollouts of the first and of the last logged step of a stage that trains on them."""
+    """Return some rollouts of the first and of the last logged step of a training on rollouts."""
     if stage.kind.feed != "rollouts":
         return []
     steps = sorted({line.step for line in stage.samples})
@@ -188,7 +191,7 @@ def rollouts(stage: StageRecord) -> list[Sample]:
 
 
 class Operator(Document):
-    """One of the operators that took longest in the profiled steps."""
+    """An operator with its share of the time in the profiled steps."""
 
     operator: str
     calls: int
@@ -197,14 +200,14 @@ class Operator(Document):
 
 
 def operators(stage: StageRecord) -> list[Operator]:
-    """Return the operators that took longest in the newest trace of a stage."""
+    """Return the operators that took the most time in the newest trace of a stage."""
     traces = sorted((stage.path / PROFILES).glob("*.operators.json"), key=lambda path: path.stat().st_mtime)
-    found = read_json(traces[-1]) if traces else None
-    return parsed(found, Operator)[:_NUM_OPERATORS] if isinstance(found, list) else []
+    entries = read_json(traces[-1]) if traces else None
+    return parsed(entries, Operator)[:_NUM_OPERATORS] if isinstance(entries, list) else []
 
 
 def drawings(line: Sample) -> list[dict[str, Any]]:
-    """Return the images and videos of a sample as the page has them, each with its reward."""
+    """Return the images and videos of a sample for the page, each with its reward."""
     shown = []
     for index, name in enumerate(line.media[:_NUM_DRAWINGS]):
         path = Path(line.folder) / name
@@ -218,8 +221,8 @@ def drawings(line: Sample) -> list[dict[str, Any]]:
 
 
 def _newest_by_prompt(stage: StageRecord) -> dict[str, Sample]:
-    found: dict[str, Sample] = {}
+    newest: dict[str, Sample] = {}
     for line in stage.samples:
-        if line.prompt not in found or line.step > found[line.prompt].step:
-            found[line.prompt] = line
-    return found
+        if line.prompt not in newest or line.step > newest[line.prompt].step:
+            newest[line.prompt] = line
+    return newest

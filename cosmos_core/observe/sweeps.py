@@ -1,4 +1,4 @@
-"""The sweeps of a run as a table: a row for each branch with its settings, how far it is and what it measured."""
+"""Tables of the sweeps of a run: a row for each branch with its settings, state and metric."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ _BY_URGENCY = ("failed", "died", "stopped", "running", "retrying", "waiting", "d
 
 @dataclass(frozen=True)
 class Row:
-    """One branch."""
+    """One branch of a sweep."""
 
     name: str
     settings: tuple[Any, ...]
     state: str
-    """The most urgent one of its stages."""
+    """The most urgent state of its stages."""
     value: float | None
-    """Of the metric that decides; None: not measured yet."""
+    """Value of the metric that decides; None: not measured yet."""
     seconds: float | None
     is_chosen: bool
 
 
 @dataclass(frozen=True)
 class SweepTable:
-    """The branches among which a stage chooses."""
+    """The branches from which a stage chooses."""
 
     stage: StageRecord
     metric: str
     mode: str
     keys: tuple[str, ...]
     rows: tuple[Row, ...]
-    """The best first, those without a value last."""
+    """Branches, the best first and those without a value last."""
 
 
 def sweeps(run: RunRecord) -> list[SweepTable]:
-    """Return a table for each choice of a run."""
+    """Return a table for each stage of a run that chooses among branches."""
     stages = {stage.name: stage for stage in run.stages}
     tables = []
     for stage in run.stages:
@@ -67,6 +67,6 @@ def sweeps(run: RunRecord) -> list[SweepTable]:
 
 
 def in_branches(run: RunRecord) -> set[str]:
-    """Return the names of the stages that are in a branch."""
+    """Return the names of all stages that belong to a branch."""
     choices = [stage.sweep for stage in run.stages if stage.sweep is not None]
     return {name for choice in choices for branch in choice.branches for name in branch.stages}

@@ -1,4 +1,4 @@
-"""`cosmos logs`: the log of a stage's newest attempt."""
+"""`cosmos logs`: print the log of a stage's newest attempt."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cosmos_core.run.tail import Tail
 
 
 def print_log(run_path: Path, stage: str, *, follow: bool) -> None:
-    """Write the log of a stage's newest attempt to standard output, once or until the stage ends.
+    """Write the log of a stage's newest attempt to standard output, once or, with `follow`, until the stage ends.
 
     Raises:
         ConfigError: nothing has been logged yet.

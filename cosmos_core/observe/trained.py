@@ -1,6 +1,6 @@
-"""What each training of a run learned, from what, and how: base model, data, learning rate, batch, length.
+"""Summary of each training of a run: base model, data, learning rate, batch, length.
 
-From the resolved settings in `pipeline.toml` and from what the stages left; what is not known is left out.
+It is made from the resolved settings in `pipeline.toml` and the files of the stages; unknown values are left out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _STAGE = "stage:"
 
 
 def trained(run: RunRecord) -> list[tuple[StageRecord, list[tuple[str, str]]]]:
-    """Return each stage that trains with its facts: name and value."""
+    """Return each training stage with its properties as pairs of name and value."""
     listed = read_pipeline(run.path).get("stages", [])
     entries = {e["name"]: e for e in listed if isinstance(e, dict) and isinstance(e.get("name"), str)}
     rows = []
@@ -35,7 +35,7 @@ def _model(entry: dict[str, Any]) -> str:
 
 
 def _data(run: RunRecord, entries: dict[str, dict[str, Any]], name: str) -> str:
-    """Return the name of the rows, followed through the stages that prepared them, and how many there are."""
+    """Return the name of the data set, resolved through the stages that prepared its rows, and the number of rows."""
     seen: list[str] = []
     source = ""
     while name in entries and name not in seen:
@@ -49,7 +49,7 @@ def _data(run: RunRecord, entries: dict[str, dict[str, Any]], name: str) -> str:
         name = before.removeprefix(_STAGE)
     source = source or (f"what stage {seen[-1]} made" if len(seen) > 1 else "")
     paths = [stage.path / "data" / "statistics.json" for stage in run.stages if stage.name in seen]
-    counted = next((found for path in paths if (found := read_object(path))), {})
+    counted = next((statistics for path in paths if (statistics := read_object(path))), {})
     rows = [
         f"{wording.number(part['rows'])} rows{' held out' if split == 'validation' else ''}"
         for split in ("train", "validation")

@@ -1,4 +1,4 @@
-"""What a run used, and how its rewards are spread: small tables of the report."""
+"""Tables of the report about used resources and about the distribution of rewards."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _BINS = 10
 
 @dataclass(frozen=True)
 class Use:
-    """What one stage used."""
+    """Resources that one stage used."""
 
     stage: StageRecord
     machines: str
     gpu_hours: float
     tokens_per_second: float | None
     size: int
-    """Bytes of its outputs."""
+    """Size of its outputs in bytes."""
 
 
 def resources(run: RunRecord) -> list[Use]:
-    """Return what each stage used that ran here."""
+    """Return the resources of each stage that ran a worker in this run."""
     return [
         Use(
             stage=stage,
@@ -39,40 +39,40 @@ def resources(run: RunRecord) -> list[Use]:
 
 
 def _tokens_per_second(stage: StageRecord) -> float | None:
-    """The median over the steps, which the first ones do not move."""
-    found = sorted(value for line in stage.curves if (value := wording.tokens_per_second(line)) is not None)
-    return found[len(found) // 2] if found else None
+    """Return the median over the steps, which slow first steps do not affect."""
+    speeds = sorted(value for line in stage.curves if (value := wording.tokens_per_second(line)) is not None)
+    return speeds[len(speeds) // 2] if speeds else None
 
 
 @dataclass(frozen=True)
 class Bin:
-    """Rewards between two values."""
+    """A bin of a histogram of rewards."""
 
     low: float
     high: float
     first: float
-    """Share of the rewards of the first half of the logged steps, as a percentage of the fullest bin of both."""
+    """Share of rewards from the first half of the logged steps, as a percentage of the largest share of any bin."""
     last: float
     num_first: int
     num_last: int
 
 
 def reward_bins(stage: StageRecord) -> list[Bin]:
-    """Return how the logged rewards of a training are spread, in the first and in the last half of its logged steps;
-    empty where fewer than two steps or two different rewards were logged."""
-    found = [
+    """Return histograms of the logged rewards of a training, for the first and the second half of its logged steps;
+    empty if fewer than two steps or two different rewards were logged."""
+    rewards = [
         (line.step, value)
         for line in stage.samples
         for value in (line.rewards or [line.reward])
         if value is not None and math.isfinite(value)
     ]
-    steps = sorted({step for step, _ in found})
-    values = [value for _, value in found]
+    steps = sorted({step for step, _ in rewards})
+    values = [value for _, value in rewards]
     if stage.kind.feed != "rollouts" or len(steps) < 2 or min(values) == max(values):
         return []
     middle, low = steps[len(steps) // 2], min(values)
     width = (max(values) - low) / _BINS
-    halves = [[value for step, value in found if (step >= middle) == is_last] for is_last in (False, True)]
+    halves = [[value for step, value in rewards if (step >= middle) == is_last] for is_last in (False, True)]
     counts = [[0] * _BINS for _ in halves]
     for half, counted in zip(halves, counts, strict=True):
         for value in half:

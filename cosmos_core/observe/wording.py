@@ -1,4 +1,4 @@
-"""How numbers are said to people, on the console and in the report alike: durations, numbers, which metric is which."""
+"""Formatting of durations, numbers and names of metrics, for the console and the report."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _IN_TABLES = {
     "accuracy": "accuracy", "reward": "reward", "loss": "loss", "logprob_difference_p95": "log-prob difference p95",
 }  # fmt: skip
 _OF_BOTH = frozenset({"reward", "loss"})
-"""What training and validation both measure, with other rows or completions."""
+"""Metrics of both training and validation, computed from different rows or completions."""
 _LOWER_IS_BETTER = ("loss", "perplexity", "nll", "kl", "error", "invalid", "truncated")
 
 
 class Rank(Protocol):
-    """Where a rank runs."""
+    """Machine and devices of a rank."""
 
     @property
     def host(self) -> str:
@@ -34,12 +34,12 @@ class Rank(Protocol):
 
     @property
     def threads(self) -> int:
-        """Return how many threads torch has."""
+        """Return the number of threads of torch."""
         ...
 
 
 def duration(seconds: float | None) -> str:
-    """Return a time as `3.1s`, `42s`, `1m40s`, `2h05m`, `3d04h`; a dash for None."""
+    """Return a duration as `3.1s`, `42s`, `1m40s`, `2h05m`, `3d04h`; a dash for None."""
     if seconds is None or not math.isfinite(seconds):
         return "–"
     if seconds < 9.95:
@@ -64,12 +64,12 @@ def machines(ranks: Iterable[Rank]) -> str:
 
 
 def clock(unix: float | None) -> str:
-    """Return local date and time; empty where it is not known."""
+    """Return local date and time; empty if the time is unknown."""
     return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(unix)) if unix else ""
 
 
 def moment(unix: float | None) -> str:
-    """Return the local time of day as `20:14`, with the date before it unless it is today; a dash for None."""
+    """Return the local time as `20:14`, preceded by the date unless it is today; a dash for None."""
     if unix is None:
         return "–"
     then, now = time.localtime(unix), time.localtime()
@@ -83,7 +83,7 @@ def size(num_bytes: int) -> str:
 
 
 def as_float(value: float) -> float:
-    """Return a metric as a float; an integer that is too large for one is infinite."""
+    """Return a metric as a float; an integer that is too large for a float is infinite."""
     try:
         return float(value)
     except OverflowError:
@@ -91,8 +91,8 @@ def as_float(value: float) -> float:
 
 
 def number(value: Any) -> str:
-    """Return a metric with three decimals, a whole or large one as people count, a tiny one with three digits, None as
-    a dash."""
+    """Return a metric with three decimals, a whole or large number with thousands separators, a tiny one with three
+    significant digits, and None as a dash."""
     if value is None:
         return "–"
     if isinstance(value, bool | str):
@@ -114,14 +114,16 @@ def count(value: float) -> str:
 
 
 def family(key: str) -> str:
-    """Return what a metric is about: `loss` for `train/loss`, `reward` for `validation/reward` and `reward/mean`."""
+    """Return the name of a metric without prefix and suffix: `loss` for `train/loss`, `reward` for `validation/reward`
+    and `reward/mean`."""
     for suffix in _SUFFIXES:
         key = key.removesuffix(suffix)
     return key.rpartition("/")[2]
 
 
 def verdict(key: str, change: float | None) -> str:
-    """Return whether a change of this metric is `better` or `worse`; empty: neither, as with a length or a count."""
+    """Return `better` or `worse` for a change of a metric; empty for metrics that are neither, such as a length or a
+    count."""
     lower_is_better = any(word in key.lower() for word in _LOWER_IS_BETTER)
     if not change or not (lower_is_better or family(key) in _HEADLINES):
         return ""
@@ -129,16 +131,16 @@ def verdict(key: str, change: float | None) -> str:
 
 
 def headline(metrics: Mapping[str, Any]) -> tuple[str, float] | None:
-    """Return the one metric of a progress line: the reward if there is one, else the loss, else the accuracy."""
-    for wanted in _HEADLINES:
+    """Return the metric for a progress line: the reward if there is one, else the loss, else the accuracy."""
+    for name in _HEADLINES:
         for key, value in metrics.items():
-            if family(key) == wanted and isinstance(value, int | float):
-                return wanted, as_float(value)
+            if family(key) == name and isinstance(value, int | float):
+                return name, as_float(value)
     return None
 
 
 def tokens_per_second(metrics: Mapping[str, Any]) -> float | None:
-    """Return the throughput among the metrics; None when it is not measured."""
+    """Return the throughput among the metrics; None if it is not measured."""
     for key, value in metrics.items():
         if family(key) == "tokens_per_second" and isinstance(value, int | float):
             return as_float(value)
@@ -146,7 +148,8 @@ def tokens_per_second(metrics: Mapping[str, Any]) -> float | None:
 
 
 def key_metrics(metrics: Mapping[str, Any], most: int = 4) -> dict[str, float]:
-    """Return the metrics that a table has room for: validation first, then reward, loss, accuracy, then the rest."""
+    """Return the most important metrics, `most` at most: validation first, then reward, loss, accuracy, then the
+    rest."""
 
     def rank(key: str) -> int:
         if key.startswith("validation/"):
@@ -158,18 +161,18 @@ def key_metrics(metrics: Mapping[str, Any], most: int = 4) -> dict[str, float]:
 
 
 def short(key: str) -> str:
-    """Return the short name of a metric: `loss` is that of training, `held-out loss` that of validation."""
+    """Return the short name of a metric: `loss` for training, `held-out loss` for validation."""
     name = _IN_TABLES.get(family(key), family(key))
     return f"held-out {name}" if key.startswith("validation/") and name in _OF_BOTH else name
 
 
 def table_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the few metrics of a line in a table, by short name: held-out ones before those of training; if none of
-    the well-known is there, the first three."""
-    known = key_metrics(metrics, most=len(metrics))
-    found: dict[str, float] = {}
-    for wanted in _IN_TABLES:
-        for key, value in known.items():
-            if family(key) == wanted:
-                found.setdefault(short(key), value)
-    return found or {key.rpartition("/")[2].replace("_", " "): known[key] for key in list(known)[:3]}
+    """Return the metrics for one row of a table, by short name; if none of the usual metrics exists, the first
+    three."""
+    ranked = key_metrics(metrics, most=len(metrics))
+    shown: dict[str, float] = {}
+    for name in _IN_TABLES:
+        for key, value in ranked.items():
+            if family(key) == name:
+                shown.setdefault(short(key), value)
+    return shown or {key.rpartition("/")[2].replace("_", " "): ranked[key] for key in list(ranked)[:3]}

@@ -1,7 +1,7 @@
-"""Where metrics go beside the run directory: one file each in this folder, or a user's `file.py:Class`.
+"""Destinations of metrics in addition to the run directory: a module each in this folder, or a user's `file.py:Class`.
 
-A sink is told what `metrics.jsonl` already has, in a thread of its own: one that is slow, unreachable or broken costs
-the training a line in the log, nothing else.
+A sink receives the lines of `metrics.jsonl` in a separate thread: if it is slow, unreachable or broken, the training
+logs a warning and continues.
 """
 
 from __future__ import annotations
@@ -28,27 +28,29 @@ logger = logging.getLogger(__name__)
 CLOSE_SECONDS = 5.0
 """Longest wait for all sinks together at the end of a stage."""
 STOP_SECONDS = 2.0
-"""The same when the stage was asked to stop: its grace is for the checkpoint."""
+"""Longest wait if the stage was asked to stop: its grace period is reserved for the checkpoint."""
 
 
 class Sink(Protocol):
-    """What `logging.logger` names: a class that is called with the stage and the first step that this attempt logs.
+    """Interface of the classes in `logging.logger`, which are called with the stage and the first step that this
+    attempt logs.
 
-    Any call may take long or raise. One of ours is `SomeNameSink` in `some_name.py`; its `package` is what it needs.
+    Any call may take long or raise. A built-in sink is `SomeNameSink` in `some_name.py`, and needs its `package`.
     """
 
     starting_step: int
-    """The first step that it lacks; earlier steps that it has not are in `metrics.jsonl` and are sent first."""
+    """First step that the sink does not have; steps from it on in `metrics.jsonl`, from earlier attempts, are sent
+    first."""
 
     def log(self, line: dict[str, Any]) -> None:
-        """Take one line of `metrics.jsonl`: `step`, `time` (seconds since 1970) and metrics by name."""
+        """Receive one line of `metrics.jsonl`: `step`, `time` (seconds since 1970) and metrics by name."""
 
     def close(self, exit_code: int) -> None:
-        """Send what is left; the stage ends with this code, 0 if it succeeded."""
+        """Send remaining data; the stage ends with `exit_code`, 0 if it succeeded."""
 
 
 class FunctionSink:
-    """A function of the user's own, called with the metrics of a step and the step."""
+    """Adapter for a user's function, which is called with the metrics of a step and the step."""
 
     def __init__(self, function: Callable[[dict[str, Any], int], Any], stage: Stage, starting_step: int) -> None:
         self._function, self.starting_step = function, starting_step
@@ -65,20 +67,20 @@ Opener = Callable[[Stage, int], Sink]
 
 
 def find_sink(name: str) -> Opener:
-    """Return the class of a sink, of ours or a user's.
+    """Return the class of a built-in sink or of a user's sink.
 
     Raises:
-        ConfigError: there is none, or the user's file cannot be imported.
+        ConfigError: the sink does not exist, or the user's file cannot be imported.
     """
-    found = load_named(name, SINKS_FOLDER, "Sink")
-    return partial(FunctionSink, found) if inspect.isfunction(found) else found
+    sink = load_named(name, SINKS_FOLDER, "Sink")
+    return partial(FunctionSink, sink) if inspect.isfunction(sink) else sink
 
 
 @contextmanager
 def attached(stage: Stage, find: Callable[[str], Opener] = find_sink) -> Iterator[None]:
-    """Pass the metrics that the stage logs in the block on to the sinks that its recipe asks for.
+    """Pass the metrics that the stage logs in the block on to the sinks of its recipe.
 
-    None is opened before there is a metric, so a stage without any leaves no empty run.
+    A sink is opened with the first metric, so that a stage without metrics creates no empty run.
     """
     names = dict.fromkeys(name for name in stage.recipe.logging.logger if name != CONSOLE)
     couriers = [_Courier(name, find, stage) for name in names]
@@ -97,7 +99,7 @@ def attached(stage: Stage, find: Callable[[str], Opener] = find_sink) -> Iterato
 
 
 class _Courier:
-    """Carries lines to one sink; its first failure ends it for this attempt."""
+    """Passes lines to one sink; its first failure ends it for this attempt."""
 
     def __init__(self, name: str, find: Callable[[str], Opener], stage: Stage) -> None:
         self._name, self._find, self._stage = name, find, stage
@@ -106,7 +108,7 @@ class _Courier:
         self._thread: threading.Thread | None = None
 
     def tell(self, line: dict[str, Any]) -> None:
-        """Take a line that `metrics.jsonl` has; never waits."""
+        """Queue a line of `metrics.jsonl` without blocking."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, args=(line,), name=f"sink-{self._name}", daemon=True)
             self._thread.start()
@@ -114,12 +116,12 @@ class _Courier:
             self._lines.put(line)
 
     def end(self, exit_code: int) -> None:
-        """Say that nothing follows."""
+        """Signal that no further line follows."""
         self._exit_code = exit_code
         self._lines.put(None)
 
     def wait(self, deadline: float, seconds: float) -> None:
-        """Wait until it is closed, or until the monotonic clock says `deadline`, which is `seconds` after the end."""
+        """Wait until the sink is closed or the monotonic clock reaches `deadline`, which is `seconds` after the end."""
         if self._thread is None:
             return
         self._thread.join(max(0.0, deadline - time.monotonic()))
@@ -129,12 +131,12 @@ class _Courier:
     def _work(self, first: dict[str, Any]) -> None:
         try:
             self._carry(first)
-        except Exception as error:  # noqa: BLE001 - whatever a sink raises, it never stops a training
+        except Exception as error:  # noqa: BLE001 - no error of a sink may stop a training
             self._warn(f"{type(error).__name__}: {error}")
 
     def _carry(self, first: dict[str, Any]) -> None:
         sink = self._find(self._name)(self._stage, first["step"])
-        # What earlier attempts measured and the sink has not: it was unreachable then, or they were killed.
+        # Lines of earlier attempts that the sink lacks: it was unreachable, or the attempt was killed.
         earlier = takewhile(lambda line: line["time"] != first["time"], read_metrics(self._stage.metrics.path))
         missing = (line for line in earlier if line["step"] < first["step"])
         for line in chain(missing, [first], iter(self._lines.get, None)):
@@ -150,7 +152,7 @@ class _Courier:
 
 
 def numbers(line: dict[str, Any]) -> dict[str, float]:
-    """Return the metrics of a line that are numbers."""
+    """Return the numeric metrics of a line."""
     return {
         name: float(value)
         for name, value in line.items()

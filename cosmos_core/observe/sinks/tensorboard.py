@@ -1,4 +1,4 @@
-"""TensorBoard: event files in the stage's folder `tensorboard/`."""
+"""TensorBoard sink: event files in the stage's folder `tensorboard/`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cosmos_core.run.stage import Stage
 
 
 class TensorboardSink:
-    """Event files in `tensorboard/`; readers drop what an earlier attempt wrote from `first_step` on."""
+    """Event files in `tensorboard/`; readers discard events of an earlier attempt from `first_step` on."""
 
     package = "tensorboard"
 
@@ -22,7 +22,7 @@ class TensorboardSink:
         self._writer.add_event(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
 
     def log(self, line: dict[str, Any]) -> None:
-        """Take one line of `metrics.jsonl`; it is in the file at once, for a kill to leave it there."""
+        """Write one line of `metrics.jsonl`, and flush it so that it survives a kill."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 

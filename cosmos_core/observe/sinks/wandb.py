@@ -1,5 +1,5 @@
-"""Weights & Biases: a run for each stage that measures something. Of samples only what a diffusion model drew of
-held-out prompts is sent; code and machine statistics are not."""
+"""Weights & Biases sink: a run for each stage that logs metrics. The only samples that it sends are those of a
+diffusion model from held-out prompts; it sends neither code nor machine statistics."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ _INIT_SECONDS = 30.0
 
 
 class WandbSink:
-    """A run on Weights & Biases; `WANDB_API_KEY`, `WANDB_BASE_URL` and `WANDB_MODE` say whose, where and whether.
+    """A run on Weights & Biases; `WANDB_API_KEY`, `WANDB_BASE_URL` and `WANDB_MODE` select the account, the server and
+    the mode.
 
-    A stage that is resumed goes on in its run, from the step that the server has. Without a server each attempt
-    leaves a folder with all steps so far: `wandb sync` the newest.
+    A stage that is resumed continues its run, from the step that the server has. Without a server each attempt leaves a
+    folder with all steps so far; upload the newest with `wandb sync`.
     """
 
     package = "wandb"
@@ -50,33 +51,33 @@ class WandbSink:
         self.starting_step = int(self._run.starting_step)
 
     def log(self, line: dict[str, Any]) -> None:
-        """Take one line of `metrics.jsonl`. wandb takes no step before another: what validation measured of an earlier
-        one stands at the newest, with its own as `validation/step`."""
+        """Send one line of `metrics.jsonl`. wandb accepts no earlier step after a later one: metrics of a late
+        validation are sent for the newest step, with their own step as `validation/step`."""
         step = line["step"]
         earlier = {"validation/step": step} if step < self._newest else {}
         self._newest = max(self._newest, step)
         self._run.log({**numbers(line), **earlier, **self._drawings(step)}, step=self._newest)
 
     def _drawings(self, step: int) -> dict[str, Any]:
-        """Return what was drawn of held-out prompts after a step, where anything was."""
+        """Return the samples of held-out prompts after a step, if there are any."""
         import wandb
 
         folder = gallery.step_folder(self._stage_path, step)
         if (self._interval and step % self._interval) or not (folder / gallery.GRID).is_file():
             return {}
         videos = sorted(folder.glob(f"*{gallery.VIDEO}"))
-        found: dict[str, Any] = {"validation/drawings": wandb.Image(str(folder / gallery.GRID))}
+        media: dict[str, Any] = {"validation/drawings": wandb.Image(str(folder / gallery.GRID))}
         if videos:
-            found["validation/videos"] = [wandb.Video(str(path), format="mp4") for path in videos]
-        return found
+            media["validation/videos"] = [wandb.Video(str(path), format="mp4") for path in videos]
+        return media
 
     def close(self, exit_code: int) -> None:
-        """Wait until everything is sent."""
+        """Wait until everything is sent, and end the run."""
         self._run.finish(exit_code=exit_code)
 
 
 def _wandb_id(path: Path) -> str:
-    """Return the same id for all attempts, and another once the stage is made anew: its folder is moved aside then."""
+    """Return the same id for all attempts of a stage; a stage that is made again has a new folder and gets a new id."""
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
         write_text(path, uuid.uuid4().hex)
