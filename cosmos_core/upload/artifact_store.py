@@ -1,14 +1,14 @@
-"""What machines that share no disk share instead: `artifact_store = "s3://BUCKET/PREFIX"`.
+"""The artifact store, for machines without a shared disk: `artifact_store = "s3://BUCKET/PREFIX"`.
 
-    objects/<ab>/<sha256>                         outputs of stages, each content once
-    made/<fingerprint>/result.json                what was made with it: reuse looks there
-    made/<fingerprint>/lease.json                 who makes it now
-    made/<fingerprint>/checkpoints/step_<N>.json  of the training; their objects lie below content/, and go with them
-    runs/<run>/run.json                           pipeline.toml and run.json; <run>-2 where another run has the name
-    runs/<run>/stages/<name>/result.json          written last: with it the stage is complete
-    runs/<run>/stages/<name>/record.json          state, metrics, samples, logs: for other machines to show
+objects/<ab>/<sha256>                         outputs of stages, each content once
+made/<fingerprint>/result.json                result with a fingerprint, for reuse
+made/<fingerprint>/lease.json                 the process that makes the result now
+made/<fingerprint>/checkpoints/step_<N>.json  checkpoints of the training; their objects are below content/
+runs/<run>/run.json                           pipeline.toml and run.json; <run>-2 if another run has the name
+runs/<run>/stages/<name>/result.json          written last: the stage is complete
+runs/<run>/stages/<name>/record.json          state, metrics, samples and logs, for display on other machines
 
-Every document is written after what it names. Outputs stay until `store_retention` removes them.
+Every document is written after the objects that it names. Outputs stay until `store_retention` removes them.
 """
 
 from __future__ import annotations
@@ -41,68 +41,70 @@ _RUNS = "/runs/"
 
 
 class ArtifactStore:
-    """The store below one URL; its methods raise ConfigError or UploadError, in one line, where it fails."""
+    """The store below one URL; its methods raise ConfigError or UploadError, with a message of one line, if the store
+    fails."""
 
     def __init__(self, url: str, pause: Callable[[], None] = lambda: None) -> None:
-        """`pause` is called between files and parts, and raises where the run is to stop."""
+        """`pause` is called between files and parts, and raises if the run is to stop."""
         name, self._prefix = split_url(url)
         self.url = f"{SCHEME}{name}/{self._prefix}".rstrip("/")
         self._bucket = Bucket(name)
         self._objects = Contents(self._bucket, self._key("objects"), pause)
 
     def check(self) -> None:
-        """Find out whether the bucket can be reached, and change nothing."""
+        """Check that the bucket can be reached, without changing anything."""
         self._bucket.check()
 
     def put_run(self, run_path: Path) -> str:
-        """Store what a run is, unless it is there; return its URL, which `opened` takes.
+        """Store the definition of a run unless it is stored already; return its URL for `opened`.
 
-        Runs that began on two machines in the same second have one name, and two in the store.
+        Two runs that started on two machines in the same second have the same name, and different names in the store.
         """
         files, facts = {name: _text(run_path / name) for name in RUN_FILES}, read_facts(run_path)
-        run_id = facts.run_id if facts and facts.run_id else run_path.name  # a machine that opened it may say otherwise
+        run_id = facts.run_id if facts and facts.run_id else run_path.name  # the folder may have another name here
         names = (f"{run_id}{suffix}" for suffix in _suffixes())
         with translate_errors(self.url):
             return f"{self.url}{_RUNS}{next(name for name in names if self._has_run(name, files))}"
 
     def run(self, run_id: str) -> dict[str, str]:
-        """Return the files that say what a run is."""
-        found = self._read(f"runs/{run_id}/run.json")
-        if found is None:
+        """Return the files that define a run: their texts by name."""
+        files = self._read(f"runs/{run_id}/run.json")
+        if files is None:
             raise ConfigError(f"{self.url}{_RUNS}{run_id}: there is no such run")
-        return found
+        return files
 
     def put_outputs(self, stage_path: Path, result: Result) -> None:
-        """Store the outputs of a finished stage, each content once."""
+        """Store the output files of a finished stage, each content once."""
         files = {record["sha256"]: stage_path / record["path"] for record in result["outputs"]}
         with translate_errors(self.url):
             self._objects.send(files, stage_path / JOURNAL)
 
     def put_result(self, run_id: str, stage: str, result: Result) -> None:
-        """Make a stage of a run complete: its outputs are there."""
+        """Store the manifest of a stage, which makes it complete; its outputs must be stored before."""
         self._write(f"runs/{run_id}/stages/{stage}/{RESULT}", result)
 
     def put_made(self, result: Result) -> None:
-        """Let other runs find what was made with a fingerprint: its outputs are there."""
+        """Store the result of a fingerprint for reuse by other runs; its outputs must be stored before."""
         self._write(f"made/{result['fingerprint']}/{RESULT}", result)
 
     def result(self, run_id: str, stage: str) -> Result | None:
-        """Return the manifest of a stage of a run; None: it is not complete."""
+        """Return the manifest of a stage of a run; None if the stage is not complete."""
         return self._stored(f"runs/{run_id}/stages/{stage}/{RESULT}")
 
     def made(self, fingerprint: str) -> Result | None:
-        """Return what was made with a fingerprint, if every output is there in its size; None: make it."""
-        found = self._stored(f"made/{fingerprint}/{RESULT}")
-        if found is None:
+        """Return the result of a fingerprint if every output exists with the recorded size; None otherwise."""
+        result = self._stored(f"made/{fingerprint}/{RESULT}")
+        if result is None:
             return None
         with translate_errors(self.url):
-            if missing := self._objects.missing(map(_entry, found["outputs"])):
+            if missing := self._objects.missing(map(_entry, result["outputs"])):
                 logger.warning("%s/objects/%s is gone: its stage is made again", self.url, missing)
                 return None
-        return found
+        return result
 
     def fetch_outputs(self, result: Result, stage_path: Path, here: Mapping[str, Path]) -> None:
-        """Make the outputs of a result lie below `stage_path`; what a file in `here` has, by digest, stays at home."""
+        """Fetch the outputs of a result to `stage_path`; contents that `here` has as local files, by digest, are copied
+        instead."""
         with translate_errors(self.url):
             self._objects.fetch({stage_path / record["path"]: _entry(record) for record in result["outputs"]}, here)
         for record in result["outputs"]:
@@ -110,30 +112,30 @@ class ArtifactStore:
             record.update(mtime_ns=status.st_mtime_ns, inode=status.st_ino)
 
     def lease(self, fingerprint: str, holder: Holder, is_gone: Callable[[Holder], bool]) -> Lease:
-        """Return the right to make the result of a fingerprint."""
+        """Return the lease for making the result of a fingerprint."""
         return Lease(self._bucket, self._key(f"made/{fingerprint}/lease.json"), holder, is_gone)
 
     def checkpoints(self, fingerprint: str, stage_path: Path) -> StoredCheckpoints:
-        """Return the checkpoints of the training with a fingerprint."""
+        """Return the stored checkpoints of the training with a fingerprint."""
         return StoredCheckpoints(self._bucket, self._key(f"made/{fingerprint}/{FOLDER}"), stage_path)
 
     def record(self, run_id: str, stage_path: Path, machine: str) -> StoredRecord:
-        """Return what other machines are shown of a stage of a run."""
+        """Return the record of a stage of a run for display on other machines."""
         return StoredRecord(self._bucket, self._key(f"runs/{run_id}/stages/{stage_path.name}"), stage_path, machine)
 
     def _has_run(self, name: str, files: dict[str, str]) -> bool:
-        """Return whether the run with these files has the name; it has it from now on if no run had it."""
+        """Return True if the name belongs to the run with these files; a free name is assigned to it."""
         key = self._key(f"runs/{name}/run.json")
-        found, _ = read_document(self._bucket, key)
-        if found is None:
+        stored, _ = read_document(self._bucket, key)
+        if stored is None:
             if exchange_document(self._bucket, key, files, ""):
                 return True
-            found, _ = read_document(self._bucket, key)  # another was faster, or the response to us was lost
-        return found is not None and found[_FACTS] == files[_FACTS]
+            stored, _ = read_document(self._bucket, key)  # written by another machine, or by this request
+        return stored is not None and stored[_FACTS] == files[_FACTS]
 
     def _stored(self, key: str) -> Result | None:
-        found = self._read(key)
-        return found | {STORED: self.url} if found is not None else None
+        result = self._read(key)
+        return result | {STORED: self.url} if result is not None else None
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}" if self._prefix else name
@@ -148,9 +150,10 @@ class ArtifactStore:
 
 
 def opened(url: str, folder: str, pause: Callable[[], None]) -> Path:
-    """Return the directory of a run on this machine, made if it is not there; `url` is what `put_run` returned.
+    """Return the directory of a run on this machine, and create it if it does not exist; `url` is a return value of
+    `put_run`.
 
-    It lies in `folder`, or where the folder of runs has the path that it has on the machine that began the run.
+    The directory is in `folder`, or by default in the folder of runs of the machine that started the run.
     """
     base, _, run_id = url.rpartition(_RUNS)
     files = ArtifactStore(base, pause).run(run_id)
@@ -163,7 +166,7 @@ def opened(url: str, folder: str, pause: Callable[[], None]) -> Path:
             pipeline["pipeline"]["output_dir"] = str(runs)
             write_text(path / _FACTS, files[_FACTS])
             write_text(path / _PIPELINE, tomli_w.dumps(pipeline))
-        if _text(path / _FACTS) == files[_FACTS]:  # otherwise it is another run of this machine
+        if _text(path / _FACTS) == files[_FACTS]:  # otherwise the folder belongs to another run
             return path
     raise AssertionError("there are more suffixes than runs")
 
@@ -174,21 +177,22 @@ def _suffixes() -> Iterator[str]:
 
 
 def _text(file: Path) -> str:
-    """Return what is in a file of a run; one that is missing or damaged is no reason not to go on with the run."""
+    """Return the content of a file of a run; a missing or damaged file must not prevent the run from continuing."""
     return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
 
 
 def look_up(pipeline: Pipeline) -> Callable[[str], Result | None]:
-    """Return what finds the result with a fingerprint in the store of a pipeline; without a store it finds nothing."""
+    """Return a function that returns the result of a fingerprint in the store of a pipeline; None for all without a
+    store."""
     url = pipeline.config.artifact_store
     return ArtifactStore(url).made if url else lambda fingerprint: None
 
 
 def check_store(pipeline: Pipeline) -> None:
-    """Find out whether the store of a pipeline can be reached.
+    """Check that the store of a pipeline can be reached.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: the store cannot be reached.
     """
     url = pipeline.config.artifact_store
     try:

@@ -1,4 +1,4 @@
-"""Where models are published. A target is one file in this folder; it stores versions and moves a pointer last."""
+"""Targets for publishing models. A target is one file in this folder; it stores versions and moves a pointer last."""
 
 from __future__ import annotations
 
@@ -12,62 +12,63 @@ from cosmos_core.errors import ConfigError, UploadError
 from cosmos_core.registry import is_import_path, load_named
 
 RECORD = "published.json"
-"""What a version says of itself, beside its files."""
+"""File with the record of a version, next to the files of the model."""
 JOURNAL = "upload.jsonl"
-"""What an upload keeps in the folder of its stage, to go on after a kill."""
+"""File in the folder of a stage with the progress of its upload, to continue after a kill."""
 _MOST_KEPT = 100
 
 
 class Target(Protocol):
-    """What `target` names: a class that is called with the location behind `NAME://`, and holds versions of one model.
+    """Interface of the classes that `target` selects: called with the location after `NAME://`, they hold versions of a
+    model.
 
-    A target that can tell beforehand whether it can be written has a method `check`, which raises ConfigError. One that
-    can go on with an interrupted upload has `attend(folder, pause)`: it keeps notes in the folder, and calls `pause`
-    now and then and before its pointer moves, which raises where the run is to stop. One with `where` and
-    `damage(folder, version, record)`, which returns what is wrong with the files of `record` in a version, or an empty
-    string, is not sent weights a second time that it has as its published version. One whose pointer can go back has
-    `history`, `record_of`, `where` and `point_to`, and `versions` if it can list those too that a rollback left behind,
-    as `S3Target`.
-    One of ours is `SomeNameTarget` in `some_name.py`; a user's is `path/file.py:Class` or `path/file.py:Class://LOCATION`.
+    Optional methods: `check` raises ConfigError if the target cannot be written. `attend(folder, pause)` lets an
+    interrupted upload continue: the target keeps a journal in the folder, and calls `pause`, which raises if the run is
+    to stop, from time to time and before it moves the pointer. With `where` and `damage(folder, version, record)`,
+    which returns what is wrong with the files of `record` in a version or an empty string, the same weights are not
+    published twice. With `history`, `record_of`, `where` and `point_to` the pointer can be moved back; `versions` lists
+    also versions that a rollback left, as in `S3Target`. A built-in target is `SomeNameTarget` in `some_name.py`; a
+    user's target is `path/file.py:Class` or `path/file.py:Class://LOCATION`.
     """
 
     def published(self) -> dict[str, Any] | None:
-        """Return the record of the version that the pointer names; None: nothing was published yet.
+        """Return the record of the version to which the pointer refers; None if nothing was published yet.
 
         Raises:
-            DamagedRecord: something was, but nobody can tell what; `publish` goes on all the same.
-            UploadError: the target cannot be asked.
+            DamagedRecord: the record cannot be read; `publish` is possible all the same.
+            UploadError: the target cannot be reached.
         """
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
-        """Store `folder` as `version`, verify what arrived, then move the pointer; return where the version is.
+        """Store `folder` as `version`, verify the stored files, then move the pointer; return the address of the
+        version.
 
-        Safe to repeat after a crash at any point: a complete version is not sent again, a part of one is replaced.
-        `record["files"]` has the sha256 of each file, `record["metrics"]` what a gate compares with.
+        Safe to repeat after a crash at any point: a complete version is not sent again, an incomplete one is replaced.
+        `record["files"]` has the sha256 of each file, `record["metrics"]` the metrics that a gate compares with.
 
         Raises:
-            UploadError: the target refused, lost or altered something; the pointer was not moved.
+            UploadError: the target refused, lost or altered a file; the pointer was not moved.
         """
 
 
 def is_record(value: Any) -> bool:
-    """Return whether a value is what `publish` was given as a record."""
+    """Return True if a value has the form of a record for `publish`."""
     return isinstance(value, dict) and isinstance(value.get("metrics"), dict) and isinstance(value.get("files"), dict)
 
 
 def moved(history: list[str], version: str) -> list[str]:
-    """Return the versions that the pointer has named once it names this one too."""
+    """Return the history of the pointer after it has moved to `version`."""
     return history[-_MOST_KEPT:] if history[-1:] == [version] else [*history[-_MOST_KEPT + 1 :], version]
 
 
 def check_targets(pipeline: Pipeline) -> None:
-    """Ask each target of ours that a stage publishes to whether it can be written, where it can tell beforehand.
+    """Check for each built-in target of a stage that it can be written, if the target has a method `check`.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: a target cannot be written.
     """
     for stage in pipeline.stages:
-        is_own = is_import_path(split_target(stage.target)[0])  # which is not imported before it is needed
+        is_own = is_import_path(split_target(stage.target)[0])  # a user's code is not imported before it is needed
         if is_own or pipeline.kind_of(stage).makes != "publication":
             continue
         check: Callable[[], None] | None = getattr(open_target(stage.target), "check", None)
@@ -79,10 +80,10 @@ def check_targets(pipeline: Pipeline) -> None:
 
 
 def open_target(target: str) -> Target:
-    """Return the target that a stage names.
+    """Return the target of a stage.
 
     Raises:
-        ConfigError: there is none of this name, or a user's file cannot be imported.
+        ConfigError: there is no target of this name, or a user's file cannot be imported.
     """
     name, location = split_target(target)
     try:

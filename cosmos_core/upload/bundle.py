@@ -1,6 +1,7 @@
-"""Files in a bucket by content: each is stored once under its SHA-256, and a document that is written last names them.
+"""Content-addressed files in a bucket: each content is stored once under its SHA-256, and a document written last names
+it.
 
-What is fetched is compared with its digest, and fetched again where a network altered it.
+A fetched file is compared with its digest, and fetched again if the network altered it.
 """
 
 from __future__ import annotations
@@ -19,37 +20,37 @@ from cosmos_core.run.bucket import SCHEME, Bucket, is_refused_condition, side_by
 from cosmos_core.run.files import copy_file, sha256
 from cosmos_core.upload.transfer import Journal, Transfer
 
-_ATTEMPTS = 3  # for an object that arrives altered
+_ATTEMPTS = 3  # to fetch an object that arrives altered
 _AT_ONCE = 4
 
 
 @dataclass(frozen=True)
 class Entry:
-    """The content of one file."""
+    """Size and digest of the content of one file."""
 
     size: int
     sha256: str
 
     @classmethod
     def of(cls, data: bytes) -> Entry:
-        """Return that of a content."""
+        """Return size and digest of some data."""
         return cls(len(data), hashlib.sha256(data).hexdigest())
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """Files by their paths, and what else is said of them."""
+    """Files by path, with further information."""
 
     files: Mapping[str, Entry]
     info: dict[str, Any] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """Return what `bundle_of` reads."""
+        """Return the document from which `bundle_of` creates this bundle."""
         return {"files": {path: [each.size, each.sha256] for path, each in self.files.items()}, "info": self.info}
 
 
 def bundle_of(value: dict[str, Any]) -> Bundle:
-    """Return the bundle of a document."""
+    """Return the bundle of a JSON document."""
     return Bundle({path: Entry(*each) for path, each in value["files"].items()}, value["info"])
 
 
@@ -57,29 +58,30 @@ class Contents:
     """Files below one prefix of a bucket, named by their SHA-256."""
 
     def __init__(self, bucket: Bucket, prefix: str, pause: Callable[[], None] = lambda: None) -> None:
-        """`pause` is called between files and parts, and raises where the run is to stop."""
+        """`pause` is called between files and parts, and raises if the run is to stop."""
         self._bucket, self._prefix, self._pause = bucket, prefix, pause
 
     def send(self, files: Mapping[str, Path], journal: Path | None = None) -> None:
-        """Store files, each under its digest, and read back what was sent; `journal` keeps what arrived over a kill.
+        """Store files under their digests and verify them; `journal` records which have arrived, to continue after a
+        kill.
 
         Raises:
-            UploadError: one arrives altered each time, or is another meanwhile.
+            UploadError: a file arrives altered each time, or has changed meanwhile.
         """
         transfer = Transfer(self._bucket, Journal(journal), self._pause)
         transfer.send({self._key(digest): (file, digest) for digest, file in files.items()})
 
     def write(self, data: bytes) -> Entry:
-        """Store what is small in one request."""
+        """Store a small content in one request."""
         entry = Entry.of(data)
         self._bucket.write(self._key(entry.sha256), data)
         return entry
 
     def read(self, entry: Entry) -> bytes | None:
-        """Return a content that is small; None: it is not there any more.
+        """Return a small content; None if it does not exist any more.
 
         Raises:
-            UploadError: it arrives altered each time.
+            UploadError: the content arrives altered each time.
         """
         for _ in range(_ATTEMPTS):
             data = self._bucket.read(self._key(entry.sha256))
@@ -88,33 +90,34 @@ class Contents:
         raise UploadError(f"{self._url(entry)} arrived altered {_ATTEMPTS} times")
 
     def remove(self, entry: Entry) -> None:
-        """Remove a content, if it is there."""
+        """Remove a content if it exists."""
         self._bucket.remove(self._key(entry.sha256))
 
     def missing(self, entries: Iterable[Entry]) -> str:
-        """Return the digest of the first content that is not there in its size; empty: all is."""
+        """Return the digest of the first content that does not exist with its size; empty if all exist."""
         for digest, size in {each.sha256: each.size for each in entries}.items():
             self._pause()
-            found = self._bucket.head(self._key(digest))
-            if found is None or found["size"] != size:
+            head = self._bucket.head(self._key(digest))
+            if head is None or head["size"] != size:
                 return digest
         return ""
 
     def fetch(self, files: Mapping[Path, Entry], here: Mapping[str, Path] | None = None) -> None:
-        """Make files hold their content; what they have is not fetched, nor what a file in `here` has, by digest.
+        """Fetch contents to files, without those that the files already have; local files in `here`, by digest, are
+        copied.
 
         Raises:
-            UploadError: a content is gone, or arrives altered each time.
+            UploadError: a content does not exist any more, or arrives altered each time.
         """
-        wanted: dict[Entry, list[Path]] = defaultdict(list)
+        files_of: dict[Entry, list[Path]] = defaultdict(list)
         for file, entry in files.items():
             if not _has(file, entry):
-                wanted[entry].append(file)
-        calls = ((entry, paths, here or {}) for entry, paths in wanted.items())
+                files_of[entry].append(file)
+        calls = ((entry, paths, here or {}) for entry, paths in files_of.items())
         side_by_side(self._fetch_one, calls, _AT_ONCE, "fetch")
 
     def keep_only(self, digests: set[str]) -> None:
-        """Remove every content that is not named."""
+        """Remove every content whose digest is not in `digests`."""
         for each in list(self._bucket.objects(f"{self._prefix}/")):
             if each.key.rpartition("/")[2] not in digests:
                 self._bucket.remove(each.key)
@@ -154,15 +157,15 @@ class Contents:
 
 
 def write_document(bucket: Bucket, key: str, value: dict[str, Any], **only: str) -> str:
-    """Replace a document in one request; return its ETag. `only` as in `Bucket.write`."""
+    """Replace a JSON document in one request and return its ETag. `only` has conditions as in `Bucket.write`."""
     text = json.dumps(value)
     digest = hashlib.sha256(text.encode()).hexdigest()
     return bucket.write(key, json.dumps({"sha256": digest, "text": text}).encode(), **only)
 
 
 def exchange_document(bucket: Bucket, key: str, value: dict[str, Any], etag: str) -> str:
-    """Write a document over the one with this ETag, over none where it is empty; return its ETag, or an empty one:
-    something else lies there."""
+    """Replace the document with this ETag, or create it if `etag` is empty; return the new ETag, or an empty string if
+    the stored document is another one."""
     from botocore.exceptions import ClientError
 
     only = {"IfMatch": f'"{etag}"'} if etag else {"IfNoneMatch": "*"}
@@ -175,19 +178,19 @@ def exchange_document(bucket: Bucket, key: str, value: dict[str, Any], etag: str
 
 
 def read_document(bucket: Bucket, key: str) -> tuple[dict[str, Any] | None, str]:
-    """Return a document and its ETag; None and an empty one: there is none.
+    """Return a document and its ETag; None and an empty string if it does not exist.
 
     Raises:
-        UploadError: it arrives altered each time.
+        UploadError: the document is damaged, or arrives altered each time.
     """
     for _ in range(_ATTEMPTS):
         data, etag = bucket.read_tagged(key)
         if data is None:
             return None, ""
         try:
-            found = json.loads(data)
-            if hashlib.sha256(found["text"].encode()).hexdigest() == found["sha256"]:
-                return json.loads(found["text"]), etag
+            document = json.loads(data)
+            if hashlib.sha256(document["text"].encode()).hexdigest() == document["sha256"]:
+                return json.loads(document["text"]), etag
         except (ValueError, TypeError, KeyError, AttributeError):
             continue
     raise UploadError(f"{SCHEME}{bucket.name}/{key} is damaged, or arrived altered {_ATTEMPTS} times")

@@ -1,4 +1,4 @@
-"""The card of a model where it is published: that of its export, with what is known at the time of publication."""
+"""Model card of a published model: the card of its export, with metrics and origin added at the time of publication."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def with_metrics(card: Path, record: dict[str, Any]) -> str:
-    """Return the text of a model card with the version, its metrics and what it was made from, by digest."""
+    """Return the text of a model card with the version, its metrics and the digests of its inputs."""
     text = card.read_text(encoding="utf-8").rstrip() if card.is_file() else "---\nlibrary_name: transformers\n---"
     lines = [text, "", f"## Published as `{record.get('version', '')}`", ""]
     lines += [f"- from stage `{name}`: `{digest}`" for name, digest in sorted(record.get("inputs", {}).items())]

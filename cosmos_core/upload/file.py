@@ -1,4 +1,5 @@
-"""Target `file`: publish to a folder, `<target>/<version>/`, and `<target>/latest`, a symbolic link that moves last."""
+"""Target `file`: publish to a folder, `<target>/<version>/`, with a symbolic link `<target>/latest` that is moved
+last."""
 
 from __future__ import annotations
 
@@ -16,33 +17,34 @@ HISTORY = "history.json"
 
 
 class FileTarget:
-    """Holds versions side by side in one folder."""
+    """Holds versions in sub-folders of one folder."""
 
     def __init__(self, location: str) -> None:
         self.folder = Path(location)
         self._pause: Callable[[], None] = lambda: None
 
     def attend(self, folder: Path, pause: Callable[[], None]) -> None:
-        """Call `pause` before the pointer moves; a copy that was interrupted is made again, so nothing is noted."""
+        """Set `pause`, which is called before the pointer moves; there is no journal, since an interrupted copy starts
+        again."""
         self._pause = pause
 
     def check(self) -> None:
-        """Find out whether the folder can be written or made, and change nothing.
+        """Check that the folder is writable or can be created, without changing anything.
 
         Raises:
-            ConfigError: it cannot.
+            ConfigError: it is not writable.
         """
-        there = next(path for path in (self.folder, *self.folder.parents) if os.path.lexists(path))
-        if not there.is_dir():
-            raise ConfigError(f"{self.folder} cannot be written: {there} is no folder")
-        if not os.access(there, os.W_OK | os.X_OK):
-            raise ConfigError(f"{self.folder} cannot be written: no permission to write {there}")
+        existing = next(path for path in (self.folder, *self.folder.parents) if os.path.lexists(path))
+        if not existing.is_dir():
+            raise ConfigError(f"{self.folder} cannot be written: {existing} is no folder")
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise ConfigError(f"{self.folder} cannot be written: no permission to write {existing}")
 
     def published(self) -> dict[str, Any] | None:
-        """Return the record of what `latest` points to; None: nothing was published yet.
+        """Return the record of the version to which `latest` points; None if nothing was published yet.
 
         Raises:
-            DamagedRecord: something was, but its record cannot be read.
+            DamagedRecord: the record cannot be read.
         """
         latest = self.folder / "latest"
         if not latest.is_symlink() and not latest.exists():
@@ -53,19 +55,19 @@ class FileTarget:
         """Return the record of a version.
 
         Raises:
-            DamagedRecord: there is none, or it cannot be read.
+            DamagedRecord: the record is missing or cannot be read.
         """
         return self._record(self.folder / version, "publish again")
 
     def history(self) -> list[str]:
-        """Return the versions that the pointer has named, the present one last."""
+        """Return the versions to which the pointer has pointed, the current one last."""
         now = os.path.basename(os.readlink(self.folder / "latest")) if (self.folder / "latest").is_symlink() else ""
-        found = read_json(self.folder / HISTORY)
-        names = [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
+        entries = read_json(self.folder / HISTORY)
+        names = [name for name in entries if isinstance(name, str)] if isinstance(entries, list) else []
         return moved(names, now) if now else []
 
     def versions(self) -> list[str]:
-        """Return all versions that are there, by the time at which they arrived."""
+        """Return all stored versions in the order in which they were published."""
         records = [file for file in self.folder.glob(f"*/{RECORD}") if not file.parent.is_symlink()]
         return [file.parent.name for file in sorted(records, key=lambda file: (file.stat().st_mtime, file))]
 
@@ -74,14 +76,14 @@ class FileTarget:
         return str(self.folder / version)
 
     def damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
-        """Return which file of `record` a version lacks or has altered, or an empty string."""
+        """Return which file of `record` is missing or altered in a version, or an empty string."""
         return self._damage(self.folder / version, record)
 
     def point_to(self, version: str, history: list[str] | None = None) -> None:
-        """Make `version`, which is whole, the published one; `history` is what `history()` returns then.
+        """Move the pointer to `version`, which must be complete, and save `history`, by default with the version added.
 
         Raises:
-            UploadError: it is not whole, or no version but a link to one.
+            UploadError: the version is not complete, or is a link to a version.
         """
         if (self.folder / version).is_symlink() or Path(version).name != version:
             raise UploadError(f"{version!r} is no version of {self.folder}; the pointer was not moved")
@@ -90,7 +92,7 @@ class FileTarget:
         self._move(version, moved(self.history(), version) if history is None else history)
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
-        """Copy, verify, move the pointer; return the folder of the version.
+        """Copy the files, verify them and move the pointer; return the folder of the version.
 
         Raises:
             UploadError: the folder cannot be written, or a copy differs from its source.
@@ -115,16 +117,16 @@ class FileTarget:
         record = read_json(folder / RECORD)
         if record is None or not is_record(record):
             raise DamagedRecord(f"{folder / RECORD} is missing or damaged; {remedy}")
-        found: dict[str, Any] = record
-        return found
+        checked: dict[str, Any] = record
+        return checked
 
     def _damage(self, path: Path, record: dict[str, Any]) -> str:
-        """Return why a version is not complete; empty when every file has the recorded digest."""
+        """Return why a version is not complete; empty if every file has the recorded digest."""
         if read_json(path / RECORD) is None:
             return "no record"
-        found = {str(file.relative_to(path)): file for file in files_below(path)}
+        files = {str(file.relative_to(path)): file for file in files_below(path)}
         for name, digest in record["files"].items():
-            if name not in found or sha256(found[name]) != digest:
+            if name not in files or sha256(files[name]) != digest:
                 return f"{name} is missing or altered"
         return ""
 

@@ -1,8 +1,8 @@
 """Target `hub`: publish to the Hugging Face Hub, `hub://OWNER/NAME` or `hub://OWNER/NAME@BRANCH`; without an owner, to
 the account of the token.
 
-A new repository is private. A version is one commit, which becomes visible whole, and a tag of its name; what is there
-is compared with what was sent before the tag is set. `HF_ENDPOINT` says which Hub, `HF_TOKEN` who we are.
+A new repository is private. A version is one atomic commit and a tag with its name; the tag is set after the stored
+files were compared with the source. `HF_ENDPOINT` selects the Hub, `HF_TOKEN` the account.
 """
 
 from __future__ import annotations
@@ -42,28 +42,29 @@ class HubTarget:
         self._pause: Callable[[], None] = lambda: None
 
     def check(self) -> None:
-        """Find out whether the Hub takes the token, and change nothing.
+        """Check that the Hub accepts the token, without changing anything.
 
         Raises:
-            ConfigError, UploadError: it does not, or cannot be reached.
+            ConfigError, UploadError: the Hub refuses the token, or cannot be reached.
         """
         with self._told():
             self._again(self.api.whoami)
 
     def attend(self, folder: Path, pause: Callable[[], None]) -> None:
-        """Call `pause` between attempts and before the commit; what has arrived the Hub itself knows."""
+        """Set `pause`, which is called between attempts and before the commit; the Hub itself knows which files have
+        arrived."""
         self._pause = pause
 
     @cached_property
     def api(self) -> Any:
-        """Return the client.
+        """Return the client of the Hub.
 
         Raises:
             ConfigError: there is no token.
         """
         for name in ("HF_HUB_DISABLE_TELEMETRY", "HF_HUB_DISABLE_PROGRESS_BARS"):
             os.environ.setdefault(name, "1")
-        from huggingface_hub import HfApi  # half a second to import
+        from huggingface_hub import HfApi  # imported here: it takes half a second
 
         token = os.environ.get("HF_TOKEN")
         if not token:
@@ -78,43 +79,43 @@ class HubTarget:
         return f"{self._again(self.api.whoami)['name']}/{self._name}"
 
     def where(self, version: str) -> str:
-        """Return the name of a version, as a model is named: `OWNER/NAME@TAG`."""
+        """Return the address of a version, `hub://OWNER/NAME@TAG`."""
         return f"hub://{self.repository}@{version}"
 
     def published(self) -> dict[str, Any] | None:
-        """Return the record at the head of the branch; None: nothing was published yet.
+        """Return the record at the head of the branch; None if nothing was published yet.
 
         Raises:
-            DamagedRecord: something was, but its record cannot be read.
-            UploadError: the Hub cannot be asked.
+            DamagedRecord: the record cannot be read.
+            UploadError: the Hub cannot be reached.
         """
         with self._told():
-            found: dict[str, Any] | None = self._again(lambda: self._record(self.branch or "main"))
-        return found
+            record: dict[str, Any] | None = self._again(lambda: self._record(self.branch or "main"))
+        return record
 
     def damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
-        """Return which file of `record`, as in `folder`, the tag of a version lacks or has altered, or an empty string;
-        of the version that is published now also the branch."""
+        """Return which file of `record`, compared with `folder`, is missing or altered at the tag of a version, or an
+        empty string; for the current version also at the head of the branch."""
         branch = self.branch or "main"
         with self._told():
             current = self._again(lambda: self._record(branch)) or {}
             revisions = (version, branch) if current.get("version", version) == version else (version,)
-            found = [self._again(partial(self._damage, folder, record, revision)) for revision in revisions]
-        return next(filter(None, found), "")
+            damages = [self._again(partial(self._damage, folder, record, revision)) for revision in revisions]
+        return next(filter(None, damages), "")
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
-        """Commit what is not there, compare, set the tag; return the name of the version.
+        """Commit the missing files, verify them and set the tag; return the address of the version.
 
         Raises:
-            UploadError: the Hub is not reached, or has something else than was sent.
-            ConfigError: it refuses the token.
+            UploadError: the Hub cannot be reached, or has other files than were sent.
+            ConfigError: the Hub refuses the token.
         """
         branch = self.branch or "main"
         with self._told():
             self._again(lambda: self.api.create_repo(self.repository, private=True, exist_ok=True))
             if branch != "main":
                 self._again(lambda: self.api.create_branch(self.repository, branch=branch, exist_ok=True))
-            # One commit may have arrived although its response did not: each attempt looks first.
+            # A commit may have succeeded although its response was lost, so each attempt checks first.
             self._again(lambda: self._commit(folder, version, record, branch))
             if damage := self._again(lambda: self._damage(folder, record, branch)):
                 raise UploadError(f"hub://{self.repository}: {damage} after the commit")
@@ -125,10 +126,10 @@ class HubTarget:
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
         try:
-            there = self._record(branch) or {}
+            stored = self._record(branch) or {}
         except DamagedRecord:
-            there = {}  # it is replaced
-        is_sent = there.get("version") == version and there["files"] == record["files"]
+            stored = {}  # the commit replaces it
+        is_sent = stored.get("version") == version and stored["files"] == record["files"]
         if is_sent and not self._damage(folder, record, branch):
             return
         head = self.api.repo_info(self.repository, revision=branch)
@@ -139,26 +140,26 @@ class HubTarget:
         self._pause()  # the files may have taken hours, and the commit publishes
         operations.append(CommitOperationAdd(_CARD, with_metrics(folder / _CARD, record).encode()))
         operations.append(CommitOperationAdd(RECORD, json.dumps(record, indent=1).encode()))
-        known = {operation.path_in_repo for operation in operations} | _KEPT
-        old = [file.rfilename for file in head.siblings or () if file.rfilename not in known]
+        paths = {operation.path_in_repo for operation in operations} | _KEPT
+        old = [file.rfilename for file in head.siblings or () if file.rfilename not in paths]
         operations += [CommitOperationDelete(name) for name in old]
         self.api.create_commit(
             self.repository, operations, commit_message=f"Publish {version}", revision=branch, parent_commit=head.sha
         )
 
     def _damage(self, folder: Path, record: dict[str, Any], revision: str) -> str:
-        """Compare each file with what the Hub says that it has: by SHA-256, or for a small one by the object of git."""
+        """Compare each file with the Hub's SHA-256 of it or, for a small file, with the git object id."""
         from huggingface_hub.errors import RevisionNotFoundError
 
         try:
-            found = self.api.repo_info(self.repository, revision=revision, files_metadata=True)
+            info = self.api.repo_info(self.repository, revision=revision, files_metadata=True)
         except RevisionNotFoundError:
             return f"the revision {revision} is missing"
-        there = {file.rfilename: file for file in found.siblings or ()}
+        files = {file.rfilename: file for file in info.siblings or ()}
         for name, sha256 in record["files"].items():
             if name == _CARD:
                 continue
-            file = there.get(name)
+            file = files.get(name)
             is_same = file is not None and (
                 file.lfs.sha256 == sha256 if file.lfs else file.blob_id == _git_object(folder / name)
             )
@@ -177,15 +178,16 @@ class HubTarget:
         except (EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError):
             return None
         try:
-            found = response.json()
+            record = response.json()
         except ValueError:
-            found = None
-        if not is_record(found):
+            record = None
+        if not is_record(record):
             raise DamagedRecord(f"hub://{self.repository}: {RECORD} is damaged; publish again, or remove it there")
-        return dict(found)
+        return dict(record)
 
     def _again(self, call: Callable[[], Any]) -> Any:
-        """Call it until it succeeds; a Hub that is busy says how long to wait."""
+        """Call a function until it succeeds, at most five times; between attempts wait as long as a busy Hub
+        requests."""
         from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
         for attempt in range(_ATTEMPTS):
@@ -196,8 +198,8 @@ class HubTarget:
             except HfHubHTTPError as error:
                 if attempt == _ATTEMPTS - 1 or _status(error) not in _PASSES:
                     raise
-                asked = error.response.headers.get("Retry-After", "")
-                wait = float(asked) if asked.isdigit() else wait
+                retry_after = error.response.headers.get("Retry-After", "")
+                wait = float(retry_after) if retry_after.isdigit() else wait
             except (HTTPError, ConnectionError):
                 if attempt == _ATTEMPTS - 1:
                     raise
@@ -205,7 +207,7 @@ class HubTarget:
         raise AssertionError("the last attempt returns or raises")
 
     def _sleep(self, seconds: float) -> None:
-        """Wait in slices: an upload that is to stop meanwhile has less time than a busy Hub may ask for."""
+        """Wait in short intervals: an upload that has to stop has less time than a busy Hub may request."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             self._pause()
@@ -213,7 +215,7 @@ class HubTarget:
 
     @contextmanager
     def _told(self) -> Iterator[None]:
-        """Turn what the Hub's client raises into one line."""
+        """Translate errors of the Hub's client to errors with a message of one line."""
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 
         where = f"hub://{self._name}"

@@ -1,7 +1,7 @@
-"""A lease in a bucket: of all processes on all machines one makes a thing at a time.
+"""A lease in a bucket, which lets only one process on any machine make something at a time.
 
-Its holder renews it. Who waits takes it over when it has not changed for a minute by his own clock: those of other
-machines are never read. What a kill leaves behind is taken over on the same machine at once.
+The holder renews the lease. A waiting process takes over a lease that has not changed for a minute by its own clock, so
+that clocks need not agree. On the machine of a killed holder it takes over at once.
 """
 
 from __future__ import annotations
@@ -26,60 +26,60 @@ _POLL_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Holder:
-    """A process of one machine."""
+    """A process on a machine that holds a lease."""
 
     machine: str
     pid: int
     started: float | None
-    """Of the process, after the boot of its machine."""
+    """Start time of the process, relative to the boot of its machine."""
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
     beats: int = 0
-    """Raised by each renewal."""
+    """Number of renewals."""
 
 
 class Lease:
-    """The right to make one thing."""
+    """The exclusive right to make one thing."""
 
     def __init__(self, bucket: Bucket, key: str, holder: Holder, is_gone: Callable[[Holder], bool]) -> None:
-        """`is_gone`: whether a process is known to have ended, because it was one of this machine."""
+        """`is_gone` returns True if a process of this machine is known to have ended."""
         self._bucket, self._key = bucket, key
         self._holder, self._is_gone = holder, is_gone
         self._etag = ""
         self.is_lost = False
-        """Whether another machine is known to have taken it over."""
+        """True if another machine is known to have taken over the lease."""
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def acquire(self, while_waiting: Callable[[Holder], None]) -> bool:
-        """Take the lease; return whether another held it meanwhile. `while_waiting` is called between tries with who
-        does, and may raise to give up.
+        """Acquire the lease; return True if another process held it meanwhile. `while_waiting` is called between
+        attempts with the current holder, and may raise to give up.
 
         Raises:
-            ConfigError, UploadError: the store refuses, or is not reached.
+            ConfigError, UploadError: the store refuses, or cannot be reached.
         """
         last_etag, since, has_waited = "", time.monotonic(), False
         with translate_errors(self._url):
             while True:
-                found, etag = self._read()
+                holder, etag = self._read()
                 if etag != last_etag:
                     last_etag, since = etag, time.monotonic()
-                is_free = found is None or self._is_gone(found) or time.monotonic() - since > LAPSED_SECONDS
+                is_free = holder is None or self._is_gone(holder) or time.monotonic() - since > LAPSED_SECONDS
                 if is_free and self._put(etag):
                     break
                 has_waited = True
-                if found is not None:
-                    while_waiting(found)
+                if holder is not None:
+                    while_waiting(holder)
                 time.sleep(_POLL_SECONDS)
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
         self._thread.start()
         return has_waited
 
     def check(self) -> None:
-        """Make sure that it is still held: who was suspended has not noticed yet that it lapsed.
+        """Verify that the lease is still held: a suspended process does not notice that it expired.
 
         Raises:
-            StageFailed: another machine has taken it over.
-            ConfigError, UploadError: the store refuses, or is not reached.
+            StageFailed: another machine has taken over the lease.
+            ConfigError, UploadError: the store refuses, or cannot be reached.
         """
         with translate_errors(self._url):
             self.is_lost = self.is_lost or not self._is_ours(self._read()[0])
@@ -88,13 +88,13 @@ class Lease:
 
     @property
     def loss(self) -> str:
-        """Return what is to be said once it is known to be lost, before that an empty string."""
+        """Return a message if the lease is known to be lost, otherwise an empty string."""
         if not self.is_lost:
             return ""
         return f"{self._url}: another machine has taken the work over: this one was silent for too long"
 
     def release(self) -> None:
-        """Let go."""
+        """Release the lease."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -102,7 +102,7 @@ class Lease:
             with translate_errors(self._url):
                 if self._is_ours(self._read()[0]):
                     self._bucket.remove(self._key)
-        except Exception as error:  # noqa: BLE001 - it lapses by itself
+        except Exception as error:  # noqa: BLE001 - the lease expires by itself
             logger.warning("a lease was not given back, it lapses within %.0f s: %s", LAPSED_SECONDS, error)
 
     @property
@@ -110,20 +110,20 @@ class Lease:
         return f"{SCHEME}{self._bucket.name}/{self._key}"
 
     def _read(self) -> tuple[Holder | None, str]:
-        found, etag = read_document(self._bucket, self._key)
+        value, etag = read_document(self._bucket, self._key)
         try:
-            return (Holder(**found) if found is not None else None), etag
-        except TypeError:  # of another version
+            return (Holder(**value) if value is not None else None), etag
+        except TypeError:  # written by another version
             return None, etag
 
     def _put(self, etag: str) -> bool:
-        """Write who we are over the lease with this ETag; return whether that is what lies there now."""
+        """Replace the lease with this ETag by that of this process; return True if this process holds the lease now."""
         self._etag = exchange_document(self._bucket, self._key, asdict(self._holder), etag)
         if self._etag:
             return True
-        # Refused is also what was written by a request whose response was lost.
-        found, self._etag = self._read()
-        return self._is_ours(found)
+        # If the response to a successful request was lost, its repetition is refused.
+        holder, self._etag = self._read()
+        return self._is_ours(holder)
 
     def _is_ours(self, found: Holder | None) -> bool:
         return found is not None and found.token == self._holder.token
@@ -136,5 +136,5 @@ class Lease:
                 if not self._put(self._etag):
                     self.is_lost = True
                     return
-            except Exception as error:  # noqa: BLE001 - the work goes on; who takes over meanwhile is noticed
+            except Exception as error:  # noqa: BLE001 - the work continues; a takeover is noticed later
                 logger.warning("a lease was not renewed, it is tried again: %s", error)

@@ -1,7 +1,7 @@
 """Target `s3`: publish to `s3://BUCKET/PREFIX` of any S3-compatible store, `<prefix>/<version>/...`.
 
-`<prefix>/latest.json` is the pointer: it is written last, when every object was read back, and names the version and
-those before it. The store may be any; `AWS_ENDPOINT_URL` or `PROD_S3_CHECKPOINT_ENDPOINT_URL` says where it is.
+The pointer `<prefix>/latest.json` has the current and the earlier versions; it is written last, after every object was
+verified. `AWS_ENDPOINT_URL` or `PROD_S3_CHECKPOINT_ENDPOINT_URL` has the address of the store.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _STAYS = "the pointer was not moved"
 
 
 class S3Target:
-    """Holds versions side by side below one prefix."""
+    """Holds versions below one prefix of a bucket."""
 
     def __init__(self, location: str, *, read_seconds: float = 20.0) -> None:
         name, self.prefix = split_url(f"{SCHEME}{location}")
@@ -29,23 +29,23 @@ class S3Target:
         self.transfer = Transfer(self.bucket)
 
     def check(self) -> None:
-        """Find out whether the bucket can be reached, and change nothing.
+        """Check that the bucket can be reached, without changing anything.
 
         Raises:
-            ConfigError, UploadError: it cannot.
+            ConfigError, UploadError: it cannot be reached.
         """
         self.bucket.check()
 
     def attend(self, folder: Path, pause: Callable[[], None]) -> None:
-        """Keep in `folder` what has arrived, and call `pause` between parts and before the pointer moves."""
+        """Keep a journal of the upload in `folder`, and call `pause` between parts and before the pointer moves."""
         self.transfer.journal, self.transfer.pause = Journal(folder / JOURNAL), pause
 
     def published(self) -> dict[str, Any] | None:
-        """Return the record of what the pointer names; None: nothing was published yet.
+        """Return the record of the version to which the pointer refers; None if nothing was published yet.
 
         Raises:
-            DamagedRecord: something was, but nobody can tell what.
-            UploadError: the store is not reached.
+            DamagedRecord: the pointer or the record cannot be read.
+            UploadError: the store cannot be reached.
         """
         history = self.history()
         return self.record_of(history[-1]) if history else None
@@ -54,7 +54,7 @@ class S3Target:
         """Return the record of a version.
 
         Raises:
-            DamagedRecord: there is none, or it is damaged.
+            DamagedRecord: the record is missing or damaged.
         """
         record = self._read(f"{version}/{RECORD}")
         if record is None or not is_record(record):
@@ -62,7 +62,7 @@ class S3Target:
         return record
 
     def history(self) -> list[str]:
-        """Return the versions that the pointer has named, the present one last.
+        """Return the versions to which the pointer has referred, the current one last.
 
         Raises:
             DamagedRecord: the pointer cannot be read.
@@ -70,46 +70,46 @@ class S3Target:
         pointer = self._read(POINTER)
         if pointer is None:
             return []
-        found = pointer.get("history") if isinstance(pointer, dict) else None
-        if not isinstance(found, list) or not all(isinstance(each, str) for each in found) or not found:
+        versions = pointer.get("history") if isinstance(pointer, dict) else None
+        if not isinstance(versions, list) or not all(isinstance(each, str) for each in versions) or not versions:
             raise DamagedRecord(f"{self.where(POINTER)} is damaged; publish again, or remove it")
-        return list(found)
+        return list(versions)
 
     def versions(self) -> list[str]:
-        """Return all versions that are there, by the time at which they arrived."""
+        """Return all stored versions in the order in which they were published."""
         head, tail = self._key(""), f"/{RECORD}"
         with translate_errors(self.where("")):
-            found = [(each.modified, each.key) for each in self.bucket.objects(head) if each.key.endswith(tail)]
-        names = [key.removeprefix(head).removesuffix(tail) for _, key in sorted(found)]
-        return [name for name in names if "/" not in name]  # else of another target below this one
+            records = [(each.modified, each.key) for each in self.bucket.objects(head) if each.key.endswith(tail)]
+        names = [key.removeprefix(head).removesuffix(tail) for _, key in sorted(records)]
+        return [name for name in names if "/" not in name]  # others belong to a target below this one
 
     def where(self, version: str) -> str:
         """Return the URL of a version."""
         return f"{SCHEME}{self.bucket.name}/{self._key(version)}"
 
     def damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
-        """Return which file of `record`, as in `folder`, a version lacks or has altered as far as the store tells, or
-        an empty string."""
+        """Return which file of `record`, compared with `folder`, is missing or altered in a version according to the
+        store's metadata, or an empty string."""
         with translate_errors(self.where(version)):
             for name, sha256 in record["files"].items():
-                there = self.bucket.head(self._key(f"{version}/{name}"))
-                sent = (sha256, (folder / name).stat().st_size)
-                if there is None or (there["metadata"].get("sha256"), there["size"]) != sent:
+                stored = self.bucket.head(self._key(f"{version}/{name}"))
+                expected = (sha256, (folder / name).stat().st_size)
+                if stored is None or (stored["metadata"].get("sha256"), stored["size"]) != expected:
                     return f"{name} is missing or altered"
         return ""
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
-        """Send what is not there, read it all back, move the pointer; return the URL of the version.
+        """Send the missing files, verify all of them and move the pointer; return the URL of the version.
 
         Raises:
-            UploadError: the store is not reached, or something arrives altered.
-            ConfigError: it refuses the credentials.
+            UploadError: the store cannot be reached, or a file arrives altered.
+            ConfigError: the store refuses the credentials.
         """
         with translate_errors(self.where(version), note=_STAYS):
             files = {self._key(f"{version}/{name}"): (folder / name, sha) for name, sha in record["files"].items()}
-            known = {*files, self._key(f"{version}/{RECORD}")}
+            keys = {*files, self._key(f"{version}/{RECORD}")}
             self.transfer.send(files)
-            for extra in {each.key for each in self.bucket.objects(self._key(f"{version}/"))} - known:
+            for extra in {each.key for each in self.bucket.objects(self._key(f"{version}/"))} - keys:
                 self.bucket.client.delete_object(Bucket=self.bucket.name, Key=extra)
             self.bucket.write(self._key(f"{version}/{RECORD}"), _json(record))
         self.transfer.pause()
@@ -117,10 +117,10 @@ class S3Target:
         return self.where(version)
 
     def point_to(self, version: str, history: list[str] | None = None) -> None:
-        """Make `version`, which is there, the published one; `history` is what `history()` returns then.
+        """Move the pointer to `version`, which must be stored, and save `history`, by default with the version added.
 
         Raises:
-            UploadError: it is not there.
+            UploadError: a file of the version is missing.
         """
         with translate_errors(self.where(version), note=_STAYS):
             record = self.record_of(version)
@@ -131,7 +131,7 @@ class S3Target:
             self.bucket.write(self._key(POINTER), _json({"version": version, "history": names}))
 
     def _history_or_none(self) -> list[str]:
-        """Return the history, which begins anew where the pointer is damaged: it could not be replaced otherwise."""
+        """Return the history, or an empty list if the pointer is damaged, so that the pointer can be replaced."""
         try:
             return self.history()
         except DamagedRecord:

@@ -1,7 +1,7 @@
-"""Checkpoints sent to a store while the training goes on.
+"""Upload checkpoints to a store during training.
 
-A thread of the flow's process sends them, at the lowest priority that the machine knows: the training never waits for
-it. What it sends it links first, so that a checkpoint which is removed meanwhile arrives whole. The manifest goes last.
+A thread of the flow's process sends them with the lowest priority, and the training never waits for it. The thread
+first links the files, so that a checkpoint that is removed during its upload arrives complete. The manifest goes last.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _PAUSE_SECONDS = 30.0
 
 
 def saves_url(parent: str, training: str, run_id: str) -> str:
-    """Return where the checkpoints of a training go, below what its pipeline publishes; no parent: nowhere."""
+    """Return the URL for the checkpoints of a training, below the target of its pipeline; empty if `parent` is
+    empty."""
     return f"{parent}/{training}/saves/{run_id}" if parent else ""
 
 
@@ -47,10 +48,10 @@ class Saves:
         self._there: set[str] = set()
 
     def push(self, stop: threading.Event | None = None) -> list[str]:
-        """Send every complete checkpoint that is not there; return their names, `step_N`.
+        """Send every complete checkpoint that is not stored yet; return their names, `step_N`.
 
         Raises:
-            ConfigError, UploadError: the store refuses, or is not reached; what arrived stays.
+            ConfigError, UploadError: the store refuses, or cannot be reached; stored files remain.
         """
         sent = []
         for name, manifest in saved_manifests(self._stage_path).items():
@@ -80,14 +81,15 @@ class Saves:
 
 
 class _Stopped(Exception):
-    """The training has ended; what is left is for the stage that publishes it."""
+    """Raised when the training has ended; the stage that publishes the model sends the remaining files."""
 
 
 @contextmanager
 def sending(stage_path: Path, url: str) -> Iterator[None]:
-    """Send the checkpoints of a training as they are saved, for as long as the block lasts; no URL: send none.
+    """Send the checkpoints of a training while the block runs, as soon as they are saved; send none if `url` is empty.
 
-    A store that fails costs a warning: it is tried again, and at the end by the stage that publishes.
+    A failure of the store costs a warning: the upload is tried again, and finally by the stage that publishes the
+    model.
     """
     if not url:
         yield
@@ -112,7 +114,7 @@ def _follow(stage_path: Path, url: str, stop: threading.Event) -> None:
                 record_event(stage_path, "sent", f"{name} to {url}")
         except _Stopped:
             return
-        except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on
+        except Exception as error:  # noqa: BLE001 - no error of an upload may stop the training
             reason = str(error) if isinstance(error, CosmosError) else f"{type(error).__name__}: {error}"
             logger.warning("%s: a checkpoint was not sent, it is tried again: %s", stage_path.name, reason)
             with suppress(OSError):
@@ -121,14 +123,14 @@ def _follow(stage_path: Path, url: str, stop: threading.Event) -> None:
 
 
 def yield_to_others() -> None:
-    """Give this thread, and those that it starts, the lowest priority that the machine knows."""
+    """Give this thread, and threads that it starts, the lowest priority."""
     with suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
 
 
 @contextmanager
 def linked(source: Path, target: Path) -> Iterator[Path | None]:
-    """Give the files of a checkpoint a second name; None: it was removed meanwhile."""
+    """Hard-link the files of a checkpoint to `target`, and yield it; None if the checkpoint was removed meanwhile."""
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     try:
@@ -146,6 +148,6 @@ def linked(source: Path, target: Path) -> Iterator[Path | None]:
 
 
 def saved_manifests(stage_path: Path) -> dict[str, Path]:
-    """Return the manifests of a training's complete checkpoints by their names, `step_N`, the oldest first."""
+    """Return the manifests of a training's complete checkpoints by name, `step_N`, the oldest first."""
     manifests = {path.parent.parent.name: path for path in stage_path.glob(f"{FOLDER}/step_*/policy/{MANIFEST}")}
     return {name: manifests[name] for name in sorted(manifests, key=step_of)}

@@ -1,8 +1,8 @@
-"""`cosmos clean --store`: what of an artifact store may go, and its removal.
+"""`cosmos clean --store`: decide which runs and results of an artifact store can be removed, and remove them.
 
-A run goes when nothing was written of it for long enough, as all of it lies in the store. What was made with a
-fingerprint goes when it is as old and no run that stays has it, and then every content that no result names any more.
-All ages are those of the store's own clock. While a stage is made nothing goes: it may be about to name what is there.
+A run can be removed if none of its objects was written for long enough. The result of a fingerprint can be removed if
+it is as old and no remaining run uses it, and then every content that no remaining result names. Ages are measured with
+the store's own clock. Nothing is removed while a stage is being made, since its result may name existing contents.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ DAY = 24 * 3600.0
 
 @dataclass
 class StoredFolder:
-    """A run, or what was made with one fingerprint."""
+    """Objects of a run, or of the result with one fingerprint."""
 
     name: str
     objects: list[Object] = field(default_factory=list)
     pipeline: str = ""
     age_seconds: float = 0.0
-    """Since the last object of it was written."""
+    """Time since the newest object was written."""
     kept_because: str = ""
-    """Empty: it may go."""
+    """Reason to keep the folder; empty: it can be removed."""
 
     @property
     def size(self) -> int:
-        """Return the bytes of its objects."""
+        """Return the total size of its objects in bytes."""
         return sum(each.size for each in self.objects)
 
 
 class Retention:
-    """What an artifact store holds, as it was when this was made."""
+    """Content of an artifact store at the time of construction, and the decision which folders to keep."""
 
     def __init__(self, url: str, *, keep: int, older_than_seconds: float, least_seconds: float = DAY) -> None:
-        """The newest `keep` runs of each pipeline stay, and whatever was written in the last `older_than_seconds`, and
-        `least_seconds`: a pipeline may wait between two stages, and a content be sent before it is named.
+        """Keep the newest `keep` runs of each pipeline, and everything written in the last `older_than_seconds` or
+        `least_seconds`: a pipeline may wait between two stages, and contents are stored before a result names them.
 
         Raises:
             ConfigError: the store refuses, or a stage is being made.
-            UploadError: it is not reached.
+            UploadError: the store cannot be reached.
         """
         name, self._prefix = split_url(url)
         self._bucket, self._youngest = Bucket(name), max(older_than_seconds, least_seconds)
@@ -73,13 +73,13 @@ class Retention:
             """Bytes that may go."""
 
     def remove(self) -> tuple[int, int]:
-        """Remove what may go; return how many runs went, and how many bytes in all."""
+        """Remove everything that can be removed; return the number of removed runs and of freed bytes."""
         freed = 0
         with translate_errors(self.url):
             gone = [run for run in self.runs if not run.kept_because]
             for folder in [*gone, *(each for each in self._made if not each.kept_because)]:
                 heads = {f"{self._key('runs')}/{folder.name}/run.json", f"{self._key('made')}/{folder.name}/{RESULT}"}
-                for each in sorted(folder.objects, key=lambda each: each.key not in heads):  # what names the rest first
+                for each in sorted(folder.objects, key=lambda each: each.key not in heads):  # heads first: they name the rest
                     self._bucket.remove(each.key)
                 freed += folder.size
             self._refuse_while_made()
@@ -92,21 +92,21 @@ class Retention:
         now = self._bucket.clock()
         for each in self._bucket.objects(f"{self._key('made')}/"):
             if each.key.endswith(f"/{_LEASE}") and now - each.modified < LAPSED_SECONDS:
-                found, _ = read_document(self._bucket, each.key)
-                machine = f" on {found.get('machine')}" if found else ""
+                lease, _ = read_document(self._bucket, each.key)
+                machine = f" on {lease.get('machine')}" if lease else ""
                 raise ConfigError(f"{self.url}: a stage is made now{machine}; clean when no pipeline uses the store")
 
     def _folders(self, kind: str) -> list[StoredFolder]:
-        head, found = f"{self._key(kind)}/", defaultdict[str, list[Object]](list)
+        head, groups = f"{self._key(kind)}/", defaultdict[str, list[Object]](list)
         for each in self._bucket.objects(head):
-            found[each.key.removeprefix(head).partition("/")[0]].append(each)
-        ages = {name: max(0.0, self._now - max(each.modified for each in objects)) for name, objects in found.items()}
-        return [StoredFolder(name, objects, age_seconds=ages[name]) for name, objects in found.items()]
+            groups[each.key.removeprefix(head).partition("/")[0]].append(each)
+        ages = {name: max(0.0, self._now - max(each.modified for each in objects)) for name, objects in groups.items()}
+        return [StoredFolder(name, objects, age_seconds=ages[name]) for name, objects in groups.items()]
 
     def _pipeline_of(self, name: str) -> str:
-        found, _ = read_document(self._bucket, f"{self._key('runs')}/{name}/run.json")
+        files, _ = read_document(self._bucket, f"{self._key('runs')}/{name}/run.json")
         try:
-            return str(tomllib.loads((found or {})["pipeline.toml"])["pipeline"]["name"])
+            return str(tomllib.loads((files or {})["pipeline.toml"])["pipeline"]["name"])
         except (KeyError, TypeError, ValueError):
             return ""
 
@@ -122,7 +122,7 @@ class Retention:
                 run.kept_because = "not old enough"
 
     def _unnamed(self, staying: list[StoredFolder]) -> list[Object]:
-        """Return the contents that no result of these names, and that are not new."""
+        """Return the contents that are old enough and that no result in the folders `staying` names."""
         named = {each["sha256"] for folder in staying for found in self._results(folder, "outputs") for each in found}
         return [
             each

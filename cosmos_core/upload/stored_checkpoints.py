@@ -1,4 +1,4 @@
-"""Checkpoints of one training in an artifact store: what a machine with an empty disk goes on from."""
+"""Checkpoints of one training in an artifact store, from which a machine with an empty disk can continue."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from cosmos_core.upload.saves import FOLDER, MANIFEST, linked, saved_manifests
 logger = logging.getLogger(__name__)
 
 JOURNAL = "stored.jsonl"
-"""What has arrived, beside the stage, kept over a kill."""
+"""File in the folder of the stage that records which objects have arrived, to continue after a kill."""
 _METRICS = "metrics.jsonl"
 
 
 class StoredCheckpoints:
-    """The checkpoints of one training, as many as its machine keeps."""
+    """The stored checkpoints of one training: as many as its machine keeps."""
 
     def __init__(self, bucket: Bucket, prefix: str, stage_path: Path) -> None:
         self._bucket, self._prefix, self._stage_path = bucket, prefix, stage_path
@@ -28,9 +28,10 @@ class StoredCheckpoints:
         self._damaged: set[str] = set()
 
     def push(self, pause: Callable[[], None] = lambda: None) -> list[str]:
-        """Store every complete checkpoint that is not there, with the metrics up to it; return their names, `step_N`.
+        """Store every complete checkpoint that is not stored yet, with the metrics up to it; return their names,
+        `step_N`.
 
-        Those that the machine keeps no more are removed, when a newer one is there.
+        Checkpoints that the machine has removed are removed from the store too, once a newer one is stored.
         """
         sent = []
         manifests = saved_manifests(self._stage_path)
@@ -51,12 +52,12 @@ class StoredCheckpoints:
         return sent
 
     def pull(self) -> str:
-        """Fetch the newest whole checkpoint that is newer than any here, with the metrics up to it; return its name,
-        or an empty string."""
-        here = max(map(step_of, saved_manifests(self._stage_path)), default=-1)
+        """Fetch the newest intact checkpoint that is newer than all local ones, with the metrics up to it; return its
+        name, or an empty string."""
+        newest_local_step = max(map(step_of, saved_manifests(self._stage_path)), default=-1)
         with translate_errors(self._url):
             for name in sorted(self.names(), key=step_of, reverse=True):
-                if step_of(name) <= here:
+                if step_of(name) <= newest_local_step:
                     return ""
                 try:
                     if self._fetch(name):
@@ -67,7 +68,7 @@ class StoredCheckpoints:
         return ""
 
     def clear(self) -> None:
-        """Remove them all: the stage is to begin anew."""
+        """Remove all checkpoints, for a stage that starts again from the beginning."""
         with translate_errors(self._url):
             for each in list(self._bucket.objects(f"{self._prefix}/")):
                 self._bucket.remove(each.key)
@@ -80,15 +81,15 @@ class StoredCheckpoints:
         return Contents(self._bucket, f"{self._prefix}/content", pause)
 
     def names(self) -> list[str]:
-        """Return the names of those that are there, `step_N`."""
+        """Return the names of the stored checkpoints, `step_N`."""
         keys = [each.key.removeprefix(f"{self._prefix}/") for each in self._bucket.objects(f"{self._prefix}/step_")]
         return [key.removesuffix(".json") for key in keys if key.endswith(".json")]
 
     def _send(self, name: str, folder: Path, pause: Callable[[], None]) -> None:
-        contents, saved = self._contents(pause), read_object(folder / MANIFEST).get("files", {})
-        contents.send({its["sha256"]: folder / file for file, its in saved.items()}, self._stage_path / JOURNAL)
+        contents, entries = self._contents(pause), read_object(folder / MANIFEST).get("files", {})
+        contents.send({its["sha256"]: folder / file for file, its in entries.items()}, self._stage_path / JOURNAL)
         head = f"{FOLDER}/{name}/policy"
-        files = {f"{head}/{file}": Entry(its["size"], its["sha256"]) for file, its in saved.items()}
+        files = {f"{head}/{file}": Entry(its["size"], its["sha256"]) for file, its in entries.items()}
         files[f"{head}/{MANIFEST}"] = contents.write((folder / MANIFEST).read_bytes())
         metrics = self._stage_path / _METRICS
         if metrics.is_file():
@@ -96,12 +97,12 @@ class StoredCheckpoints:
         write_document(self._bucket, f"{self._prefix}/{name}.json", Bundle(files).as_json())
 
     def _fetch(self, name: str) -> bool:
-        found, _ = read_document(self._bucket, f"{self._prefix}/{name}.json")
-        if found is None:
+        document, _ = read_document(self._bucket, f"{self._prefix}/{name}.json")
+        if document is None:
             return False
-        files = bundle_of(found).files
-        is_last = [path for path in files if path.endswith(f"/{MANIFEST}")]
-        for paths in ([path for path in files if path not in is_last], is_last):
+        files = bundle_of(document).files
+        manifests = [path for path in files if path.endswith(f"/{MANIFEST}")]
+        for paths in ([path for path in files if path not in manifests], manifests):
             self._contents().fetch({self._stage_path / path: files[path] for path in paths})
         return True
 
@@ -113,6 +114,6 @@ class StoredCheckpoints:
                 if name not in kept and step_of(name) < newest:
                     self._bucket.remove(f"{self._prefix}/{name}.json")
                     continue
-                found, _ = read_document(self._bucket, f"{self._prefix}/{name}.json")
-                digests |= {each.sha256 for each in bundle_of(found).files.values()} if found else set()
+                document, _ = read_document(self._bucket, f"{self._prefix}/{name}.json")
+                digests |= {each.sha256 for each in bundle_of(document).files.values()} if document else set()
             self._contents().keep_only(digests)

@@ -1,4 +1,4 @@
-"""What one machine says of a stage that it works on, and others are shown: small files, replaced as they change."""
+"""Record of a stage in an artifact store: small files, updated as they change, that other machines display."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from cosmos_core.upload.bundle import Bundle, Contents, Entry, bundle_of, read_d
 
 _EVENTS, _STATE = "events.jsonl", "state.json"
 _SHOWN = ("*.json", "*.jsonl", "visual_output/**/*", f"{PROFILES}/*.operators.json")
-_SHOWN_AT_THE_END = (*_SHOWN, "logs/*.log")  # secrets of others are masked in a log when its attempt has ended
+_SHOWN_AT_THE_END = (*_SHOWN, "logs/*.log")  # logs only after the attempt: secrets are masked then
 _NOT_SHOWN = {RESULT, "pool.json", "stored.jsonl", "saves.jsonl", "upload.jsonl"}
 _MOST_BYTES = {".jsonl": 64 << 20}
 _MOST_OTHERS = 1 << 20
 
 
 class StoredRecord:
-    """The files of one stage of a run."""
+    """The files of one stage of a run that are stored for display."""
 
     def __init__(self, bucket: Bucket, prefix: str, stage_path: Path, machine: str) -> None:
         self._bucket, self._prefix = bucket, prefix
@@ -32,16 +32,16 @@ class StoredRecord:
         self._etag = ""
 
     def push(self, *, is_last: bool = False) -> None:
-        """Store what has changed; `is_last`: logs too."""
+        """Store the files that have changed and, with `is_last`, the logs."""
         with translate_errors(self._url):
             if self._known is None:
-                found, _ = read_document(self._bucket, self._index)
-                self._known = dict(bundle_of(found).files) if found else {}
+                document, _ = read_document(self._bucket, self._index)
+                self._known = dict(bundle_of(document).files) if document else {}
             files = {} if is_last else {path: each for path, each in self._known.items() if path.startswith("logs/")}
             for file in _shown(self._stage_path, _SHOWN_AT_THE_END if is_last else _SHOWN):
                 path, data = str(file.relative_to(self._stage_path)), file.read_bytes()
-                before = self._known.get(path)
-                files[path] = before if before and before == Entry.of(data) else self._contents.write(data)
+                previous = self._known.get(path)
+                files[path] = previous if previous and previous == Entry.of(data) else self._contents.write(data)
             if files == self._known:
                 return
             info = {"machine": self._machine, "path": str(self._stage_path)}
@@ -51,28 +51,28 @@ class StoredRecord:
             self._known = files
 
     def pull(self) -> bool:
-        """Make the files here those of the machine that wrote last, unless it is this one, in this folder; return
-        whether anything was new."""
+        """Fetch the files of the machine that wrote last, unless it is this machine with this folder; return True if
+        any changed."""
         with translate_errors(self._url):
-            found, etag = read_document(self._bucket, self._index)
-            if found is None or etag == self._etag:
+            document, etag = read_document(self._bucket, self._index)
+            if document is None or etag == self._etag:
                 return False
-            bundle = bundle_of(found)
+            bundle = bundle_of(document)
             if bundle.info == {"machine": self._machine, "path": str(self._stage_path)}:
                 return False
-            known = self._known or {}
+            local_entries = self._known or {}
             for path, entry in bundle.files.items():
-                data = self._contents.read(entry) if known.get(path) != entry else None
-                if data is not None:  # else it was replaced meanwhile, and comes with what is pulled next
+                data = self._contents.read(entry) if local_entries.get(path) != entry else None
+                if data is not None:  # None if it was replaced meanwhile; the next pull fetches it
                     self._write_here(self._stage_path / path, data)
             self._known, self._etag = dict(bundle.files), etag
         return True
 
     def state(self) -> State | None:
-        """Return where the stage stands, by the machine that wrote last."""
+        """Return the state of the stage according to the machine that wrote last."""
         with translate_errors(self._url):
-            found, _ = read_document(self._bucket, self._index)
-            entry = bundle_of(found).files.get(_STATE) if found else None
+            document, _ = read_document(self._bucket, self._index)
+            entry = bundle_of(document).files.get(_STATE) if document else None
             data = self._contents.read(entry) if entry else None
         return _of_no_process(data) if data else None
 
@@ -94,10 +94,10 @@ class StoredRecord:
 
 
 def _shown(stage_path: Path, patterns: Iterable[str]) -> list[Path]:
-    found = {file for pattern in patterns for file in stage_path.glob(pattern)}
+    files = {file for pattern in patterns for file in stage_path.glob(pattern)}
     return sorted(
         file
-        for file in found
+        for file in files
         if file.name not in _NOT_SHOWN
         and not file.name.startswith(".")
         and file.is_file()
@@ -106,7 +106,8 @@ def _shown(stage_path: Path, patterns: Iterable[str]) -> list[Path]:
 
 
 def _of_no_process(data: bytes) -> State | None:
-    """The state as it is told on another machine, where its pids are those of others."""
+    """Return the state of a stage without process ids, which are meaningless on another machine; None if it is
+    damaged."""
     try:
         state = State.model_validate_json(data)
     except ValueError:
@@ -124,7 +125,7 @@ def _of_no_process(data: bytes) -> State | None:
 
 
 def _merged(*files: bytes) -> bytes:
-    """Lines of all, once each, by their time."""
+    """Return the distinct lines of all files, sorted by time."""
     lines = {line for data in files for line in data.splitlines() if line.startswith(b"{") and line.endswith(b"}")}
 
     def moment(line: bytes) -> float:

@@ -1,7 +1,7 @@
-"""Files sent to a bucket in parts, side by side, so that a kill costs at most the parts that were on their way.
+"""Upload files to a bucket in parallel parts, so that a kill loses at most the parts in flight.
 
-A journal beside the stage names the upload and the parts that arrived. What the store itself lists counts more; each
-part is compared by its MD5, which the store returns, and each object by the SHA-256 of what lies there at the end.
+A journal in the folder of the stage records the upload and the parts that arrived; the parts listed by the store take
+precedence. Each part is verified by the MD5 that the store returns, each object by the SHA-256 of its content.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from cosmos_core.run.bucket import Bucket, side_by_side
 from cosmos_core.run.files import json_objects
 
 PART_BYTES = 16 << 20
-_MOST_PARTS = 9000  # S3 takes 10,000
+_MOST_PARTS = 9000  # S3 allows 10,000
 _FILES_AT_ONCE = 4
 _PARTS_AT_ONCE = 4
-_ATTEMPTS = 3  # for an object that arrived altered
+_ATTEMPTS = 3  # to send an object that arrives altered
 
 
 @dataclass
 class Journal:
-    """What is known to have arrived, one line each, kept over a kill."""
+    """Persistent record of uploads, parts and objects that have arrived, one line each."""
 
     path: Path | None = None
     uploads: dict[str, str] = field(default_factory=dict)
-    """Multipart upload by key."""
+    """Id of the multipart upload, by key."""
     parts: dict[tuple[str, int], str] = field(default_factory=dict)
-    """ETag by upload and number."""
+    """ETag, by upload id and part number."""
     verified: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """SHA-256 and ETag by key."""
+    """SHA-256 and ETag of each verified object, by key."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -47,7 +47,7 @@ class Journal:
             self._take(line)
 
     def note(self, **line: Any) -> None:
-        """Add a line and wait for the disk."""
+        """Append a line and sync it to disk."""
         with self._lock:
             self._take(line)
             if self.path is not None:
@@ -76,29 +76,30 @@ class Transfer:
     bucket: Bucket
     journal: Journal = field(default_factory=Journal)
     pause: Callable[[], None] = lambda: None
-    """Called between parts; raises when the run is to stop."""
+    """Called between parts; raises if the run is to stop."""
     part_bytes: int = PART_BYTES
 
     def send(self, files: dict[str, tuple[Path, str]]) -> None:
-        """Make every key hold the content of its file, whose SHA-256 is given; what is there already is not sent.
+        """Store the content of each file, given with its SHA-256, under its key; objects that are already stored are
+        not sent.
 
         Raises:
-            UploadError: an object arrives altered each time, or the file itself is another meanwhile.
+            UploadError: an object arrives altered each time, or its file has changed meanwhile.
         """
         side_by_side(self._send_one, ((key, *source) for key, source in files.items()), _FILES_AT_ONCE, "upload")
 
     def _send_one(self, key: str, file: Path, sha256: str) -> None:
         self.pause()
-        there = self.bucket.head(key)
-        if there and self.journal.verified.get(key) == (sha256, there["etag"]):
+        head = self.bucket.head(key)
+        if head and self.journal.verified.get(key) == (sha256, head["etag"]):
             return
-        is_sent = there is not None and there["metadata"].get("sha256") == sha256
+        is_sent = head is not None and head["metadata"].get("sha256") == sha256
         for _ in range(_ATTEMPTS):
             if not is_sent:
                 self._put(key, file, sha256)
-            there = self.bucket.head(key)
-            if there is not None and self.bucket.sha256(key) == sha256:
-                self.journal.note(verified=key, sha256=sha256, etag=there["etag"])
+            head = self.bucket.head(key)
+            if head is not None and self.bucket.sha256(key) == sha256:
+                self.journal.note(verified=key, sha256=sha256, etag=head["etag"])
                 return
             is_sent = False
             self.bucket.client.delete_object(Bucket=self.bucket.name, Key=key)
@@ -120,20 +121,20 @@ class Transfer:
                 )
                 if _arrived(done, data):
                     return
-            return  # the digest of the object decides
+            return  # the caller compares the digest of the object
         try:
             self._put_in_parts(key, file, size, part_bytes, sha256)
         except ClientError as error:
             if error.response["Error"].get("Code") != "NoSuchUpload":
                 raise
-            # It was completed and the response was lost, or somebody ended it: the digest decides.
+            # The response to its completion was lost, or it was aborted; the caller compares the digest.
         self.journal.note(gone=key)
 
     def _put_in_parts(self, key: str, file: Path, size: int, part_bytes: int, sha256: str) -> None:
         upload = self._upload_of(key, sha256)
         parts = range(1, -(-size // part_bytes) + 1)
-        there = dict(self._parts_there(key, upload))
-        calls = ((key, upload, number, (file, (number - 1) * part_bytes, part_bytes), there) for number in parts)
+        stored = dict(self._parts_there(key, upload))
+        calls = ((key, upload, number, (file, (number - 1) * part_bytes, part_bytes), stored) for number in parts)
         etags = side_by_side(self._put_part, calls, _PARTS_AT_ONCE, "part")
         listed = [{"PartNumber": number, "ETag": f'"{etag}"'} for number, etag in zip(parts, etags, strict=True)]
         self.bucket.client.complete_multipart_upload(
@@ -141,13 +142,13 @@ class Transfer:
         )
 
     def _upload_of(self, key: str, sha256: str) -> str:
-        """Return the upload to go on with, or a new one. Others of the same key are left alone: another machine may be
-        sending the same content."""
+        """Return the id of the upload to continue, or of a new one. Other uploads of the same key are left alone:
+        another machine may be sending the same content."""
         client, name = self.bucket.client, self.bucket.name
-        known = self.journal.uploads.get(key)
-        found = client.list_multipart_uploads(Bucket=name, Prefix=key).get("Uploads", ()) if known else ()
-        if any(each["Key"] == key and each["UploadId"] == known for each in found):
-            return str(known)
+        previous = self.journal.uploads.get(key)
+        uploads = client.list_multipart_uploads(Bucket=name, Prefix=key).get("Uploads", ()) if previous else ()
+        if any(each["Key"] == key and each["UploadId"] == previous for each in uploads):
+            return str(previous)
         upload: str = client.create_multipart_upload(Bucket=name, Key=key, Metadata={"sha256": sha256})["UploadId"]
         self.journal.note(upload=upload, key=key)
         return upload
@@ -186,11 +187,12 @@ class Transfer:
 
 
 def _md5(data: bytes) -> tuple[str, str]:
-    """Return the digest as an ETag has it and as a request has it."""
+    """Return the MD5 as in an ETag (hexadecimal) and as in a request (base64)."""
     digest = hashlib.md5(data, usedforsecurity=False)
     return digest.hexdigest(), base64.b64encode(digest.digest()).decode()
 
 
 def _arrived(response: dict[str, Any], data: bytes) -> bool:
-    """Return whether the store has the bytes that were sent; where it encrypts with other keys, nobody can tell."""
+    """Return True if the response confirms the bytes that were sent; always for an encrypted object, which has another
+    ETag."""
     return "ServerSideEncryption" in response or response["ETag"].strip('"') == _md5(data)[0]
