@@ -1,4 +1,4 @@
-"""`python -m cosmos_core.worker <stage_dir>`."""
+"""Entry point of `python -m cosmos_core.worker <stage_dir>`."""
 
 import logging
 import os
@@ -10,7 +10,7 @@ with without_collection():
     from cosmos_core.worker.program import main
 
 if __name__ == "__main__":
-    # A normal interpreter exit may hang in the threads of a library; everything is on disk by now.
+    # A normal interpreter exit may hang in the threads of a library; all files are written by now.
     code = main()
     logging.shutdown()
     sys.stdout.flush()

@@ -1,7 +1,7 @@
-"""What `python -m cosmos_core.worker <stage_dir>` does.
+"""The worker process, `python -m cosmos_core.worker <stage_dir>`.
 
-It reads `stage.toml`, calls the program of the stage's kind, and commits `result.json`. A user's error ends in one
-line in `error.json` and exit code 64, a stop request in 75, anything else in 1 with the traceback in the log.
+It reads `stage.toml`, calls the program of the stage's kind, and commits `result.json`. A user error ends with one line
+in `error.json` and exit code 64, a stop request with 75, any other error with 1 and the traceback in the log.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from cosmos_core.types import Outcome
 logger = logging.getLogger(__name__)
 
 FACTS = "facts.json"
-"""What each rank found where it ran, in their order; the report shows it."""
+"""File with the hardware and libraries of each rank, in the order of the ranks, for the report."""
 
 
 def main() -> int:
-    """Run the stage named on the command line; its exit code."""
+    """Run the stage named on the command line, and return the exit code."""
     _keep_locks_from_children()
     path = Path(sys.argv[1])
-    if not path.parents[1].stat().st_mode & 0o077:  # the folder of a private run
+    if not path.parents[1].stat().st_mode & 0o077:  # the run is private
         os.umask(umask() | 0o077)
     configure()
     hide()
@@ -68,13 +68,13 @@ def main() -> int:
             run_program(stage)
     except CosmosError as error:
         return _give_up(path, error)
-    except Exception as error:  # noqa: BLE001 - the edge of the process: everything becomes a line and an exit code
+    except Exception as error:  # noqa: BLE001 - every error of the process becomes a line and an exit code
         return _crash(path, error)
     return EXIT_OK
 
 
 def run_program(stage: Stage) -> None:
-    """Call the program of the stage's kind and commit what it returns."""
+    """Call the program of the stage's kind and commit the returned outcome."""
     stage.progress.phase("start")
     size = stage.recipe.policy.parallelism.world_size if stage.kind.has_mesh else 1
     if size == 1 and not _has_engines(stage):
@@ -105,7 +105,7 @@ def _has_engines(stage: Stage) -> bool:
 
 
 def _engines(stage: Stage) -> Any:
-    """Return the rollout engines that the stage has beside its ranks; None: none."""
+    """Return the rollout engines of the stage that run in processes other than its ranks; None if there are none."""
     if not _has_engines(stage):
         return None
     return importlib.import_module("cosmos_core.cluster.actors").ActorGroup(
@@ -119,7 +119,7 @@ def _engines(stage: Stage) -> Any:
 
 
 def run_rank(path: Path, program: Callable[..., Outcome], told: Any) -> Outcome:
-    """Run the program of a stage on one rank of a group; the first says and writes what is said and written once."""
+    """Run the program of a stage on one rank of a group; only the first rank logs and writes the shared files."""
     from cosmos_core.parallel.mesh import all_gather_object, is_first
 
     configure("INFO" if is_first() else "WARNING")
@@ -144,10 +144,10 @@ def run_rank(path: Path, program: Callable[..., Outcome], told: Any) -> Outcome:
 
 
 def _called(program: Callable[..., Outcome], stage: Stage) -> Outcome:
-    """Call the program of a stage; what a user's own function does wrong is told with its file and line.
+    """Call the program of a stage; an error in a user's own function is reported with its file and line.
 
     Raises:
-        ConfigError: it returns something else than an outcome, or raises what it would raise again.
+        ConfigError: the function does not return an outcome, or raises an error that is not transient.
     """
     what = f"stage {stage.name!r}: {stage.config.entry}"
     try:
@@ -160,13 +160,13 @@ def _called(program: Callable[..., Outcome], stage: Stage) -> Outcome:
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{what} raised {reason} ({location_of(error, program)}); traceback in the log") from error
     if not isinstance(outcome, Outcome):
-        found = "nothing" if outcome is None else f"a {type(outcome).__name__}"
-        raise ConfigError(f"{what} returned {found}; return a cosmos_core.types.Outcome")
+        returned = "nothing" if outcome is None else f"a {type(outcome).__name__}"
+        raise ConfigError(f"{what} returned {returned}; return a cosmos_core.types.Outcome")
     return outcome
 
 
 def _introduce(stage: Stage, facts: Sequence[Facts]) -> None:
-    """Note and say where the stage runs, and how exactly it computes."""
+    """Write and log the hardware on which the stage runs, and the numeric precision of a training."""
     write_json(stage.path / FACTS, [asdict(each) for each in facts])
     train = stage.recipe.train
     precision = f", {train.master_dtype} weights, computes in {train.param_dtype}" if stage.kind.trains else ""
@@ -174,7 +174,7 @@ def _introduce(stage: Stage, facts: Sequence[Facts]) -> None:
 
 
 def _run(stage: Stage, program: Callable[..., Outcome]) -> Outcome:
-    """Call the program; what it measures goes to the log and to the sinks."""
+    """Call the program of a stage, and pass its metrics to the log and to the sinks."""
     steps = StepLog(stage.progress)
     stage.metrics.watchers.append(steps.tell)
     try:
@@ -185,7 +185,7 @@ def _run(stage: Stage, program: Callable[..., Outcome]) -> Outcome:
 
 
 def _program(entry: str) -> Callable[..., Outcome]:
-    """Return the function that a stage runs."""
+    """Return the function at the import path `entry`."""
     with without_collection():
         program: Callable[..., Outcome] = import_user_code(entry)
     if not callable(program):
@@ -194,7 +194,8 @@ def _program(entry: str) -> Callable[..., Outcome]:
 
 
 def _keep_locks_from_children() -> None:
-    """Keep the locks to this process and its launcher: a child that outlived both must not hold them."""
+    """Make the locks that the launcher passed on not inheritable: a child that outlives both processes must not hold
+    them."""
     for descriptor in filter(None, os.environ.pop("COSMOS_LOCK_DESCRIPTORS", "").split(",")):
         os.set_inheritable(int(descriptor), False)
 
