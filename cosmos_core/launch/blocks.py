@@ -1,8 +1,8 @@
-"""Blocks of Prefect that pipelines name: a reward service that runs already, and its token.
+"""Prefect block for a reward service that is already running, with its URL and token.
 
-`cosmos bootstrap` registers the type; a block of it is filled in Prefect's UI, or by `RewardService(...).save(NAME)`,
-and a stage says `reward_service = "block:NAME"`. Prefect keeps the token encrypted; here it goes from there into the
-environment of the stage's worker, and nowhere else.
+`cosmos bootstrap` registers the block type. A block is created in Prefect's UI or with `RewardService(...).save(NAME)`,
+and a stage refers to it by `reward_service = "block:NAME"`. Prefect stores the token encrypted; this module copies it
+only into the environment of the stage's worker.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PATHS = {ENQUEUE_URL: "enqueue", FETCH_URL: "pull"}
 
 
 class RewardService(Block):
-    """A reward service that runs already."""
+    """Block with the address of a reward service that is already running."""
 
     _block_type_name = "Cosmos reward service"
     _block_type_slug = SLUG
@@ -32,45 +32,45 @@ class RewardService(Block):
     token: SecretStr = Field(default=SecretStr(""), description="Its bearer token; empty: it asks for none.")
 
     def environment(self) -> dict[str, str]:
-        """Return the variables by which a client finds the service."""
+        """Return the environment variables with which a client finds the service."""
         urls = [url.strip().rstrip("/") for url in self.url.split(",") if url.strip()]
         paths = {name: ",".join(f"{url}/api/reward/{path}" for url in urls) for name, path in _PATHS.items()}
         return {**paths, TOKEN: self.token.get_secret_value()}
 
 
 def service_in_block(name: str) -> dict[str, str]:
-    """Return the variables by which clients find the service of the block `block:NAME`.
+    """Return the environment variables with which clients find the service in the block `block:NAME`.
 
     Raises:
-        ConfigError: there is no such block, no server, or no address in it; or the server refuses us.
-        StageFailed: the server does not respond, which may pass.
+        ConfigError: the block, the server or the address is missing, or the server refuses the request.
+        StageFailed: the server does not respond, which may be transient.
     """
     from prefect.client.orchestration import get_client
     from prefect.settings import get_current_settings
 
-    own = name.removeprefix(BLOCK)
+    block_name = name.removeprefix(BLOCK)
     if not get_current_settings().api.url:
         raise ConfigError(f"reward_service = {name!r}: PREFECT_API_URL is not set; blocks are kept by a Prefect server")
     try:
         with get_client(sync_client=True) as client:
-            found = read_service(client, own)
-    except Exception as error:  # whatever the client's transport raises, and what it wraps that in
+            variables = read_service(client, block_name)
+    except Exception as error:  # any error of the client's transport, also wrapped in RuntimeError
         cause = error.__cause__ if isinstance(error, RuntimeError) else error
         is_refusal = isinstance(cause, httpx.HTTPStatusError) and cause.response.is_client_error
         kind = StageFailed if isinstance(cause, httpx.HTTPError) and not is_refusal else ConfigError
         raise kind(f"reward_service = {name!r}: the Prefect server does not tell: {error}") from error
-    if found is None:
+    if variables is None:
         raise ConfigError(
-            f"reward_service = {name!r}: the server has no block {SLUG}/{own}; make it in Prefect's UI (cosmos "
+            f"reward_service = {name!r}: the server has no block {SLUG}/{block_name}; make it in Prefect's UI (cosmos "
             f"bootstrap registers its type)"
         )
-    if not found[ENQUEUE_URL].startswith(("http://", "https://")):
+    if not variables[ENQUEUE_URL].startswith(("http://", "https://")):
         raise ConfigError(f"reward_service = {name!r}: its url is no http:// or https:// address")
-    return found
+    return variables
 
 
 def read_service(client: Any, name: str) -> dict[str, str] | None:
-    """Return the variables of the service that a block of this name has; None: there is no such block."""
+    """Return the environment variables of the service in a block; None if there is no block of this name."""
     from prefect.exceptions import ObjectNotFound
 
     try:
@@ -81,7 +81,7 @@ def read_service(client: Any, name: str) -> dict[str, str] | None:
 
 
 def forget_service(client: Any, name: str) -> None:
-    """Delete the block of this name, if there is one."""
+    """Delete the block of this name if it exists."""
     from prefect.exceptions import ObjectNotFound
 
     try:

@@ -1,9 +1,8 @@
-"""What a Prefect server needs beside the deployments: work pools, an automation that notices dead flow runs, and the
-types of blocks that pipelines name.
+"""Setup of a Prefect server: work pools, an automation that detects dead flow runs, and the block types of pipelines.
 
-What is there stays, and what an older version made is brought up to date. GPUs are counted by the concurrency limit of
-a work pool, which says how many runs begin; a limit that a run holds as a lease would end a training that cannot renew
-it.
+Existing objects are kept, and objects of an older version are updated. The concurrency limit of a work pool limits the
+GPUs in use, because it only delays the start of runs; a limit that a run holds as a lease would end a training that
+cannot renew it.
 """
 
 from __future__ import annotations
@@ -18,37 +17,37 @@ from typing import Any
 from cosmos_core.errors import ConfigError
 
 POOLS = ("local", "cpu", "gpu")
-"""Those that `prefect.yaml` has deployments for."""
+"""Work pools for which `prefect.yaml` has deployments."""
 AUTOMATION = "cosmos: a flow run without a heartbeat has crashed"
 HEARTBEAT_SECONDS = 30
-"""What the deployments ask of their flow runs; Prefect takes no less."""
+"""Heartbeat interval of flow runs in the deployments, which is the minimum in Prefect."""
 _MISSED = 3
 OUTCOMES = ("NothingNew", "StillTraining", "NotPromoted", "Declined", "Outdated", "Refused")
-"""Names of the final states that flows of this project return."""
+"""Names of final states that the flows of this project return."""
 _ENDS = ("Completed", "Failed", "Cancelled", "Crashed", "TimedOut")
 _WITHOUT_PROCESS = ("Suspended", "Paused", "Resuming", "Scheduled", "AwaitingRetry", "AwaitingConcurrencySlot", "Late")
-"""States of a flow run that has no process, and so sends no heartbeat."""
+"""States of a flow run without a process, which therefore sends no heartbeat."""
 _RESERVED = "prefect"
-_NO_NAME = set("/%&<>")  # which Prefect takes in no name
+_NO_NAME = set("/%&<>")  # characters that Prefect refuses in names
 
 
 @dataclass(frozen=True)
 class Pool:
-    """A work pool that is to be there."""
+    """Settings of a work pool to create or update."""
 
     name: str
     type: str = "process"
     limit: int | None = None
-    """Most runs at once; None: as many as its workers take."""
+    """Maximum number of concurrent runs; None: no limit."""
     template: Path | None = None
-    """Base job template, a JSON file; None: that of the type."""
+    """JSON file with the base job template; None: the default of the type."""
 
 
 def bootstrap(pools: Sequence[Pool]) -> Iterator[str]:
-    """Make what is not there yet; yield a line about each thing.
+    """Create missing objects on the Prefect server; yield one line of text per object.
 
     Raises:
-        ConfigError: there is no server, a template is no JSON, or a pool has a name or a type that cannot be.
+        ConfigError: there is no server, a template is no JSON, or the name or type of a pool is invalid.
     """
     from prefect.client.orchestration import get_client
     from prefect.settings import get_current_settings
@@ -61,7 +60,7 @@ def bootstrap(pools: Sequence[Pool]) -> Iterator[str]:
     with get_client(sync_client=True) as client:
         try:
             client.hello()
-        except Exception as error:  # whatever its transport raises
+        except Exception as error:  # any error of its transport
             raise ConfigError(f"the Prefect server at {url} does not respond: {error}") from error
         for pool in pools:
             yield _pool(client, pool)
@@ -79,14 +78,14 @@ def _check_name(name: str) -> None:
 
 
 def _check_type(client: Any, pool: Pool) -> None:
-    """Make sure that Prefect knows the type of a pool that brings no template of its own."""
+    """Check that Prefect knows the type of a pool without its own template."""
     if pool.type == Pool.type:
-        return  # a server looks up the others elsewhere
+        return  # part of Prefect; other types need a lookup
     collections = client.read_worker_metadata().values()
-    known = sorted({str(worker["type"]) for collection in collections for worker in collection.values()})
-    if pool.type not in known:
+    types = sorted({str(worker["type"]) for collection in collections for worker in collection.values()})
+    if pool.type not in types:
         raise ConfigError(
-            f"work pool {pool.name!r}: there is no type {pool.type!r}; known: {', '.join(known)}. Of another one "
+            f"work pool {pool.name!r}: there is no type {pool.type!r}; known: {', '.join(types)}. Of another one "
             "give the --template"
         )
 
@@ -97,24 +96,24 @@ def _pool(client: Any, pool: Pool) -> str:
 
     template = _template(pool)
     try:
-        there = client.read_work_pool(pool.name)
+        existing = client.read_work_pool(pool.name)
     except ObjectNotFound:
         if not template:
             _check_type(client, pool)
-        wanted = {"base_job_template": template} if template else {}
-        client.create_work_pool(WorkPoolCreate(name=pool.name, type=pool.type, concurrency_limit=pool.limit, **wanted))
+        options = {"base_job_template": template} if template else {}
+        client.create_work_pool(WorkPoolCreate(name=pool.name, type=pool.type, concurrency_limit=pool.limit, **options))
         return f"work pool {pool.name}: made ({pool.type}{_limit(pool.limit)})"
-    if there.type != pool.type:
+    if existing.type != pool.type:
         raise ConfigError(
-            f"work pool {pool.name!r} is of type {there.type}, not {pool.type}; delete it, or take another name"
+            f"work pool {pool.name!r} is of type {existing.type}, not {pool.type}; delete it, or take another name"
         )
     changes: dict[str, Any] = {}
-    if pool.limit is not None and there.concurrency_limit != pool.limit:
+    if pool.limit is not None and existing.concurrency_limit != pool.limit:
         changes["concurrency_limit"] = pool.limit
-    if template and there.base_job_template != template:
+    if template and existing.base_job_template != template:
         changes["base_job_template"] = template
     if not changes:
-        return f"work pool {pool.name}: there ({there.type}{_limit(there.concurrency_limit)})"
+        return f"work pool {pool.name}: there ({existing.type}{_limit(existing.concurrency_limit)})"
     client.update_work_pool(pool.name, WorkPoolUpdate(**changes))
     return f"work pool {pool.name}: changed ({', '.join(changes)})"
 
@@ -123,10 +122,10 @@ def _template(pool: Pool) -> dict[str, Any]:
     if pool.template is None:
         return {}
     try:
-        found: dict[str, Any] = json.loads(pool.template.read_text(encoding="utf-8"))
+        template: dict[str, Any] = json.loads(pool.template.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"template {pool.template} of work pool {pool.name!r} cannot be read: {error}") from error
-    return found
+    return template
 
 
 def _limit(limit: int | None) -> str:
@@ -134,16 +133,16 @@ def _limit(limit: int | None) -> str:
 
 
 def _automation(client: Any) -> str:
-    """Make the automation, or bring one that an older version made up to date; whether it is enabled stays."""
+    """Create the automation, or update one of an older version; keep whether it is enabled."""
     from prefect.events.actions import ChangeFlowRunState
     from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 
     ends = {f"prefect.flow-run.{name}" for name in (*_ENDS, *OUTCOMES, *_WITHOUT_PROCESS)}
-    there = client.read_automations_by_name(AUTOMATION)
-    wanted = AutomationCore(
+    existing = client.read_automations_by_name(AUTOMATION)
+    automation = AutomationCore(
         name=AUTOMATION,
         description=f"After {_MISSED} heartbeats that did not come: its process or its machine is gone.",
-        enabled=there[0].enabled if there else True,
+        enabled=existing[0].enabled if existing else True,
         trigger=EventTrigger(
             match={"prefect.resource.id": "prefect.flow-run.*"},  # type: ignore[arg-type]
             after={"prefect.flow-run.heartbeat"},
@@ -155,13 +154,13 @@ def _automation(client: Any) -> str:
         ),
         actions=[ChangeFlowRunState(state="CRASHED", message="no heartbeat: its process is gone; resume the run")],  # type: ignore[arg-type]
     )
-    if not there:
-        client.create_automation(wanted)
+    if not existing:
+        client.create_automation(automation)
         return f"automation {AUTOMATION!r}: made"
-    if all(getattr(there[0], key) == getattr(wanted, key) for key in ("description", "trigger", "actions")):
+    if all(getattr(existing[0], key) == getattr(automation, key) for key in ("description", "trigger", "actions")):
         return f"automation {AUTOMATION!r}: there"
-    content = wanted.model_dump(mode="json", exclude={"owner_resource"})  # Prefect's own update omits types
-    client.request("PUT", "/automations/{id}", path_params={"id": there[0].id}, json=content).raise_for_status()
+    content = automation.model_dump(mode="json", exclude={"owner_resource"})  # Prefect's own update omits types
+    client.request("PUT", "/automations/{id}", path_params={"id": existing[0].id}, json=content).raise_for_status()
     return f"automation {AUTOMATION!r}: changed"
 
 

@@ -1,4 +1,4 @@
-"""`cosmos check`: models, tokenizers, every row, masks, lengths and rewards, looked at in workers before a run."""
+"""`cosmos check`: validation of models, tokenizers, all rows, masks, lengths and rewards in workers before a run."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _FEW_BYTES = 32 << 20
 
 
 def check_in_worker(pipeline: Pipeline, num_shown: int = 0) -> Iterator[str]:
-    """Look at each stage in turn; a line of what was found, or of what cannot be looked at yet, and of each run of
-    tokens of the first `num_shown` rows.
+    """Check each stage in turn; yield a line with the result or the reason why it cannot be checked yet, and the token
+    spans of the first `num_shown` rows.
 
     Raises:
-        ConfigError, DataError, ModelError, RewardError: the first mistake.
+        ConfigError, DataError, ModelError, RewardError: the first error in the input.
         StageFailed: a check crashed.
     """
     prompts: dict[str | None, JsonValue] = {}
@@ -51,15 +51,15 @@ def check_in_worker(pipeline: Pipeline, num_shown: int = 0) -> Iterator[str]:
             unknown = source_of(stage.model) if base is None else data
             yield f"{stage.name}: not looked at: it starts from what stage {unknown!r} will make"
             continue
-        own = pipeline.recipes[base.name].policy
-        recipe = None if base is stage else _with_model_of(pipeline.recipes[stage.name], own)
-        model = "" if base is stage else base.model or own.model_name_or_path
+        base_policy = pipeline.recipes[base.name].policy
+        recipe = None if base is stage else _with_model_of(pipeline.recipes[stage.name], base_policy)
+        model = "" if base is stage else base.model or base_policy.model_name_or_path
         rows = "" if data else stage.data
         result = look(pipeline, stage, _PROGRAM, model=model, data=rows, recipe=recipe, prompts=prompts.get(data))
         prompts[stage.name] = result["info"].get("prompts")
         check_readers(pipeline, stage.name, result["info"])
-        told = "" if base is stage else f" (looked at with the model that stage {base.name!r} starts from)"
-        yield f"{stage.name}: {result['info']['found']}{told}"
+        suffix = "" if base is stage else f" (looked at with the model that stage {base.name!r} starts from)"
+        yield f"{stage.name}: {result['info']['found']}{suffix}"
         starts = 0
         for line in result["info"].get("shown", []):
             starts += not line.startswith(" ")
@@ -68,10 +68,10 @@ def check_in_worker(pipeline: Pipeline, num_shown: int = 0) -> Iterator[str]:
 
 
 def check_readers(pipeline: Pipeline, name: str, info: dict[str, JsonValue]) -> None:
-    """Refuse rows that stages behind a data stage could not begin with; `info`: what was found out about them.
+    """Check that downstream stages can start from the rows of a data stage, given its check result `info`.
 
     Raises:
-        DataError: they fill no train step, or none are held out.
+        DataError: the rows do not fill a train step, or none are held out for validation.
     """
     for stage in (each for each in pipeline.stages if source_of(each.data) == name):
         kind = pipeline.kind_of(stage)
@@ -85,7 +85,7 @@ def check_readers(pipeline: Pipeline, name: str, info: dict[str, JsonValue]) -> 
 
 
 def look_at_rows(pipeline: Pipeline) -> None:
-    """Look at the first rows that no stage makes, where that takes a second or two: of local files that are not large.
+    """Check the first rows of each stage that reads local files of moderate size, which takes a second or two.
 
     Raises:
         DataError: preparing them would fail; the message names the stage.
@@ -94,7 +94,7 @@ def look_at_rows(pipeline: Pipeline) -> None:
         kind, recipe = pipeline.kind_of(stage), pipeline.recipes[stage.name]
         if kind.reads_data != "source" or source_of(stage.data) is not None or _is_made(pipeline, stage):
             continue
-        if data_code(recipe, kind) or recipe.policy.is_diffusers:  # it may take as long as it likes, or decodes media
+        if data_code(recipe, kind) or recipe.policy.is_diffusers:  # slow: user code, or decoding of media
             continue
         sources = data_sources(stage, recipe, kind)
         if not all(isinstance(source, Path) and _size(source) <= _FEW_BYTES for source in sources):
@@ -103,24 +103,25 @@ def look_at_rows(pipeline: Pipeline) -> None:
             look(pipeline, stage, _FIRST_ROWS, data=stage.data)
         except DataError as error:
             raise DataError(f"{pipeline.source}: stage {stage.name!r}: {error}") from error
-        except StageFailed:  # a crash of the look says nothing about the rows, which the stage itself will read
+        except StageFailed:  # a crash of the check says nothing about the rows, which the stage itself reads
             continue
 
 
 def _is_made(pipeline: Pipeline, stage: StageConfig) -> bool:
-    """Whether the stage was made before, of the same rows; not known of one that begins with what another makes."""
+    """Return True if a stage without upstream stages has run before on the same rows; False if it has upstream
+    stages."""
     output_dir = pipeline.output_dir.expanduser().absolute()
     if stage.after:
         return False
-    found = fingerprint(pipeline, stage, pipeline.kind_of(stage), {}, shared_digests(output_dir))
-    return fingerprint_folder(output_dir, found.value).exists()
+    stage_fingerprint = fingerprint(pipeline, stage, pipeline.kind_of(stage), {}, shared_digests(output_dir))
+    return fingerprint_folder(output_dir, stage_fingerprint.value).exists()
 
 
 def _size(path: Path) -> int:
     return sum(file.stat().st_size for file in (files_of(path, DATA_FILES) if path.is_dir() else [path]))
 
 
-def look(  # noqa: PLR0913 - a stage, and what differs between those who look at it
+def look(  # noqa: PLR0913 - a stage, and the inputs that differ between callers
     pipeline: Pipeline,
     stage: StageConfig,
     program: str,
@@ -130,15 +131,15 @@ def look(  # noqa: PLR0913 - a stage, and what differs between those who look at
     recipe: Recipe | None = None,
     prompts: JsonValue = None,
 ) -> Result:
-    """Return what a program of the back half finds out about a stage, in a worker and a folder that is gone afterwards.
-    `prompts`: the first prompts of the rows that another stage prepares.
+    """Run a check program for a stage in a worker with a temporary folder, and return its result; `prompts` are the
+    first prompts of rows that another stage prepares.
 
     Raises:
         ConfigError, DataError, ModelError, RewardError: the first mistake.
         StageFailed: the program crashed.
     """
-    stage, own = localised(pipeline, stage, lambda: None)
-    recipe = recipe or own
+    stage, stage_recipe = localised(pipeline, stage, lambda: None)
+    recipe = recipe or stage_recipe
     data = stage.data if is_remote(data) else data
     kind = pipeline.kind_of(stage)
     sweep()
@@ -174,8 +175,8 @@ def look(  # noqa: PLR0913 - a stage, and what differs between those who look at
 
 
 def _base(pipeline: Pipeline, stage: StageConfig) -> StageConfig | None:
-    """Return the stage, or the one before it whose model it descends from and no stage makes: what a training makes has
-    the same architecture and tokenizer. None: it may be another model, or is not in a folder of its own."""
+    """Return the stage, or the upstream stage whose external model it descends from, because training keeps
+    architecture and tokenizer; None if the model may be of another architecture or is not in one local folder."""
     first = stage
     while name := source_of(stage.model):
         stage = pipeline.stage(name)
@@ -187,6 +188,6 @@ def _base(pipeline: Pipeline, stage: StageConfig) -> StageConfig | None:
 
 
 def _with_model_of(recipe: Recipe, base: PolicyConfig) -> Recipe:
-    """Return a recipe that starts from the model of another one."""
+    """Return a recipe whose model is that of another policy."""
     names = ("model_name_or_path", "model_revision")
     return recipe.derived(policy=recipe.policy.derived(**{name: getattr(base, name) for name in names}))

@@ -1,4 +1,4 @@
-"""Start a supervised process and keep hold of it: the launcher's side of `launch.supervisor`."""
+"""A supervised child process from the launcher's side; the other side is `launch.supervisor`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from cosmos_core.run.process import start_time
 
 
 class Child:
-    """A command under a supervisor, in a session of its own, its output in a file, its temporary files in a folder.
+    """Command under a supervisor in its own session, with its output in a file and a folder for temporary files.
 
-    It ends when it wants to, when `stop` or `kill` is called, or when this process ends in any way.
+    It ends by itself, after `stop` or `kill`, or when this process ends for any reason.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Child:
         inherited: Mapping[str, str] = os.environ,
         inherit: Sequence[int] = (),
     ) -> None:
-        """`environment` is added to `inherited`, what the command sees of this process's own."""
+        """Start the command; its environment is `inherited` with `environment` added."""
         self.attempt = uuid.uuid4().hex
         log.parent.mkdir(parents=True, exist_ok=True)
         self._scratch_lock = make_scratch(self.attempt)
@@ -71,21 +71,21 @@ class Child:
         return code if code is None or code >= 0 else 128 - code
 
     def stop(self, grace_seconds: float | None = None) -> None:
-        """Send SIGTERM to the command; the supervisor adds SIGKILL after the grace, None: that of the beginning."""
+        """Send SIGTERM to the command, then SIGKILL after the grace period; None: the initial grace period."""
         if self._process.poll() is None:
             if grace_seconds is not None and self._writer >= 0:
-                with suppress(OSError):  # the supervisor is gone, and with it the command
+                with suppress(OSError):  # the supervisor has ended, and the command with it
                     os.write(self._writer, f"{grace_seconds}\n".encode())
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Send SIGKILL to all of its processes."""
+        """Send SIGKILL to all processes of the command."""
         kill_marked(self.attempt)
         self._process.wait()
         self.poll()
 
     def _let_go(self) -> None:
-        """Close what this process holds of it, and remove its temporary files."""
+        """Close the descriptors of this process, and remove the temporary files."""
         os.close(self._writer)
         os.close(self._scratch_lock)
         self._writer = self._scratch_lock = -1

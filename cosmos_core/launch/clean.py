@@ -1,7 +1,7 @@
-"""`cosmos clean`: which runs may go, and their removal.
+"""`cosmos clean`: selection of runs that can be removed, and their removal.
 
-A run stays while it runs, while something that stays refers to it, and while what it published is published. A run that
-is removed is first moved out of the folder in one rename, so that nobody ever sees half a run.
+A run is kept while it is running, while a kept run refers to it, and while its model is published. A run is first moved
+out of the folder atomically, so that no other process sees an incomplete run.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ _READ_BY_PEOPLE = ("run.json", PIPELINE)
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is to become of a run."""
+    """Decision whether to keep a run, with its age and size."""
 
     path: Path
     pipeline: str
     age_seconds: float
-    """Since it last did something."""
+    """Seconds since the last activity of the run."""
     size: int
-    """Bytes of its files."""
+    """Total size of its files in bytes."""
     kept_because: str
-    """Empty: it may go."""
+    """Reason to keep the run; empty: the run can be removed."""
 
 
 def verdicts(output_dir: Path, *, keep: int, older_than_seconds: float) -> list[Verdict]:
-    """Return what is to become of each run in a folder, the oldest first; nothing is touched.
+    """Return a verdict for each run in a folder, the oldest first, without changing anything.
 
-    The newest `keep` runs of each pipeline stay, and those that did something in the last `older_than_seconds`.
+    The newest `keep` runs of each pipeline are kept, and runs with activity in the last `older_than_seconds`.
     """
     facts = {output_dir / each.run_id: each for each in runs_in(output_dir)}
     reasons: dict[Path, str] = {}
@@ -74,9 +74,10 @@ def verdicts(output_dir: Path, *, keep: int, older_than_seconds: float) -> list[
 
 
 def remove(output_dir: Path, found: Iterable[Verdict]) -> Iterator[Verdict]:
-    """Remove the runs that may go; yield each that is gone. One that was begun to be run meanwhile stays."""
-    aside = output_dir / SHARED / _REMOVED
-    aside.mkdir(parents=True, exist_ok=True)
+    """Remove the runs without a reason to keep them, unless they were started meanwhile; yield the verdict of each
+    removed run."""
+    trash = output_dir / SHARED / _REMOVED
+    trash.mkdir(parents=True, exist_ok=True)
     gone = []
     for verdict in found:
         if verdict.kept_because:
@@ -84,17 +85,18 @@ def remove(output_dir: Path, found: Iterable[Verdict]) -> Iterator[Verdict]:
         with Lock(verdict.path / "locks" / ".run") as lock:
             if not lock.try_acquire() or _may_run(verdict.path, is_claimed=True):
                 continue
-            os.rename(verdict.path, aside / f"{verdict.path.name}.{os.getpid()}")
+            os.rename(verdict.path, trash / f"{verdict.path.name}.{os.getpid()}")
         gone.append(verdict.path.name)
         yield verdict
-    _put_aside_fetched(output_dir, aside)
-    for folder in aside.iterdir():  # of earlier calls that were killed too
+    _put_aside_fetched(output_dir, trash)
+    for folder in trash.iterdir():  # also from earlier calls that were killed
         shutil.rmtree(folder, ignore_errors=True)
     _forget(output_dir, set(gone))
 
 
 def _put_aside_fetched(output_dir: Path, aside: Path) -> None:
-    """Move away what was fetched from stores and no run that is left names: each retraining may fetch another model."""
+    """Move downloads from stores that no remaining run names to the trash, because each retraining may download a new
+    model."""
     fetched = output_dir / SHARED / FETCHED
     for folder in fetched.iterdir() if fetched.is_dir() else ():
         if not folder.is_dir():
@@ -102,22 +104,22 @@ def _put_aside_fetched(output_dir: Path, aside: Path) -> None:
         digest = folder.name.removesuffix(PARTIAL)
         with Lock(fetched / f"{digest}.lock") as lock:
             if not lock.try_acquire():
-                continue  # it is fetched now
-            pipelines = output_dir.glob(f"*/{PIPELINE}")  # looked at now: a run that begins later fetches it anew
+                continue  # the download is in progress
+            pipelines = output_dir.glob(f"*/{PIPELINE}")  # read now, because a later run downloads it again
             if not any(digest in file.read_text(encoding="utf-8", errors="replace") for file in pipelines):
                 os.rename(folder, aside / f"{folder.name}.{os.getpid()}")
 
 
 def _last_sign(path: Path) -> float:
-    """When a run was begun, or a stage of it last said something."""
+    """Return the time at which the run started, or of the last activity of a stage, whichever is later."""
     states = [read_state(stage) for stage in (path / "stages").glob("*")]
     facts = read_facts(path)
-    said = [moment for state in states for moment in (state.ended, state.heartbeat) if moment]
-    return max([facts.started if facts else 0.0, *said]) or path.stat().st_mtime
+    times = [moment for state in states for moment in (state.ended, state.heartbeat) if moment]
+    return max([facts.started if facts else 0.0, *times]) or path.stat().st_mtime
 
 
 def _may_run(path: Path, *, is_claimed: bool = False) -> bool:
-    """Whether a process of this machine has the run or one of its stages, or another machine may have."""
+    """Return True if a process on this machine holds the run or a stage, or a process on another machine may."""
     files = [*(path / "locks").glob("*.lock"), *([] if is_claimed else [path / "locks" / ".run"])]
     for file in files:
         if not file.exists():
@@ -134,7 +136,8 @@ def _may_run(path: Path, *, is_claimed: bool = False) -> bool:
 
 
 def _continued_or_published(output_dir: Path, paths: list[Path]) -> Iterator[tuple[Path, str]]:
-    """Yield runs that the next retraining goes on with, and those whose model is published now."""
+    """Yield runs that the next retraining continues, and runs whose model is currently published, each with the reason
+    to keep it."""
     for note in sorted((output_dir / SHARED / "retraining").glob("*.json")):
         seen = read_object(note)
         if not seen.get("outcome"):
@@ -151,25 +154,25 @@ def _continued_or_published(output_dir: Path, paths: list[Path]) -> Iterator[tup
 
 
 def _targets(paths: list[Path]) -> dict[str, list[Path]]:
-    """Return where models were published, with the runs that did."""
-    found: dict[str, list[Path]] = {}
+    """Return the targets to which models were published, each with the runs that published there."""
+    targets: dict[str, list[Path]] = {}
     for path in paths:
         for stage in _stages_of(path):
             target = stage.get("target")
             result = read_result(path / "stages" / str(stage.get("name")))
             if isinstance(target, str) and target and result is not None and "published" in result["info"]:
-                found.setdefault(target, []).append(path)
-    return found
+                targets.setdefault(target, []).append(path)
+    return targets
 
 
 def _versions(target: str) -> list[dict[str, Any]]:
-    """Return the records of what is published and of what a rollback would go back to."""
-    opened: Any = open_target(target)
-    records = [opened.published() or {}]
-    history = getattr(opened, "history", None)
+    """Return the records of the published version and of the version before it, to which a rollback returns."""
+    store: Any = open_target(target)
+    records = [store.published() or {}]
+    history = getattr(store, "history", None)
     if history is not None and len(names := history()) > 1:
         with suppress(CosmosError):
-            records.append(opened.record_of(names[-2]))
+            records.append(store.record_of(names[-2]))
     return records
 
 
@@ -182,7 +185,7 @@ def _stages_of(path: Path) -> list[dict[str, Any]]:
 
 
 def _keep_what_is_referred_to(paths: list[Path], reasons: dict[Path, str]) -> None:
-    """Keep, run after run, what the settings and manifests of those that stay name."""
+    """Add reasons to keep the runs that settings and manifests of kept runs name, transitively."""
     waiting = [path for path in paths if path in reasons]
     while waiting:
         keeper = waiting.pop()
@@ -196,13 +199,13 @@ def _keep_what_is_referred_to(paths: list[Path], reasons: dict[Path, str]) -> No
 
 
 def _spellings(path: Path) -> set[str]:
-    """Return how a file below a folder may be named in TOML and JSON."""
+    """Return the forms in which the path of a folder may occur in TOML and JSON."""
     plain = {f"{path}/", f"{path.resolve()}/"}
     return plain | {json.dumps(name)[1:-1] for name in plain}
 
 
 def _forget(output_dir: Path, gone: set[str]) -> None:
-    """Remove what is noted of runs that are gone, beside them."""
+    """Remove the shared notes about removed runs."""
     shared = output_dir / SHARED
     for entry in shared.glob("fingerprints/*/*.json"):
         if str(read_object(entry).get("stage", "")).partition("/")[0] in gone:

@@ -1,8 +1,8 @@
-"""A reward service beside a stage: started before it on a free port, with a token of its own, and stopped after it.
+"""Reward service that is managed with a stage: started before it on a free port with a random token, stopped after it.
 
-One that dies is started again at the same address, and the stage's requests are sent again; it ends with its launcher
-in any case. Or one that runs already, which a block of Prefect or the environment names. How it was is noted at the
-end. Not here: the service (rewards/service).
+A service that dies is restarted at the same address, and the stage retries its requests; the service always ends with
+its launcher. Alternatively, a Prefect block or the environment names a service that is already running. The health of
+the service is recorded at the end. The service itself is in `rewards/service`.
 """
 
 from __future__ import annotations
@@ -42,40 +42,45 @@ def companion(
     environment: Mapping[str, str] = {},
     host: str = "127.0.0.1",
 ) -> Iterator[dict[str, str]]:
-    """Run the service of a configuration while the body runs; yield the variables by which its clients find it.
+    """Run the reward service of a configuration during the block; yield the environment variables with which clients
+    find it.
 
-    `check` is called while it loads, and may raise. A configuration `block:NAME` is a service that runs already;
-    without one there is none to find, and `environment` says which one the stage asks, if any. `host` is the address
-    at which a service that is started listens.
+    `check` is called while the service loads, and may raise. A configuration `block:NAME` names a service that is
+    already running. Without a configuration, `environment` may name the service that the stage uses. `host` is the
+    address on which a started service listens.
 
     Raises:
-        RewardError: it does not start.
-        ConfigError: there is no such block.
+        RewardError: the service does not start.
+        ConfigError: the block does not exist.
     """
     if not config or config.startswith(BLOCK):
-        found = service_named(config)
+        variables = service_named(config)
         try:
-            yield found
+            yield variables
         finally:
-            note_health(folder, found or environment)
+            note_health(folder, variables or environment)
         return
     service = _Service(Path(config), folder, python or sys.executable, host)
     try:
         url = service.start(check)
-        found = {ENQUEUE_URL: f"{url}/api/reward/enqueue", FETCH_URL: f"{url}/api/reward/pull", TOKEN: service.token}
+        variables = {
+            ENQUEUE_URL: f"{url}/api/reward/enqueue",
+            FETCH_URL: f"{url}/api/reward/pull",
+            TOKEN: service.token,
+        }
         try:
-            yield found
+            yield variables
         finally:
-            note_health(folder, found, service.restarts)
+            note_health(folder, variables, service.restarts)
     finally:
         service.stop()
 
 
 def service_named(config: str) -> dict[str, str]:
-    """Return the variables of a service that a block of Prefect names; none for a service that is started.
+    """Return the environment variables of the service in a Prefect block; empty if the configuration is not a block.
 
     Raises:
-        ConfigError: there is no such block.
+        ConfigError: the block does not exist.
     """
     if not config.startswith(BLOCK):
         return {}
@@ -85,13 +90,13 @@ def service_named(config: str) -> dict[str, str]:
 
 
 class _Service:
-    """A service, watched by a thread."""
+    """Reward service in a child process, with a thread that restarts it."""
 
     def __init__(self, config: Path, folder: Path, python: str, host: str) -> None:
         self._config, self._python, self._host = config, python, host
         self._log, self._ready = folder / "logs" / "reward_service.log", folder / "reward_service.url"
         self.token = secrets.token_hex(32)
-        self._queue = uuid.uuid4().hex  # its port is another after the first start
+        self._queue = uuid.uuid4().hex  # name of the queue, which a restart keeps
         self.restarts = 0
         self._port = "0"
         self._is_ending = threading.Event()
@@ -99,11 +104,11 @@ class _Service:
         self._thread = threading.Thread(target=self._watch, name="reward service", daemon=True)
 
     def start(self, check: Callable[[], None]) -> str:
-        """Start it and wait until it takes requests; return its URL.
+        """Start the service and wait until it accepts requests; return its URL.
 
         Raises:
             RewardError: a reward cannot be loaded, or the configuration is wrong.
-            StageFailed: it ended otherwise, or did not load in time.
+            StageFailed: the service ended for another reason, or did not load in time.
         """
         self._ready.unlink(missing_ok=True)
         self._child = self._started()
@@ -124,14 +129,14 @@ class _Service:
         return url
 
     def stop(self) -> None:
-        """Stop it; what it had accepted nobody waits for any more."""
+        """Stop the service; pending requests are dropped."""
         self._is_ending.set()
         if self._thread.is_alive():
             self._thread.join()
         if self._child is not None and self._child.poll() is None:
             self._child.kill()
         with contextlib.suppress(OSError):
-            mask_file(self._log)  # what its rewards wrote past the service
+            mask_file(self._log)  # rewards may write secrets directly to the log
         self._ready.unlink(missing_ok=True)
 
     def _watch(self) -> None:
@@ -144,7 +149,7 @@ class _Service:
                 return
             try:
                 self._child = self._started()
-            except OSError as error:  # a disk that is full, no process to be had: it may pass
+            except OSError as error:  # a full disk or a process limit may be transient
                 logger.warning("the reward service cannot be started: %s", error)
                 continue
             self.restarts += 1
@@ -160,7 +165,8 @@ class _Service:
         )  # fmt: skip
 
     def _token_name(self) -> str:
-        """Return the variable in which the service looks for its token; of a file that is wrong it tells itself."""
+        """Return the name of the environment variable from which the service reads its token; the service itself
+        reports an invalid file."""
         with contextlib.suppress(ConfigError):
             return str(read_toml(self._config).get("token_env", TOKEN))
         return TOKEN

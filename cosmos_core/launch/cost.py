@@ -1,7 +1,7 @@
-"""`cosmos plan --estimate`: how long each stage will take, its GPU hours, what they cost, and whether its memory fits.
+"""`cosmos plan --estimate`: duration, GPU hours, price and memory of each stage.
 
-What a stage took in an earlier run of the pipeline is the best guess; of a training that was never run it is counted:
-floating-point operations of its tokens, at the rate of this machine or of another (`launch.machine`).
+The duration comes from an earlier run of the pipeline if there is one. For a training that was never run it is computed
+from the floating-point operations of its tokens and the rate of this or another machine (`launch.machine`).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from cosmos_core.run.plan import Decision
 _GIB = 2**30
 _TERA = 1e12
 _MOST_RUNS = 20
-_FORWARD, _FOR_INPUTS, _FOR_WEIGHTS = 2, 2, 2  # operations of a parameter and token, as in 6 N D
+_FORWARD, _FOR_INPUTS, _FOR_WEIGHTS = 2, 2, 2  # operations per parameter and token, as in 6 N D
 
 
 @dataclass(frozen=True)
 class Cost:
-    """One stage."""
+    """Estimated cost of one stage."""
 
     name: str
     seconds: float | None
@@ -40,11 +40,11 @@ class Cost:
     """Whether the peak is below the memory of the GPU, or of the host; empty: unknown."""
     known_from: str
     disk: int | None = None
-    """Bytes that it leaves; None: unknown."""
+    """Bytes on disk after the stage; None: unknown."""
 
     @property
     def gpu_hours(self) -> float | None:
-        """Return the time of all its GPUs."""
+        """Return the duration times the number of GPUs, in hours."""
         return None if self.seconds is None else self.seconds * self.gpus / 3600
 
 
@@ -56,7 +56,8 @@ def costs(
     output_dir: Path,
     machine: Machine | None,
 ) -> list[Cost]:
-    """Return what each stage will need; `found` are the estimates of the trainings, `gpus` those of each mesh."""
+    """Return the estimated cost of each stage; `found` has the estimates of trainings, `gpus` the number of GPUs, by
+    stage."""
     ids = [facts.run_id for facts in runs_in(output_dir) if facts.pipeline == pipeline.config.name]
     earlier = [read_run(output_dir / run_id) for run_id in reversed(ids[-_MOST_RUNS:])]
     costs = []
@@ -68,15 +69,15 @@ def costs(
             seconds, known_from = 0.0, "reused"
         else:
             steps, card = sizes["steps"] if sizes else None, machine.card if machine else ""
-            known = measured_seconds(stage, steps, earlier, card)
-            seconds, known_from = known or _counted(pipeline, stage, sizes, gpus, machine)
+            measured = measured_seconds(stage, steps, earlier, card)
+            seconds, known_from = measured or _counted(pipeline, stage, sizes, gpus, machine)
         fits, disk = _fits(sizes, machine), _disk(stage, found, earlier)
         costs.append(Cost(stage.name, seconds, gpus.get(stage.name, 0), fits, known_from, disk))
     return costs
 
 
 def cost_table(pipeline: Pipeline, found: Sequence[Cost], machine: Machine | None) -> Table:
-    """Return the costs as a table with their sum; the time of all is that of the longest chain."""
+    """Return the costs as a table with totals; the total duration is that of the longest chain of stages."""
     price = pipeline.config.gpu_hour_price
     table = Table("stage", title="time and cost")
     for column in ("GPUs", "time", "GPU hours", *(["cost"] if price is not None else [])):
@@ -87,11 +88,11 @@ def cost_table(pipeline: Pipeline, found: Sequence[Cost], machine: Machine | Non
 
     def cells(gpus: str, seconds: float | None, hours: float | None, *, is_bound: bool = False) -> list[str]:
         at_least = "> " if is_bound else ""
-        shown = [gpus, "?" if seconds is None else at_least + wording.duration(seconds)]
-        shown.append("?" if hours is None else f"{at_least}{hours:,.2f}")
+        texts = [gpus, "?" if seconds is None else at_least + wording.duration(seconds)]
+        texts.append("?" if hours is None else f"{at_least}{hours:,.2f}")
         if price is not None:
-            shown.append("?" if hours is None else f"{at_least}{hours * price:,.2f}")
-        return shown
+            texts.append("?" if hours is None else f"{at_least}{hours * price:,.2f}")
+        return texts
 
     for cost in found:
         row = cells(str(cost.gpus), cost.seconds, cost.gpu_hours)
@@ -111,8 +112,8 @@ def _size(num_bytes: int | None) -> str:
 
 
 def wall_seconds(pipeline: Pipeline, found: Sequence[Cost]) -> float:
-    """Return when the last stage ends, if each begins as soon as its inputs are there and a slot of its sweep is free;
-    what is unknown counts as nothing."""
+    """Return the time at which the last stage ends, if each stage starts once its inputs and a slot of its sweep are
+    available; unknown durations count as 0."""
     seconds = {cost.name: cost.seconds or 0.0 for cost in found}
     ends: dict[str, float] = {}
     slots: dict[str, list[float]] = {}
@@ -129,7 +130,8 @@ def wall_seconds(pipeline: Pipeline, found: Sequence[Cost]) -> float:
 
 
 def _disk(stage: StageConfig, found: Mapping[str, Found], earlier: Sequence[RunRecord]) -> int | None:
-    """Return the bytes that a stage leaves: of a training counted, of another those of its newest result."""
+    """Return the bytes that a stage leaves on disk: from the estimate of a training, or from the newest result of
+    another stage."""
     sizes = found.get(stage.name)
     if isinstance(sizes, dict):
         return int(sizes["disk"])

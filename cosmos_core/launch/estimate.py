@@ -1,6 +1,7 @@
 """`cosmos plan --estimate`: parameters, memory per GPU, tokens, steps and GPUs of every training stage, before a run.
 
-The estimates come from workers (`cosmos_core.train.estimate`). Here: which model and rows a stage will see; a table.
+The estimates come from workers (`cosmos_core.train.estimate`). This module selects the model and the rows of a stage,
+and formats the table.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ _PROGRAM = "cosmos_core.train.estimate:run"
 _GIB = 2**30
 
 Found = dict[str, Any] | str
-"""The fields of `cosmos_core.train.estimate.Estimate`, or why there are none."""
+"""The fields of `cosmos_core.train.estimate.Estimate`, or the reason why there is no estimate."""
 
 
 def estimate_in_worker(pipeline: Pipeline, decisions: Mapping[str, Decision]) -> Iterator[tuple[str, Found]]:
-    """Look at each training stage in turn; give its name and what it will need. `decisions` say what is made already.
+    """Estimate each training stage in turn; yield its name and the estimate. `decisions` tell which stages are
+    finished.
 
     Raises:
-        ConfigError, DataError, ModelError: the first mistake.
+        ConfigError, DataError, ModelError: the first error in the input.
         StageFailed: an estimate crashed.
     """
     for stage in pipeline.stages:
@@ -53,7 +55,7 @@ def estimate_in_worker(pipeline: Pipeline, decisions: Mapping[str, Decision]) ->
 
 
 def estimate_table(found: Sequence[tuple[str, Found]], gpus: Mapping[str, int], gpus_per_node: int) -> Table:
-    """Return the estimates as a table, with what is unknown, and why, below it; `gpus` by stage."""
+    """Return the estimates as a table with notes about unknown values; `gpus` is the number of GPUs by stage."""
     title = "per GPU in GiB, at the peak of a train step"
     table = Table("stage", "parameters", "trained", title=title, caption_justify="left")
     for column in ("weights", "gradients", "optimizer", "activations", "peak", "rollout"):
@@ -66,11 +68,11 @@ def estimate_table(found: Sequence[tuple[str, Found]], gpus: Mapping[str, int], 
     ]
     for name, sizes in found:
         if isinstance(sizes, str):
-            cells, said = ["?"] * (len(table.columns) - 3), [sizes]
+            cells, stage_notes = ["?"] * (len(table.columns) - 3), [sizes]
         else:
-            cells, said = _cells(sizes), sizes["notes"]
+            cells, stage_notes = _cells(sizes), sizes["notes"]
         table.add_row(name, *cells, str(gpus[name]), str(-(-gpus[name] // gpus_per_node)))
-        notes += [f"{name}: {note}" for note in said]
+        notes += [f"{name}: {note}" for note in stage_notes]
     table.caption = "\n".join(notes)
     return table
 
@@ -100,7 +102,7 @@ def _gib(size: int | None) -> str:
 
 
 def _short(count: int) -> str:
-    """Return a count in short: 8,190,735,360 as 8.19B."""
+    """Return a count with three significant decimals and a unit: 8,190,735,360 as 8.19B."""
     for limit, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
         if count >= limit:
             return f"{count / limit:.2f}{unit}"
@@ -108,11 +110,11 @@ def _short(count: int) -> str:
 
 
 def _model(pipeline: Pipeline, stage: StageConfig, decisions: Mapping[str, Decision]) -> str:
-    """Return the model that the stage starts from, or one of its architecture, which training and export do not change.
-    Empty: another kind of stage will make it."""
+    """Return the model that the stage starts from, or an upstream model of the same architecture, which training and
+    export keep; empty if the model does not exist yet."""
     while (name := source_of(model := pipeline.starts_from(stage))) is not None:
-        if made := _made(model, "model", decisions):
-            return made
+        if folder := _made(model, "model", decisions):
+            return folder
         stage = pipeline.stage(name)
         if pipeline.kind_of(stage).makes != "model":
             return ""
@@ -120,7 +122,8 @@ def _model(pipeline: Pipeline, stage: StageConfig, decisions: Mapping[str, Decis
 
 
 def _made(reference: str, key: str, decisions: Mapping[str, Decision]) -> str:
-    """Return the folder behind `stage:NAME`, or the folder written there; empty: that stage has not been run."""
+    """Return the output folder of the stage in `stage:NAME`, or a plain path unchanged; empty if that stage has not
+    run."""
     name = source_of(reference)
     if name is None:
         return reference
@@ -130,7 +133,7 @@ def _made(reference: str, key: str, decisions: Mapping[str, Decision]) -> str:
 
 
 def _with_rows(pipeline: Pipeline, stage: StageConfig, decisions: Mapping[str, Decision]) -> Recipe:
-    """Return the stage's recipe with the rows of its `prepare` stage, which may have a recipe of its own."""
+    """Return the recipe of the stage with the data set of its `prepare` stage, which may have another recipe."""
     recipe = pipeline.recipes[stage.name]
     prepare = pipeline.stage(source_of(stage.data) or stage.name)
     source = pipeline.recipes[prepare.name]

@@ -1,8 +1,8 @@
-"""The GPUs of this machine, divided among the stages that run on it at the same time.
+"""Allocation of the GPUs of this machine to the stages that run at the same time.
 
-A stage holds a lock for each of its GPUs, which its worker inherits: they are free again when the last of its processes
-has ended, however that came about. Stages without a mesh (prepare, export, a custom one) see all GPUs and hold none,
-and of other users of the machine nothing is known.
+A stage holds a lock for each of its GPUs, and its worker inherits the lock: a GPU is free again when the last process
+of the stage has ended for any reason. Stages without a mesh (prepare, export, custom) see all GPUs and hold none. Other
+users of the machine are not considered.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def num_gpus(kind: StageKind, recipe: Recipe) -> int:
-    """Return the GPUs of this machine that a stage needs; those of a Ray cluster are for Ray to give."""
+    """Return the number of GPUs on this machine that a stage needs; 0 on a Ray cluster, where Ray allocates them."""
     has_rollouts = kind.feed == "rollouts"
     total = recipe.num_gpus(has_rollouts=has_rollouts) if kind.has_mesh else 0
     uses_ray = total > 1 or (has_rollouts and recipe.engines_apart > 0)
@@ -37,10 +37,10 @@ def num_gpus(kind: StageKind, recipe: Recipe) -> int:
 def of_stage(
     kind: StageKind, recipe: Recipe, path: Path
 ) -> AbstractContextManager[tuple[dict[str, str], Sequence[int]]]:
-    """Hold the GPUs that the stage in a directory needs, whose state says meanwhile what it waits for; see `held`.
+    """Hold the GPUs that a stage needs, and write to its state what it waits for; see `held`.
 
     Raises:
-        Preempted: the run was asked to stop meanwhile.
+        Preempted: the run was stopped while waiting.
     """
 
     def wait(reason: str) -> None:
@@ -55,10 +55,11 @@ def of_stage(
 def held(
     count: int, while_waiting: Callable[[str], None], *, takes_more: bool = False
 ) -> Iterator[tuple[dict[str, str], Sequence[int]]]:
-    """Hold so many GPUs, or all where there are fewer; give the variable that shows them to a worker, and the
-    descriptors that it is to inherit. On a machine without GPUs, nothing. `takes_more`: hold all that are free.
+    """Hold `count` GPUs, or all if there are fewer; yield the environment variable that selects them and the lock
+    descriptors that the worker inherits.
 
-    `while_waiting` is called with the reason, again and again, and may raise to give up.
+    With `takes_more`, hold all free GPUs. On a machine without GPUs, yield empty values. `while_waiting` is called with
+    the reason, repeatedly, and may raise to stop waiting.
     """
     entries = gpu_entries() if count else {}
     if entries and (reason := _refusal()):
@@ -77,25 +78,25 @@ def held(
 
 
 def _locks(entries: Mapping[str, str], least: int, most: int) -> dict[str, Lock]:
-    """Lock so many GPUs, the first that are free; none, where there are fewer than `least`."""
-    found: dict[str, Lock] = {}
+    """Lock the first free GPUs, at most `most`; return no locks if fewer than `least` are free."""
+    locks: dict[str, Lock] = {}
     for entry, uuid in entries.items():
-        if len(found) == most:
+        if len(locks) == most:
             break
         lock = Lock(user_cache() / "gpus" / f"{uuid.replace('/', '-')}.lock")
         if lock.try_acquire():
-            found[entry] = lock
+            locks[entry] = lock
         else:
             lock.release()
-    if len(found) < least:
-        for lock in found.values():
+    if len(locks) < least:
+        for lock in locks.values():
             lock.release()
         return {}
-    return found
+    return locks
 
 
 def _refusal() -> str:
-    """Say why no lock can be held here, or nothing."""
+    """Return the reason why this user cannot hold locks here, or an empty string."""
     try:
         with Lock(user_cache() / "gpus" / "tried.lock") as lock:
             lock.try_acquire()

@@ -1,4 +1,4 @@
-"""How long a stage took in earlier runs, and how long it would take for another number of steps."""
+"""Duration of a stage from earlier runs, scaled to another number of steps."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from cosmos_core.observe.record import RunRecord, StageRecord
 def measured_seconds(
     stage: StageConfig, steps: int | None, earlier: Sequence[RunRecord], card: str
 ) -> tuple[float, str] | None:
-    """Return the seconds that a stage takes by the newest run that says so, for `steps` steps, and how they are known.
+    """Return the duration of a stage for `steps` steps, from the newest run that recorded it, with a description of the
+    source.
 
-    A training that was stopped or killed counts from its first step on. `card`: a GPU that its ranks must have had.
+    A training that was stopped or killed counts if it completed a step. `card`: the GPU that its ranks must have used.
     """
     for run in earlier:
         record = next((each for each in run.stages if each.name == stage.name and each.kind.name == stage.kind), None)
@@ -30,17 +31,17 @@ def measured_seconds(
 
 @dataclass(frozen=True)
 class _Pace:
-    """Where the time of a training went, in seconds."""
+    """Time per step, per validation and for the rest of a training, in seconds."""
 
     steps: int
     step: float
     validations: int
     validation: float
     rest: float
-    """Loading, compiling, checkpoints and the export of one attempt."""
+    """Time for loading, compiling, checkpoints and export in one attempt."""
 
     def total(self, steps: int) -> float:
-        """Return the seconds of so many steps."""
+        """Return the duration of a training with this number of steps."""
         validations = -(-self.validations * steps // self.steps)
         return self.rest + steps * self.step + validations * self.validation
 
@@ -49,11 +50,11 @@ class _Pace:
 
 
 def _pace(record: StageRecord) -> _Pace | None:
-    """Return the pace of a training that has taken a step; None: it has not, or it does not say how long."""
+    """Return the pace of a training; None if it has not completed a step or did not record step times."""
     steps, checks = _times(record, "time/step"), _times(record, "time/validate")
     if not steps:
         return None
-    usual = steps[1:] or steps  # the first one pays for compiling
+    usual = steps[1:] or steps  # the first step includes compiling
     step = sum(usual) / len(usual)
     rest = max(0.0, (record.seconds or 0.0) - sum(checks) - step * len(steps))
     num_attempts = max(1, len(record.state.spans))
@@ -65,6 +66,6 @@ def _times(record: StageRecord, name: str) -> list[float]:
 
 
 def _ran_on(record: StageRecord, card: str) -> bool:
-    """Return whether every rank of a training had that GPU."""
+    """Return True if every rank of a training used this GPU."""
     names = [name.lower().replace(" ", "").replace("-", "") for rank in record.ranks for name in rank.gpus]
     return bool(names) and all(card in name for name in names)

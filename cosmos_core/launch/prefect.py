@@ -1,7 +1,8 @@
-"""Prefect's command line in less time: `python -m cosmos_core.launch.prefect server start` for that of Prefect.
+"""Faster start of Prefect's command line: `python -m cosmos_core.launch.prefect server start` runs `prefect server
+start`.
 
-With `--told-by FD` it imports what needs no settings, and reads from that descriptor what to do; see `launch.standby`.
-The words before it are for those who look at the list of processes.
+With `--told-by FD` it imports libraries that need no settings, then reads its command line from that descriptor; see
+`launch.standby`. The arguments before it are only shown in process lists.
 """
 
 import importlib
@@ -18,31 +19,31 @@ _LIBRARIES = (
     "pydantic_settings", "fastapi", "uvicorn", "sqlalchemy.ext.asyncio", "sqlalchemy.dialects.postgresql",
     "alembic.config", "docket", "httpx", "cyclopts", "dateparser", "apprise",
 )  # fmt: skip
-"""What the server imports beside Prefect; without one of them it only starts later."""
+"""Libraries that the server imports in addition to Prefect; a missing one only makes the start slower."""
 
 
 def _wait_for_orders(descriptor: int) -> None:
-    """Take command line, environment and log from the descriptor; end where whoever holds its other end wants none."""
+    """Read command line, environment and log from the descriptor; exit if its other end is closed without data."""
     for name in _LIBRARIES:
         with suppress(ImportError):
             importlib.import_module(name)
     with open(descriptor, "rb") as reader:
-        told = json.loads(reader.read() or sys.exit())
-    os.environ.update(told["environment"])
-    log = os.open(told["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        orders = json.loads(reader.read() or sys.exit())
+    os.environ.update(orders["environment"])
+    log = os.open(orders["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     for output in (1, 2):
         os.dup2(log, output)
     os.close(log)
-    sys.argv[1:] = told["arguments"]
+    sys.argv[1:] = orders["arguments"]
 
 
 _POLLING = ("prefect._internal.observers", "prefect.workers.base", "prefect.workers.process")
-"""Modules in which a worker polls its server: for cancelled flow runs, for new ones, and to say that it lives."""
+"""Modules in which a worker polls its server: for cancelled flow runs, for new flow runs, and for heartbeats."""
 
 
 def keep_polling() -> None:
-    """Let the loops of a worker outlast its server: Prefect ends the one for cancelled flow runs after three failures
-    in a row, half a minute, while the worker goes on, and the others and the worker with them after twelve."""
+    """Let the polling loops of a worker outlast a failure of its server. Prefect ends the loop for cancelled flow runs
+    after three consecutive failures, while the worker continues, and the other loops and the worker after twelve."""
     for name in _POLLING:
         module = importlib.import_module(name)
         module.critical_service_loop = partial(module.critical_service_loop, backoff=sys.maxsize)  # type: ignore[attr-defined]

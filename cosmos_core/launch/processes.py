@@ -1,4 +1,4 @@
-"""Processes on this machine: who belongs to an attempt, and how they are ended. Linux only."""
+"""Processes of an attempt on this machine: finding and killing them, and their temporary files. Linux only."""
 
 from __future__ import annotations
 
@@ -15,45 +15,44 @@ import psutil
 
 from cosmos_core.run.process import is_running
 
-SILENT_SECONDS = 600.0  # what another machine runs may go on while it was heard of since then
+SILENT_SECONDS = 600.0  # a stage on another machine counts as running for so long after its last heartbeat
 _KILL_SECONDS = 5.0
 ATTEMPT = "COSMOS_ATTEMPT"  # environment variable that marks every process of one attempt
-LOOK = "cosmos-look-"  # and the pid: beginning of the name of a folder of temporary files
+LOOK = "cosmos-look-"  # prefix of folders of temporary files, followed by the pid
 _SCRATCH = "cosmos-"
 _SCRATCH_NAME = re.compile(rf"{_SCRATCH}[0-9a-f]{{12}}")
 
 
 def marked(attempt: str) -> list[psutil.Process]:
-    """Return the live processes, this one excepted, whose environment or ancestors' carries the mark of an attempt, or
-    one that begins so."""
+    """Return the live processes, except this one, whose environment has an attempt mark that begins with `attempt`."""
     assert attempt, "any mark begins with nothing"
-    found = []
+    processes = []
     for process in psutil.process_iter():
         try:
             if process.pid != os.getpid() and process.environ().get(ATTEMPT, "").startswith(attempt):
-                found.append(process)
-        except psutil.Error:  # another user's, a zombie, or gone meanwhile
+                processes.append(process)
+        except psutil.Error:  # of another user, a zombie, or ended meanwhile
             continue
-    return found
+    return processes
 
 
 def kill_marked(attempt: str) -> list[int]:
-    """Send SIGKILL to every process of an attempt until none is left; return the pids that were found."""
+    """Send SIGKILL to every process of an attempt until none is left; return the pids."""
     return _kill(lambda: marked(attempt))
 
 
 def kill_below() -> list[int]:
-    """Send SIGKILL to all descendants of this process until none is left; return the pids that were found."""
+    """Send SIGKILL to all descendants of this process until none is left; return the pids."""
     return _kill(lambda: [each for each in psutil.Process().children(recursive=True) if is_running(each)])
 
 
 def make_scratch(attempt: str) -> int:
-    """Make the folder of an attempt's temporary files and lock it; return the descriptor that holds the lock.
+    """Create and lock the folder for the temporary files of an attempt; return the descriptor that holds the lock.
 
-    Launcher and supervisor hold it: once both are gone, however they died, `sweep` may have the folder.
+    Launcher and supervisor hold the lock: once both have ended for any reason, `sweep` may remove the folder.
     """
     folder = scratch_of(attempt)
-    unlocked = folder.with_name(f".{folder.name}")  # a name that no `sweep` looks at
+    unlocked = folder.with_name(f".{folder.name}")  # a name that `sweep` ignores
     unlocked.mkdir(mode=0o700)
     descriptor = os.open(unlocked, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
@@ -62,7 +61,8 @@ def make_scratch(attempt: str) -> int:
 
 
 def sweep() -> None:
-    """End what is left of attempts whose launcher and supervisor were killed; remove temporary files of the dead."""
+    """Kill the processes of attempts whose launcher and supervisor have ended, and remove temporary files of ended
+    processes."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*"):
         if _SCRATCH_NAME.fullmatch(folder.name) and not _is_held(folder):
             kill_marked(folder.name.removeprefix(_SCRATCH))
@@ -74,7 +74,7 @@ def sweep() -> None:
 
 
 def _is_held(folder: Path) -> bool:
-    """Return whether somebody holds the lock of a folder; one that we may not look into is somebody's."""
+    """Return True if a process holds the lock of a folder, or the folder is not readable for this user."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
@@ -89,15 +89,16 @@ def _is_held(folder: Path) -> bool:
 
 
 def scratch_of(attempt: str) -> Path:
-    """Return the folder of an attempt's temporary files: its name is short, for the sockets in it have short ones."""
+    """Return the folder for the temporary files of an attempt; its name is short because paths of sockets are
+    limited."""
     return Path(tempfile.gettempdir()) / f"{_SCRATCH}{attempt[:12]}"
 
 
 def remove_scratch(attempt: str) -> None:
     """Remove the temporary files of an attempt that has ended."""
     if attempt:
-        own = os.environ.get("TMPDIR", "")
-        folder = Path(own) if Path(own).name == scratch_of(attempt).name else scratch_of(attempt)
+        tmpdir = os.environ.get("TMPDIR", "")
+        folder = Path(tmpdir) if Path(tmpdir).name == scratch_of(attempt).name else scratch_of(attempt)
         shutil.rmtree(folder, ignore_errors=True)
 
 

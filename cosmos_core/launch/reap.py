@@ -1,4 +1,4 @@
-"""`cosmos reap`: what is left of runs whose flow died on this machine is ended, and said to have ended."""
+"""`cosmos reap`: cleanup after flows that died on this machine: remaining processes are killed and states corrected."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _CANCELLED = ("CANCELLING", "CANCELLED")
 
 
 def reap(output_dir: Path) -> Iterator[str]:
-    """End the processes of stages whose flow is gone, and correct what files and the Prefect server say of them; yield
-    a line about each."""
+    """Kill the processes of stages whose flow has ended, and correct their state in files and on the Prefect server;
+    yield a line of text about each."""
     sweep()
     abandoned = [file.parent for file in sorted(output_dir.glob(f"*/{PIPELINE}")) if _is_abandoned(file.parent)]
     for run in abandoned:
@@ -44,23 +44,23 @@ def reap(output_dir: Path) -> Iterator[str]:
 
 
 def cancelled_flow_run(output_dir: Path, run_id: str) -> str:
-    """Return the name of the flow run that works on a run, if the server says that it was cancelled; else an empty
-    string, also where no server responds."""
+    """Return the name of the newest flow run of a run if the server has it as cancelled; else an empty string, also if
+    no server responds."""
     import httpx
 
     newest = _newest(output_dir, run_id)
     try:
-        found = [each for run, each in _flow_runs(output_dir) if run == run_id and each.id == newest]
+        flow_runs = [each for run, each in _flow_runs(output_dir) if run == run_id and each.id == newest]
     except httpx.HTTPError:
         return ""
-    return next((str(each.name) for each in found if each.state_type in _CANCELLED), "")
+    return next((str(each.name) for each in flow_runs if each.state_type in _CANCELLED), "")
 
 
 def _elsewhere(state: State) -> str:
-    """The other machine that runs the stage, with which this one shares the folder, or an empty string; of one that is
-    silent nothing is left."""
-    is_heard = time.time() - (state.heartbeat or 0.0) < SILENT_SECONDS
-    return state.launcher_host if is_heard and state.launcher_host != socket.gethostname() else ""
+    """Return the name of the other machine that runs the stage, or an empty string; a machine without a recent
+    heartbeat does not count."""
+    is_recent = time.time() - (state.heartbeat or 0.0) < SILENT_SECONDS
+    return state.launcher_host if is_recent and state.launcher_host != socket.gethostname() else ""
 
 
 def _is_abandoned(run: Path) -> bool:
@@ -70,26 +70,26 @@ def _is_abandoned(run: Path) -> bool:
 
 
 def _on_the_server(output_dir: Path, abandoned: set[str]) -> Iterator[str]:
-    """Correct flow runs of runs that no process runs, and stop the process of one that was cancelled."""
+    """Correct the state of flow runs whose process has ended, and stop the process of a cancelled flow run."""
     from prefect.client.orchestration import get_client
     from prefect.states import Cancelled, Crashed, State
 
-    for run, found in _flow_runs(output_dir):
-        is_cancelling = found.state_type == "CANCELLING"
+    for run, flow_run in _flow_runs(output_dir):
+        is_cancelling = flow_run.state_type == "CANCELLING"
         state: State[Any] | None = None
-        if run in abandoned and (is_cancelling or found.state_type == "RUNNING"):
+        if run in abandoned and (is_cancelling or flow_run.state_type == "RUNNING"):
             message = "its process is gone; resume the run"
             state = Cancelled(message=message) if is_cancelling else Crashed(message=message)
-        elif run not in abandoned and found.state_type in _CANCELLED and found.id == _newest(output_dir, run):
-            yield from _stop(output_dir / run, found.name)
+        elif run not in abandoned and flow_run.state_type in _CANCELLED and flow_run.id == _newest(output_dir, run):
+            yield from _stop(output_dir / run, flow_run.name)
         if isinstance(state, State):
             with get_client(sync_client=True) as client:
-                client.set_flow_run_state(found.id, state, force=True)
-            yield f"flow run {found.name}: was {found.state_name}, is {state.name}"
+                client.set_flow_run_state(flow_run.id, state, force=True)
+            yield f"flow run {flow_run.name}: was {flow_run.state_name}, is {state.name}"
 
 
 def _stop(run: Path, flow_run: str) -> Iterator[str]:
-    """Let the process that runs a run save and end, if it is one of this machine."""
+    """Send SIGTERM to the process of a run on this machine, so that it saves and ends."""
     holder = read_holder(run)
     if holder and is_here(holder.launcher_machine, holder.launcher_host):
         if not holder.launcher_pid or not is_alive(holder.launcher_pid, holder.launcher_started):
@@ -101,7 +101,7 @@ def _stop(run: Path, flow_run: str) -> Iterator[str]:
 
 
 def _newest(output_dir: Path, run: str) -> UUID | None:
-    """Return the flow run that worked on a run last."""
+    """Return the id of the flow run that last worked on a run."""
     notes = [note for note in flow_run_notes(output_dir).glob("*") if note.read_text(encoding="utf-8") == run]
     newest = max(notes, key=lambda note: note.stat().st_mtime, default=None)
     with suppress(ValueError):
@@ -110,7 +110,7 @@ def _newest(output_dir: Path, run: str) -> UUID | None:
 
 
 def _flow_runs(output_dir: Path) -> Iterator[tuple[str, Any]]:
-    """Yield each run and what the server says of a flow run that worked on it."""
+    """Yield each run id with the flow run that worked on it, as read from the server."""
     from prefect.client.orchestration import get_client
     from prefect.exceptions import ObjectNotFound
 

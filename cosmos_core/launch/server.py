@@ -1,6 +1,6 @@
-"""A Prefect server of our own for a run without one: a supervised child that ends with us and is restarted if it dies.
+"""Prefect server for a run without one: a supervised child that ends with this process and is restarted if it dies.
 
-Prefect's ephemeral server was seen to outlive its flow and to hold its standard output open.
+It replaces Prefect's ephemeral server, which can outlive its flow and hold its standard output open.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ _MAX_CHECK_SECONDS = 30.0
 
 @contextmanager
 def prefect_server(folder: Path, standby: Standby | None = None) -> Iterator[Callable[[], None]]:
-    """Let `PREFECT_API_URL` name a server inside the block; start one below `folder` if it is unset, which `standby`
-    becomes. The block is given a function that waits until the server responds, and may do something else before.
+    """Set `PREFECT_API_URL` inside the block; if it is unset, start a server below `folder`, for which `standby` is
+    used.
 
-    Must come before the first import of Prefect, which reads the environment once.
+    The block receives a function that waits until the server responds, so that it can do other work first. It must run
+    before the first import of Prefect, which reads the environment once.
 
     Raises:
         ConfigError: no server responds at `PREFECT_API_URL`.
-        StageFailed: the server did not come up; the message names its log.
+        StageFailed: the server did not start; the message names its log.
     """
     if url := os.environ.get("PREFECT_API_URL"):
         _expect_server(url)
@@ -68,14 +69,14 @@ def prefect_server(folder: Path, standby: Standby | None = None) -> Iterator[Cal
 
 
 def _expect_server(url: str) -> None:
-    """Wait a little for a server that is not ours: it may be restarting; longer for one that is there and busy."""
+    """Wait for an external server, which may be restarting; wait longer for one that is busy."""
     began = time.monotonic()
     while True:
         try:
             urllib.request.urlopen(f"{url}/health", timeout=5).close()
             return
         except urllib.error.HTTPError:
-            return  # somebody is there; whether we may talk to it, Prefect will say
+            return  # a server responds; Prefect reports authentication errors
         except (OSError, ValueError) as error:
             is_busy = isinstance(error, TimeoutError) or isinstance(getattr(error, "reason", None), TimeoutError)
             wait = _BUSY_SECONDS if is_busy else _RESPONSE_SECONDS
@@ -88,8 +89,8 @@ def _expect_server(url: str) -> None:
 
 
 def _own_home(folder: Path) -> tuple[Path, Lock]:
-    """A `PREFECT_HOME` that no other server uses: SQLite has one writer. The first is kept, so its database is made
-    once."""
+    """Return a `PREFECT_HOME` that no other server uses, because SQLite allows one writer; prefer the first, whose
+    database exists."""
     number = 1
     while True:
         home = folder / f"server-{number}"
@@ -101,12 +102,13 @@ def _own_home(folder: Path) -> tuple[Path, Lock]:
 
 
 def _template() -> Path:
-    """Where an empty database of this release of Prefect is kept: to make one takes its migrations five seconds."""
+    """Return the path of a cached empty database for this release of Prefect, whose migrations take five seconds."""
     return user_cache() / f"prefect-{version('prefect')}.db"
 
 
 def _copy_database(source: Path, target: Path) -> bool:
-    """Copy a database, which may be in use, in one rename; False: there is none, it is damaged, or there is no room."""
+    """Copy a database, which may be in use, atomically; return False if it is missing or damaged, or the disk is
+    full."""
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -126,7 +128,7 @@ def _copy_database(source: Path, target: Path) -> bool:
 
 
 def _is_whole(database: Path) -> bool:
-    """Return whether SQLite finds nothing wrong with a database."""
+    """Return True if SQLite finds no damage in a database."""
     try:
         with closing(sqlite3.connect(database)) as connection:
             return bool(connection.execute("PRAGMA quick_check").fetchone() == ("ok",))
@@ -135,7 +137,7 @@ def _is_whole(database: Path) -> bool:
 
 
 def _write_private(path: Path, text: str) -> None:
-    """Write a file that only its owner may read, in place of what was there."""
+    """Replace a file by one that only its owner may read."""
     path.unlink(missing_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
         file.write(text)
@@ -144,10 +146,10 @@ def _write_private(path: Path, text: str) -> None:
 class _Server:
     def __init__(self, home: Path, standby: Standby | None) -> None:
         self._standby = standby
-        home.chmod(0o700)  # parameters and states are in its database
+        home.chmod(0o700)  # the database holds parameters and states
         self._log = home / "server.log"
-        # Prefect uses one connection where the URL has this word. With more, the second of two writers keeps the
-        # interpreter from the first until SQLite gives up, after a minute.
+        # Prefect uses a single connection if the URL contains this word. With several, the second of two writers blocks
+        # the interpreter for the first one, until SQLite times out after a minute.
         self._database = home.absolute() / ":memory:" / "prefect.db"
         auth = f"cosmos:{secrets.token_urlsafe(24)}"
         _write_private(home / "auth", auth)
@@ -163,14 +165,14 @@ class _Server:
             "PREFECT_PROFILES_PATH": str(home.absolute() / "profiles.toml"),
             "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
             "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
-            # What a server says that has no room; its clients ask again for a minute.
+            # The status of a server without disk space; clients retry for a minute.
             "PREFECT_CLIENT_RETRY_EXTRA_CODES": "500",
             # Nothing here is scheduled, and the run directory decides what is late or lost.
             "PREFECT_SERVER_SERVICES_SCHEDULER_ENABLED": "false",
             "PREFECT_SERVER_SERVICES_LATE_RUNS_ENABLED": "false",
             "PREFECT_SERVER_SERVICES_FOREMAN_ENABLED": "false",
             "PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED": "false",
-            # Nobody else has the password, so nobody looks at the history that these two would write for every stage.
+            # No other user has the password, so the history that these services would write is never read.
             "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_ENABLED": "false",
             "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_ENABLED": "false",
         }
@@ -181,7 +183,7 @@ class _Server:
 
     def start(self) -> None:
         database, template = self._database, _template()
-        if database.exists() and not _is_whole(database):  # it tells again what the run directory holds
+        if database.exists() and not _is_whole(database):  # the run directory holds the same information
             logger.warning("%s is damaged and is made anew", database)
             for file in database.parent.glob("prefect.db*"):
                 file.unlink()
@@ -193,7 +195,7 @@ class _Server:
         assert child is not None
         deadline = time.monotonic() + _START_SECONDS
         num_starts = 1
-        # Its own end first: somebody else may have got the port and respond in its place.
+        # Check for its end first: another process may use the port and respond in its place.
         while (has_ended := child.poll() is not None) or not self._is_up():
             if time.monotonic() > deadline or (has_ended and num_starts == _MAX_STARTS):
                 child.kill()
@@ -211,7 +213,7 @@ class _Server:
         if self._watcher.is_alive():
             self._watcher.join()
         if self._child is not None:
-            self._child.kill()  # its database is a journal of what the run directory already holds
+            self._child.kill()  # its database only repeats the content of the run directory
 
     def _spawn(self) -> Child:
         arguments = ["server", "start", "--host", "127.0.0.1", "--port", str(self._port)]
@@ -233,8 +235,8 @@ class _Server:
             assert self._child is not None
             if self._child.poll() is None:
                 pause = _CHECK_SECONDS
-            else:  # a server that cannot start is tried again more and more seldom
-                with suppress(OSError):  # a disk that is full, no process to be had: it may pass
+            else:  # retry with exponential backoff
+                with suppress(OSError):  # a full disk or a process limit may be transient
                     self._spawn()
                 pause = min(2 * pause, _MAX_CHECK_SECONDS)
 

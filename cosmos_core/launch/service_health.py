@@ -1,6 +1,6 @@
-"""How a reward service is: what its `/health` and `/metrics` say when a stage is done with it, for the run's report.
+"""Health of a reward service at the end of a stage, from its `/health` and `/metrics`, for the report of the run.
 
-A service of Cosmos-RL has neither, and is then said to tell nothing. Nothing here can fail a stage.
+A service of Cosmos-RL has neither endpoint, and is reported as such. Errors here never fail a stage.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _RESPONSE = re.compile(r'^reward_responses_total\{path="([^"]+)",status="(\d+)"\
 
 
 def note_health(folder: Path, environment: Mapping[str, str], restarts: int = 0) -> None:
-    """Write into the folder of a stage how the services are that its environment names."""
+    """Write the health of the services that `environment` names into the folder of a stage."""
     services = health_of(environment.get(ENQUEUE_URL, ""), environment.get(TOKEN, ""))
     if services:
         text = json.dumps({"services": services, "restarts": restarts}, indent=1)
@@ -38,7 +38,7 @@ def note_health(folder: Path, environment: Mapping[str, str], restarts: int = 0)
 
 
 def health_of(enqueue_urls: str, token: str) -> list[dict[str, Any]]:
-    """Return how each service of the URLs, separated by commas, is."""
+    """Return the health of each service in a comma-separated list of URLs."""
     urls = [url.strip().rstrip("/") for url in enqueue_urls.split(",") if url.strip()]
     return [_health(url.removesuffix(_PATH), token) for url in urls]
 
@@ -47,19 +47,19 @@ def _health(url: str, token: str) -> dict[str, Any]:
     import httpx
 
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    found: dict[str, Any] = {"url": url, "status": "does not respond", "rewards": {}, "refused": {}}
+    report: dict[str, Any] = {"url": url, "status": "does not respond", "rewards": {}, "refused": {}}
     try:
         verify = tls_trust()
         health = httpx.get(f"{url}/health", timeout=_SECONDS, verify=verify)
-        told = health.json() if health.headers.get("Content-Type", "").startswith("application/json") else {}
-        found["status"] = str(told.get("status") or "tells nothing") if isinstance(told, dict) else "tells nothing"
+        state = health.json() if health.headers.get("Content-Type", "").startswith("application/json") else {}
+        report["status"] = str(state.get("status") or "tells nothing") if isinstance(state, dict) else "tells nothing"
         metrics = httpx.get(f"{url}/metrics", headers=headers, timeout=_SECONDS, verify=verify)
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, ConfigError):
-        return found
+        return report
     if metrics.status_code == 200:
         for name, reward, value in _OF_A_REWARD.findall(metrics.text):
-            found["rewards"].setdefault(reward, {})[name] = float(value)
+            report["rewards"].setdefault(reward, {})[name] = float(value)
         for _, status, count in _RESPONSE.findall(metrics.text):
-            if status not in {"200", "400"}:  # 400: scores that are not there yet
-                found["refused"][status] = found["refused"].get(status, 0.0) + float(count)
-    return found
+            if status not in {"200", "400"}:  # 400: the scores are not ready
+                report["refused"][status] = report["refused"].get(status, 0.0) + float(count)
+    return report

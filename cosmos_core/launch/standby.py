@@ -1,4 +1,4 @@
-"""A process that becomes the Prefect server of a run: it imports libraries while the configuration is still read."""
+"""Standby process for the Prefect server of a run: it imports libraries while the configuration is still being read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GRACE_SECONDS = 3.0
 
 
 class Standby:
-    """Waits to be told what to serve; `launch.prefect` is its program."""
+    """Process that waits for the command line of a server; its program is `launch.prefect`."""
 
     def __init__(self) -> None:
         reader, self._writer = os.pipe()
@@ -28,16 +28,19 @@ class Standby:
             os.close(reader)
 
     def become(self, arguments: Sequence[str], *, log: Path, environment: Mapping[str, str]) -> Child | None:
-        """Let it run Prefect's command line with these arguments; the child is the caller's from here on. None: it has
-        ended, or has become something before."""
+        """Let the process run Prefect's command line with these arguments, and return it to the caller, who then owns
+        it.
+
+        Return None if the process has ended or was already used.
+        """
         child = self._child
         if child is None or child.poll() is not None:
             return None
-        # Prefect reads its settings when it is first imported, and this process may have set some since.
+        # Prefect reads its settings at import, and this process may have changed them since the standby started.
         settings = {name: value for name, value in os.environ.items() if name.startswith("PREFECT_")}
-        told = {"arguments": list(arguments), "log": str(log.absolute()), "environment": {**settings, **environment}}
+        orders = {"arguments": list(arguments), "log": str(log.absolute()), "environment": {**settings, **environment}}
         try:
-            os.write(self._writer, json.dumps(told).encode())  # far less than what a pipe holds
+            os.write(self._writer, json.dumps(orders).encode())  # less than the capacity of a pipe
         except BrokenPipeError:
             return None
         self._child = None
@@ -45,7 +48,7 @@ class Standby:
         return child
 
     def close(self) -> None:
-        """End it, unless it has become something."""
+        """Kill the process unless it was used."""
         if self._child is not None:
             self._child.kill()
         self._let_go()
@@ -58,10 +61,11 @@ class Standby:
 
 @contextmanager
 def standby() -> Iterator[Standby | None]:
-    """Start one, and end it after the block if nobody needed it; None where a server is named already."""
-    waiting = None if os.environ.get("PREFECT_API_URL") else Standby()
+    """Start a standby process and kill it after the block if it was not used; yield None if `PREFECT_API_URL` names a
+    server."""
+    process = None if os.environ.get("PREFECT_API_URL") else Standby()
     try:
-        yield waiting
+        yield process
     finally:
-        if waiting is not None:
-            waiting.close()
+        if process is not None:
+            process.close()

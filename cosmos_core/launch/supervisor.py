@@ -1,19 +1,18 @@
-"""A small process between the launcher and what it starts, so that nothing outlives the launcher.
+"""Process between the launcher and its command, so that no process outlives the launcher.
 
     python -m cosmos_core.launch.supervisor --pipe FD --grace SECONDS -- command ...
 
-It leads a session of its own. End-of-file on the pipe means that the launcher is gone, however it died: the command
-gets SIGTERM (time to save a checkpoint), after the grace, at most ten seconds of it, SIGKILL. If the supervisor
-itself is killed, the kernel kills the command. Whatever loses its parent falls to the supervisor, a subreaper: when
-the command has ended, all of it is killed, also what left the session and dropped its environment, and the exit code
-is passed on (128 + signal number where a signal ended the command). A number that the launcher writes to the pipe
-replaces the grace.
+The supervisor leads its own session. End-of-file on the pipe means that the launcher has ended: the command gets
+SIGTERM (to save a checkpoint), and SIGKILL after the grace period, at most ten seconds. If the supervisor itself is
+killed, the kernel kills the command. The supervisor is a subreaper, so it adopts processes that lose their parent. When
+the command has ended, all of its descendants are killed, also those in another session or environment, and the exit
+code is passed on (128 + signal number if a signal ended the command). A number that the launcher writes to the pipe
+replaces the grace period.
 
-It is our own because nothing portable ends a whole tree of processes with a parent that was killed: the kernel's
-parent-death signal does not reach grandchildren, and systemd is not in every container.
+No portable tool ends a whole tree of processes when their parent is killed: the kernel's parent-death signal does not
+reach grandchildren, and systemd is not in every container.
 
-Until the command runs it imports nothing but the standard library: it has to be up before anything can go wrong, and
-the command must not wait for it.
+Before the command runs, this module imports the standard library only, so that it starts quickly.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ import time
 from cosmos_core.parent import adopt_orphans, die_with_parent
 
 _POLL_SECONDS = 0.05
-_ORPHAN_GRACE_SECONDS = 10.0  # nobody waits any more, and the next attempt wants the machine
+_ORPHAN_GRACE_SECONDS = 10.0  # the launcher has ended, and the next attempt needs the machine
 
 
 class Supervisor:
-    """Follows one command to its end."""
+    """Supervisor of one command until its end."""
 
     def __init__(self, pipe: int, grace_seconds: float) -> None:
         self.pipe = pipe
@@ -43,17 +42,17 @@ class Supervisor:
         self.child: subprocess.Popen[bytes] | None = None
 
     def run(self, command: list[str], inherited: list[int]) -> int:
-        """Start the command, wait for its end, clean up behind it."""
+        """Start the command, wait for its end, then kill its descendants and remove its temporary files."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: self.stop())
-        for number in (signal.SIGUSR1, signal.SIGUSR2):  # a scheduler's warning to the whole group: the worker knows it
+        for number in (signal.SIGUSR1, signal.SIGUSR2):  # warning of a scheduler to the group, which the worker handles
             signal.signal(number, lambda number, _: self.pass_on(number))
         me = os.getpid()
         adopt_orphans()
         self.child = subprocess.Popen(command, pass_fds=inherited, preexec_fn=lambda: die_with_parent(me))
         from cosmos_core.launch.processes import ATTEMPT, kill_below, kill_marked, remove_scratch
 
-        if self.kill_at is not None:  # asked to stop before there was anything to stop
+        if self.kill_at is not None:  # a stop was requested before the command started
             self.child.terminate()
         while self.child.poll() is None:
             self._watch_pipe()
@@ -69,19 +68,19 @@ class Supervisor:
         return code if code >= 0 else 128 - code
 
     def stop(self) -> None:
-        """Ask the command to end; once, but an orphan's grace may be shorter than what is left of the first."""
+        """Send SIGTERM to the command once; a second call may shorten the grace period, as for an orphan."""
         grace = min(self.grace_seconds, _ORPHAN_GRACE_SECONDS) if self.is_orphaned else self.grace_seconds
         if self.kill_at is None and self.child is not None:
             self.child.terminate()
         self.kill_at = min(self.kill_at or float("inf"), time.monotonic() + grace)
 
     def pass_on(self, number: int) -> None:
-        """Give a signal to the command."""
+        """Forward a signal to the command."""
         if self.child is not None:
             self.child.send_signal(number)
 
     def _bury(self) -> None:
-        """Take the exit codes of the dead that fell to this process; that of the command is left to `poll`."""
+        """Reap ended processes that this process has adopted; `poll` reaps the command."""
         assert self.child is not None
         while (dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and dead.si_pid != self.child.pid:
             os.waitpid(dead.si_pid, 0)
@@ -93,8 +92,8 @@ class Supervisor:
         readable, _, _ = select.select([self.pipe], [], [], _POLL_SECONDS)
         if not readable:
             return
-        if said := os.read(self.pipe, 4096):
-            self.grace_seconds = float(said.split()[-1])
+        if content := os.read(self.pipe, 4096):
+            self.grace_seconds = float(content.split()[-1])
             if self.kill_at is not None:  # SIGTERM was faster
                 self.kill_at = time.monotonic() + self.grace_seconds
         else:

@@ -1,7 +1,7 @@
-"""Run one stage in a worker process and follow it to its end.
+"""Execution of one stage in a worker process, from its start to its end.
 
-The flow's process never trains: it starts `python -m cosmos_core.worker <stage_dir>` under a supervisor, reads the
-worker's heartbeat, forwards its log at a bounded rate, and turns its exit code into a result or an error.
+The process of the flow never trains. It starts `python -m cosmos_core.worker <stage_dir>` under a supervisor, reads the
+heartbeat of the worker, forwards its log at a bounded rate, and turns its exit code into a result or an error.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MAX_LINES_PER_SECOND = 10
 
 
 class _Live:
-    """The workers of this process, so that the main thread can stop what other threads wait for."""
+    """Registry of the workers of this process, so that the main thread can stop workers that other threads follow."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -47,9 +47,9 @@ class _Live:
 
     @contextmanager
     def stoppable(self) -> Iterator[None]:
-        """Mark the time of one run: `stop_all` holds until the next run of this process begins."""
+        """Mark the duration of one run: `stop_all` stays in effect until the next run of this process begins."""
         with self._lock:
-            if self._num_runs == 0:  # at the beginning of a run: what is left of a cancelled one shall still see it
+            if self._num_runs == 0:  # cleared at the start only, so that threads of a cancelled run still see it
                 self.stopping.clear()
             self._num_runs += 1
         try:
@@ -60,7 +60,7 @@ class _Live:
 
     @contextmanager
     def following(self, child: Child, grace: Callable[[], float]) -> Iterator[None]:
-        """`grace`: seconds that the child gets when it is asked to stop now."""
+        """Register a child for `stop_all` during the block; `grace` returns the seconds until SIGKILL after a stop."""
         with self._lock:
             self._children[child] = grace
             if self.stopping.is_set():
@@ -72,19 +72,19 @@ class _Live:
                 del self._children[child]
 
     def stop_all(self) -> None:
-        """Ask every worker of this process to save and end; this run starts no new ones."""
+        """Ask every worker of this process to save and end; the current run starts no new workers."""
         with self._lock:
             self.stopping.set()
             for child, grace in self._children.items():
                 child.stop(grace())
 
     def grace_seconds(self) -> float:
-        """Return the longest time that a worker of this process gets when it is asked to stop; 0: there is none."""
+        """Return the longest grace period of the workers of this process; 0 if there is none."""
         with self._lock:
             return max((grace() for grace in self._children.values()), default=0.0)
 
     def sleep_unless_stopping(self, seconds: float) -> None:
-        """Wait; raise `Preempted` when asked to stop meanwhile."""
+        """Sleep; raise `Preempted` if a stop is requested meanwhile."""
         if self.stopping.wait(seconds):
             raise Preempted("asked to stop")
 
@@ -97,7 +97,7 @@ is_stopping = _live.stopping.is_set
 
 @dataclass
 class Launch:
-    """How to run one attempt of a stage."""
+    """Settings of one attempt of a stage."""
 
     stage_path: Path
     python: str = ""
@@ -105,32 +105,32 @@ class Launch:
     grace_seconds: float = 10.0
     timeout_seconds: float | None = None
     locks: Sequence[int] = ()
-    """Descriptors that the worker inherits, so that the locks live as long as it does."""
+    """Descriptors that the worker inherits, so that the locks last as long as the worker."""
     on_progress: Callable[[Position], None] = lambda progress: None
     on_line: Callable[[str], None] = lambda line: None
     must_end: Callable[[], str] = lambda: ""
-    """Asked all the time; the worker is killed for the first reason that it gives."""
+    """Function that is polled; the worker is killed for the first reason that it returns."""
     environment: Mapping[str, str] = field(default_factory=dict)
     inherited: Mapping[str, str] = field(default_factory=lambda: os.environ)
-    """What the worker sees of this process's environment."""
+    """Environment of this process that the worker inherits."""
     secrets: Sequence[str] = ()
-    """Variables, beside those whose name says it, of which the log must not show the values."""
+    """Environment variables whose values are masked in the log, in addition to those with a secret-like name."""
 
 
 def run(launch: Launch) -> Result:
-    """Run one attempt to its end; return the manifest that it committed.
+    """Run one attempt to its end; return the manifest that the worker committed.
 
     Raises:
         ConfigError, DataError, ModelError, RewardError: the worker refused its input (exit 64).
-        Preempted: it was asked to stop and saved its state (exit 75).
-        StageFailed: it crashed, hung, or ran out of time.
+        Preempted: the worker was asked to stop and saved its state (exit 75).
+        StageFailed: the worker crashed, hung, or exceeded its timeout.
     """
     sleep_unless_stopping(0)
     path = launch.stage_path
     for stale in ("error.json", "progress.json"):
         (path / stale).unlink(missing_ok=True)
-    before = read_state(path)
-    attempt = before.attempt + 1
+    previous = read_state(path)
+    attempt = previous.attempt + 1
     log = path / "logs" / f"attempt_{attempt}.log"
     child = Child(
         [launch.python or sys.executable, "-m", "cosmos_core.worker", str(path)],
@@ -141,7 +141,7 @@ def run(launch: Launch) -> Result:
         inherit=launch.locks,
     )
     began = time.time()
-    spans = before.closed_spans(began)
+    spans = previous.closed_spans(began)
     try:
         update_state(
             path, state="running", attempt=attempt, pid=child.pid, pid_started=child.started, mark=child.attempt,
@@ -152,7 +152,7 @@ def run(launch: Launch) -> Result:
             code, reason = _follow(launch, child, log)
     finally:
         child.kill()
-        mask_file(log, launch.secrets)  # what programs wrote that the worker had started
+        mask_file(log, launch.secrets)  # child processes of the worker may write secrets directly
         ended = time.time()
         with room_may_be_missing(f"the end of attempt {attempt} of {path.name}"):
             update_state(path, spans=[*spans, (began, ended)], ended=ended, **_position(path))
@@ -160,14 +160,15 @@ def run(launch: Launch) -> Result:
 
 
 def grace_of(stage_path: Path, grace_seconds: float) -> float:
-    """Return how long a worker may take to end: what is configured, for a checkpoint, and the longest step that was
-    seen, for the step that it is in."""
+    """Return the grace period of a worker: the configured time for a checkpoint plus the longest step seen, for the
+    current step."""
     progress = read_progress(stage_path) or Position()
     return grace_seconds + max(progress.longest_step_seconds, read_state(stage_path).longest_step_seconds)
 
 
 def reap(stage_path: Path) -> bool:
-    """End what a dead launcher left of an earlier attempt; return False when that launcher is alive."""
+    """Kill the remaining processes of an earlier attempt whose launcher has ended; return False if that launcher is
+    alive."""
     state = read_state(stage_path)
     if is_alive(state.launcher_pid, state.launcher_started) and state.launcher_pid != os.getpid():
         return False
@@ -185,9 +186,9 @@ def _environment(launch: Launch) -> dict[str, str]:
         "MKL_NUM_THREADS": threads,
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONHASHSEED": "0",
-        # Kept for other attempts and runs, unlike what is below TMPDIR.
+        # Kept for other attempts and runs, unlike files in TMPDIR.
         "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(compiled)),
-        **dict.fromkeys(("PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING"), ""),  # nothing for user code
+        **dict.fromkeys(("PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING"), ""),  # hidden from user code
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it torch refuses deterministic matrix products on a GPU
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -197,7 +198,8 @@ def _environment(launch: Launch) -> dict[str, str]:
 
 
 def _follow(launch: Launch, child: Child, log: Path) -> tuple[int, str]:
-    """Wait for the end; return the exit code, and why we ended it ourselves or an empty string."""
+    """Wait for the end of the worker; return its exit code, and the reason if the launcher ended it, else an empty
+    string."""
     reason = ""
     began = time.monotonic()
     lines, pulse = _LogLines(log), _Pulse()
@@ -228,17 +230,17 @@ def _follow(launch: Launch, child: Child, log: Path) -> tuple[int, str]:
 
 
 class Refusal(Document):
-    """What `error.json` holds: how a worker ended."""
+    """Content of `error.json`: the error with which a worker ended."""
 
     type: str
-    """Class of `cosmos_core.errors`."""
+    """Name of a class in `cosmos_core.errors`."""
     message: str
 
 
 class _Pulse:
-    """How long a worker has been silent, on this process's clock: any change of its progress is a sign of life.
+    """Time since the last change of a worker's progress, measured on the clock of this process.
 
-    The worker's clocks are never read: it may run on another machine, and its wall clock may step.
+    The clocks of the worker are not used: it may run on another machine, and its wall clock may jump.
     """
 
     def __init__(self) -> None:
@@ -248,39 +250,39 @@ class _Pulse:
         self._since = time.monotonic()
 
     def feel(self, progress: Position) -> None:
-        """Take what `progress.json` says now."""
+        """Update the pulse with the content of `progress.json`."""
         if progress != self._seen:
             self._seen, self._since = progress, time.monotonic()
             self.phase, self._deadline_seconds = progress.phase, progress.deadline_seconds
 
     @property
     def silent_seconds(self) -> float:
-        """Return seconds since the last change."""
+        """Return the number of seconds since the last change."""
         return time.monotonic() - self._since
 
     def has_stopped(self) -> bool:
-        """Return whether the silence is longer than the phase allows."""
+        """Return True if the progress has not changed for longer than the deadline of the phase."""
         return self.silent_seconds > self._deadline_seconds
 
 
 def _tell(receiver: Callable[[Any], object], value: Any) -> None:
-    """Pass something on to whoever shows it; that it cannot be shown must not cost the training."""
+    """Pass a value to a callback; log an error of the callback instead of failing the training."""
     try:
         receiver(value)
-    except Exception as error:  # noqa: BLE001 - whatever it is
+    except Exception as error:  # noqa: BLE001 - any error of a callback
         logger.warning("progress could not be shown: %s", error)
 
 
 def _position(path: Path) -> dict[str, Any]:
-    """Return what the worker last said of itself, for `state.json`."""
+    """Return the fields of `state.json` from the last progress report of the worker."""
     progress = read_progress(path)
     if progress is None:
         return {"renewed": time.time()}
     position = progress.model_dump(include={"heartbeat", "phase", "step", "total", "checkpoint_step"})
-    known = {key: value for key, value in position.items() if key != "checkpoint_step" or value is not None}
+    fields = {key: value for key, value in position.items() if key != "checkpoint_step" or value is not None}
     if progress.longest_step_seconds > read_state(path).longest_step_seconds:
-        known["longest_step_seconds"] = progress.longest_step_seconds
-    return {"renewed": time.time(), **known}
+        fields["longest_step_seconds"] = progress.longest_step_seconds
+    return {"renewed": time.time(), **fields}
 
 
 def _outcome(path: Path, code: int, reason: str, log: Path) -> Result:
@@ -304,7 +306,7 @@ def _outcome(path: Path, code: int, reason: str, log: Path) -> Result:
 
 
 class _LogLines:
-    """Lines appended to a log since the last look, at a bounded rate: what is skipped stays in the file."""
+    """Reader of new lines of a log at a bounded rate; skipped lines stay in the file."""
 
     def __init__(self, path: Path) -> None:
         self._tail = Tail(path)
@@ -312,7 +314,7 @@ class _LogLines:
         self._last = time.monotonic()
 
     def forward(self, receiver: Callable[[str], None], *, is_last: bool = False) -> None:
-        """Pass the new lines on."""
+        """Pass the new lines to a callback."""
         now = time.monotonic()
         self._allowance = min(_MAX_LINES_PER_SECOND, self._allowance + (now - self._last) * _MAX_LINES_PER_SECOND)
         self._last = now
