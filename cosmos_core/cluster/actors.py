@@ -1,4 +1,4 @@
-"""Objects beside the ranks, each a Ray actor: started by the process that starts the ranks, and again when it dies."""
+"""Ray actors that run alongside the ranks of a group, such as rollout engines; a dead actor is restarted."""
 
 from __future__ import annotations
 
@@ -19,48 +19,48 @@ from cosmos_core.errors import first_line
 logger = logging.getLogger(__name__)
 
 SHARED = 0.5
-"""Of a GPU, for a rank and an actor on it each."""
+"""Fraction of a GPU for a rank, and for an actor on the same GPU."""
 _CALLS_AT_ONCE = 32
-"""Some calls wait for others to end."""
+"""Maximum number of concurrent calls per actor; some calls wait for others to end."""
 
 
 @dataclass(frozen=True)
 class ActorGroup:
-    """What there is beside the ranks of a group."""
+    """Description of the actors that run alongside the ranks of a group."""
 
     make: Callable[[], Any]
-    """Called in each actor's process, and again when it died; picklable."""
+    """Picklable function that creates the object in the process of each actor, and again after a restart."""
     wanted: Callable[[], int]
-    """How many there should be now."""
+    """Function that returns the current target number of actors."""
     name: str = "Actor"
-    """What processes are called: `ray::NAME`."""
+    """Name of the processes: `ray::NAME`."""
     shares_gpus: bool = False
-    """Each is on the GPUs of as many ranks as it has processes; otherwise on GPUs of its own."""
+    """Whether each actor shares the GPUs of as many ranks as it has processes, instead of using other GPUs."""
     processes: int = 1
-    """That each starts and that compute, itself if it is one, on a GPU each; all on one machine."""
+    """Number of compute processes per actor, including itself if it computes; one GPU each, all on one machine."""
     overlaps: bool = True
-    """They compute while the ranks do, and not only while these wait."""
+    """Whether the actors compute while the ranks compute, and not only while the ranks wait."""
 
 
 class _Host:
-    """An object in a process of its own."""
+    """Ray actor that holds one object."""
 
     def __init__(self, make: Callable[[], Any], threads: int, gpus: str = "") -> None:
-        if gpus:  # which Ray has given to ranks
+        if gpus:  # GPUs that Ray has allocated to ranks
             os.environ["CUDA_VISIBLE_DEVICES"] = gpus
         if threads:
-            os.environ["OMP_NUM_THREADS"] = str(threads)  # of the processes that it starts
+            os.environ["OMP_NUM_THREADS"] = str(threads)  # for child processes
             torch.set_num_threads(threads)
         self._object = make()
 
     def call(self, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any], shared: Any = None) -> Any:
-        """Call a method of the object."""
+        """Call a method of the object with the arguments, and with `shared` as the last one if it is not None."""
         return getattr(self._object, method)(*arguments, *([] if shared is None else [shared]), **keywords)
 
 
 @dataclass(frozen=True)
 class ActorHandle:
-    """How the object in an actor is reached, from any process of the cluster."""
+    """Handle with which any process of the cluster calls the object in an actor."""
 
     actor: Any
 
@@ -71,8 +71,11 @@ class ActorHandle:
         return isinstance(other, ActorHandle) and self.actor._actor_id == other.actor._actor_id
 
     def ask(self, method: str, *arguments: Any, shared: Any = None, **keywords: Any) -> Future[Any]:
-        """Call a method; a `ConnectionError` says that the process has died, a `ConnectionRefusedError` that it may be
-        on its way, as one that is started again is. `shared`: what `put` returned, handed over as the last argument."""
+        """Call a method of the object and return a future of its result.
+
+        The future raises `ConnectionError` if the process has died, or `ConnectionRefusedError` if the process is not
+        available yet, for example during a restart. `shared`, a reference from `put`, is passed as the last argument.
+        """
         reply: Future[Any] = Future()
 
         def tell(done: Future[Any]) -> None:
@@ -80,9 +83,9 @@ class ActorHandle:
             if error is None:
                 reply.set_result(done.result())
             elif isinstance(error, RayTaskError):
-                error.cause.add_note(str(error))  # where in the other process it was raised
+                error.cause.add_note(str(error))  # the traceback in the other process
                 reply.set_exception(error.cause)
-            elif isinstance(error, RayError):  # also that its memory was taken, or its reply lost with a machine
+            elif isinstance(error, RayError):  # also killed for memory, or a reply lost with its machine
                 kind = ConnectionRefusedError if isinstance(error, ActorUnavailableError) else ConnectionError
                 reply.set_exception(kind(first_line(error)))
             else:
@@ -92,28 +95,32 @@ class ActorHandle:
         return reply
 
     def put(self, value: Any) -> Any:
-        """Put a value where all actors find it: those of this machine read its arrays without a copy."""
+        """Store a value for all actors and return a reference; actors on this machine read its arrays without a
+        copy."""
         return ray.put(value)
 
     def kill(self) -> None:
-        """End the process; another one takes its place."""
+        """Kill the process; Ray restarts it."""
         ray.kill(self.actor, no_restart=False)
 
 
 def _gpus_of(rooms: Sequence[Any], count: int) -> list[str]:
-    """Return the `count` GPUs of each bundle, which nothing has yet, as `CUDA_VISIBLE_DEVICES` names them."""
+    """Return the `count` free GPUs of each bundle as values of `CUDA_VISIBLE_DEVICES`."""
     remote: Any = ray.remote
     visible = remote(num_cpus=0, num_gpus=count)(lambda: os.environ["CUDA_VISIBLE_DEVICES"])
-    found: list[str] = ray.get([visible.options(scheduling_strategy=room).remote() for room in rooms])
-    return found
+    visible_gpus: list[str] = ray.get([visible.options(scheduling_strategy=room).remote() for room in rooms])
+    return visible_gpus
 
 
 class Actors:
-    """The actors of a group, as the process that starts them has them."""
+    """The actors of a group, managed by the process that starts them."""
 
     def __init__(self, group: ActorGroup, *, is_embedded: bool, threads: int = 0, rooms: Sequence[Any] = ()) -> None:
-        """`threads`: of each process; 0: as many as it finds. `rooms`: Ray's strategies for the first of them; for all,
-        where they share the GPUs of ranks."""
+        """Start the actors.
+
+        `threads` is the number of threads per process; 0: the default of the process. `rooms` are Ray's scheduling
+        strategies of the first actors, or of all actors if they share the GPUs of ranks.
+        """
         self._group, self._threads = group, threads
         has_gpus = ray.cluster_resources().get("GPU", 0) > 0
         gpus = 0.0
@@ -123,10 +130,10 @@ class Actors:
         self._most = len(rooms) if has_gpus and group.shares_gpus else math.inf
         self._gpus = [""] * len(rooms)
         if has_gpus and group.shares_gpus and group.processes > 1:
-            # Ray gives parts of one GPU and not of several: ranks have them whole, and actors are told which they are.
+            # Ray allocates fractions of one GPU only, so ranks get whole GPUs; actors see them by environment variable.
             gpus, self._gpus = 0.0, _gpus_of(rooms, group.processes)
-        remote: Any = ray.remote  # its types know functions alone
-        # Of the cluster that this process starts, cores are not counted: there may be more actors later.
+        remote: Any = ray.remote  # its type annotations cover functions only
+        # On an embedded cluster, actors reserve no cores, so that more actors can start later.
         self._actor = remote(
             num_cpus=0 if is_embedded else group.processes,
             num_gpus=gpus,
@@ -138,24 +145,29 @@ class Actors:
         self.adjust(lambda handles: None)
 
     def adjust(self, tell: Callable[[list[ActorHandle]], object]) -> None:
-        """Start or end actors until there are as many as wanted. If that changes anything, `tell` says to who uses them
-        which there are, and is through with it before one of the others ends."""
-        asked, before = max(0, self._group.wanted()), len(self.handles)
-        wanted = int(min(asked, self._most))
-        if asked > wanted and asked != self._asked:
-            logger.warning("%d processes are asked for; each shares GPUs of ranks, so there are %d", asked, wanted)
-        self._asked = asked
-        if wanted == before:
+        """Start or kill actors until their number is the target number.
+
+        After a change, `tell` passes the new handles to the ranks, and returns before the first surplus actor is
+        killed.
+        """
+        requested, previous_count = max(0, self._group.wanted()), len(self.handles)
+        target = int(min(requested, self._most))
+        if requested > target and requested != self._asked:
+            logger.warning("%d processes are asked for; each shares GPUs of ranks, so there are %d", requested, target)
+        self._asked = requested
+        if target == previous_count:
             return
-        while (number := len(self.handles)) < wanted:
-            where: dict[str, Any] = {}
-            own = ""
+        while (number := len(self.handles)) < target:
+            options: dict[str, Any] = {}
+            gpus = ""
             if number < len(self._rooms):
-                where, own = {"scheduling_strategy": self._rooms[number]}, self._gpus[number]
-            self.handles.append(ActorHandle(self._actor.options(**where).remote(self._group.make, self._threads, own)))
-        others, self.handles = self.handles[wanted:], self.handles[:wanted]
+                options, gpus = {"scheduling_strategy": self._rooms[number]}, self._gpus[number]
+            self.handles.append(
+                ActorHandle(self._actor.options(**options).remote(self._group.make, self._threads, gpus))
+            )
+        surplus, self.handles = self.handles[target:], self.handles[:target]
         tell(self.handles)
-        for handle in others:
+        for handle in surplus:
             ray.kill(handle.actor, no_restart=True)
-        if before:
-            logger.info("%d processes beside the ranks in place of %d", wanted, before)
+        if previous_count:
+            logger.info("%d processes beside the ranks in place of %d", target, previous_count)

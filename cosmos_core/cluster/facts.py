@@ -1,6 +1,7 @@
-"""`python -m cosmos_core.cluster.facts LIBRARY ...`: what the Ray cluster of `RAY_ADDRESS` has, as one line of JSON.
+"""`python -m cosmos_core.cluster.facts LIBRARY ...`: print the properties of the Ray cluster at `RAY_ADDRESS` as one
+line of JSON.
 
-The facts are those of a machine that a rank would get: one with a GPU where the cluster has any.
+They are measured on a machine that a rank could get: one with a GPU if the cluster has GPUs.
 """
 
 from __future__ import annotations
@@ -25,25 +26,25 @@ _PREFIXES = ("GLOO_", "NCCL_", "TORCH", "VLLM_")
 
 
 def measure_cluster(libraries: Sequence[str]) -> Facts:
-    """Return the facts of a machine of the cluster, with the GPUs of all of them."""
+    """Return the properties of one machine of the cluster, with the GPUs of all machines."""
     import ray
 
     with joined():
         ray.init(logging_level=logging.ERROR, log_to_driver=False, runtime_env={"env_vars": variables_of_ranks()})
         try:
             num_gpus = int(ray.cluster_resources().get("GPU", 0))
-            remote: Any = ray.remote  # its types know functions alone
+            remote: Any = ray.remote  # its type annotations cover functions only
             ask = remote(num_cpus=1, num_gpus=1 if num_gpus else 0)(measure)
-            found: Facts = ray.get(ask.remote(list(libraries)))
+            facts: Facts = ray.get(ask.remote(list(libraries)))
         finally:
             ray.shutdown()
-    model = found.gpus[0] if found.gpus else "GPU"
-    return replace(found, gpus=(model,) * num_gpus)
+    model = facts.gpus[0] if facts.gpus else "GPU"
+    return replace(facts, gpus=(model,) * num_gpus)
 
 
 def variables_of_ranks() -> dict[str, str]:
-    """Return what processes on other machines need of this one's environment: what a worker sets for its stage, and
-    what its user set for the libraries that compute."""
+    """Return the environment variables that processes on other machines need: those that a worker sets for its stage,
+    and user settings of numeric libraries."""
     return {name: value for name, value in os.environ.items() if name in _NAMES or name.startswith(_PREFIXES)}
 
 

@@ -1,7 +1,7 @@
-"""Run one function on several ranks, each a process with a torch process group, as if it were a call.
+"""Execution of one function on several ranks, each a process in a torch process group, as if it were a single call.
 
-Ranks are Ray actors in a placement group, on an embedded cluster or on that of `RAY_ADDRESS`; or plain processes
-of this machine. An error on one rank ends all, and is raised here with its own class.
+Ranks are Ray actors in a placement group, on an embedded cluster or on the cluster at `RAY_ADDRESS`; or local
+processes. An error on one rank ends all ranks, and is raised in the caller with its class.
 """
 
 from __future__ import annotations
@@ -40,37 +40,38 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _REPLY_SECONDS = 10.0
-"""Between questions to ranks whether they have ended: the reply that says so can be lost with a connection."""
+"""Seconds between polls whether ranks have ended, because the reply of `run` can be lost with a connection."""
 _STORE_BYTES = 1 << 30
-"""Of shared memory: for two buckets of weights on their way to engines, and what was not read yet."""
+"""Size of Ray's shared memory: two buckets of weights in transit to engines, and values not read yet."""
 _MOST_RESTARTS = 3
-"""Of ranks, of which one has died, beside actors that live."""
+"""Maximum number of restarts of ranks after one of them has died, if actors run alongside them."""
 _SLOW_TO_IMPORT = ["torch.distributed.fsdp", "torch.distributed.pipelining", "cosmos_core.train.setup"]
-"""By the process that plain ranks are forked from, which computes nothing."""
+"""Modules that the fork server of local ranks imports in advance."""
 _DEATH_SECONDS = 10.0
-"""Until Ray tells of a dead rank, whose peers may have told of a broken connection before."""
+"""Seconds until Ray reports a dead rank; its peers may report a broken connection before."""
 
 
 class RankFailed(StageFailed):
-    """A rank died, or met an error that is none of ours."""
+    """Error of a rank that died or raised an error from outside this package."""
 
 
 class RankRaised(RankFailed, ProgramError):
-    """A rank met an error that may not pass by itself."""
+    """Error of a rank that raised an error that is not transient."""
 
 
 class RanksAgain(RankFailed):
-    """What a program raises on every rank to be started again, from its newest checkpoint."""
+    """Error that a program raises on every rank to be restarted from its newest checkpoint."""
 
 
 @dataclass(frozen=True)
 class WorkerGroup:
-    """A group of `size` ranks on the accelerators there are, or on CPU with gloo."""
+    """Group of `size` ranks, on GPUs if there are any, or on the CPU with gloo."""
 
     size: int
     launcher: Literal["ray", "local"] = "ray"
     beside: ActorGroup | None = None
-    """With Ray alone: actors beside the ranks. Ranks of which one dies are then started again, and the actors stay."""
+    """Actors alongside the ranks, with Ray only; if a rank dies, the ranks are restarted and the actors keep
+    running."""
 
     def run(
         self,
@@ -78,11 +79,11 @@ class WorkerGroup:
         should_stop: Callable[[], bool] = lambda: False,
         while_waiting: Callable[[], None] = lambda: None,
     ) -> Any:
-        """Return what `program` returns on the first rank; the other ranks' outcomes are dropped. `while_waiting` is
-        called while there is no room in the cluster.
+        """Return the value of `program` on the first rank; values of other ranks are dropped. `while_waiting` is called
+        while the cluster lacks free resources.
 
         Raises:
-            CosmosError: the first that any rank raised.
+            CosmosError: the first error of this package that a rank raised.
             StageFailed: a rank raised another error or died.
         """
         if self.launcher == "local":
@@ -92,12 +93,12 @@ class WorkerGroup:
 
 @contextmanager
 def process_group(rendezvous: Rendezvous) -> Iterator[None]:
-    """Open a process group over all ranks for as long as the block runs."""
+    """Open a process group over all ranks for the duration of the block."""
     os.environ |= {
         "RANK": str(rendezvous.rank), "WORLD_SIZE": str(rendezvous.size), "LOCAL_RANK": str(rendezvous.device),
         "MASTER_ADDR": rendezvous.address, "MASTER_PORT": str(rendezvous.port),
     }  # fmt: skip
-    # Left to themselves both look the host's name up, which many images map to an address that no other machine has.
+    # By default, both resolve the host name, which many images map to an address that other machines cannot reach.
     if interface := interface_to(rendezvous.address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if not ip_address(rendezvous.address).is_loopback:
@@ -109,25 +110,27 @@ def process_group(rendezvous: Rendezvous) -> Iterator[None]:
     store = dist.TCPStore(rendezvous.address, rendezvous.port, rendezvous.size)
     dist.init_process_group(backend, store=store, rank=rendezvous.rank, world_size=rendezvous.size)
     yield
-    dist.destroy_process_group()  # not after an error: the others would fail of that before ours is told
+    dist.destroy_process_group()  # not after an error: other ranks would fail and hide the original error
 
 
 def interface_to(address: str) -> str | None:
-    """Return the network interface of this machine that has the way to an address; None: it cannot be told."""
+    """Return the network interface of this machine that routes to an address; None if it cannot be determined."""
     family = socket.AF_INET6 if ip_address(address).version == 6 else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))  # nothing is sent
         except OSError:
             return None
-        own = probe.getsockname()[0]
+        source_address = probe.getsockname()[0]
     addresses = psutil.net_if_addrs().items()
-    return next((name for name, found in addresses if any(each.address.split("%")[0] == own for each in found)), None)
+    return next(
+        (name for name, found in addresses if any(each.address.split("%")[0] == source_address for each in found)), None
+    )
 
 
 def open_store(address: str, size: int) -> dist.TCPStore:
-    """Return where ranks meet, at a port that is held from now on; `address` is this machine's, and no other of its
-    addresses can be used: the store believes whoever reaches it."""
+    """Return the store of the ranks, on a port that is reserved from now on; it listens on `address` only, because the
+    store trusts any client."""
     listener = socket.create_server((address, 0))
     port = listener.getsockname()[1]
     return dist.TCPStore(
@@ -136,11 +139,11 @@ def open_store(address: str, size: int) -> dist.TCPStore:
 
 
 def outcome_of(program: Program, told: Told, rendezvous: Rendezvous) -> tuple[bool, Any]:
-    """Run the program as one rank: True and its value, or False and its error."""
+    """Run the program as one rank; return True and its value, or False and its error."""
     try:
         with process_group(rendezvous):
             value = program(told)
-    except Exception as error:  # noqa: BLE001 - the edge of a process: whatever it is has to reach the other side
+    except Exception as error:  # noqa: BLE001 - any error has to reach the parent process
         if not isinstance(error, CosmosError):
             traceback.print_exc()
             kind = RankFailed if is_transient(error) else RankRaised
@@ -150,17 +153,17 @@ def outcome_of(program: Program, told: Told, rendezvous: Rendezvous) -> tuple[bo
 
 
 def _local_main(pipe: Connection, program: Program, rendezvous: Rendezvous, environment: Mapping[str, str]) -> None:
-    os.environ.clear()  # it is that of the process that forks, as it was when that began
+    os.environ.clear()  # the fork server has the environment of its own start
     os.environ |= environment
-    told = Told()
-    threading.Thread(target=_listen, args=(pipe, told), daemon=True).start()
-    pipe.send(outcome_of(program, told, rendezvous))
+    messages = Told()
+    threading.Thread(target=_listen, args=(pipe, messages), daemon=True).start()
+    pipe.send(outcome_of(program, messages, rendezvous))
 
 
 def _listen(pipe: Connection, told: Told) -> None:
     try:
         pipe.recv()
-    except EOFError:  # the other side is gone, and nobody waits for it
+    except EOFError:  # the parent process has ended
         os._exit(1)
     told.set()
 
@@ -170,19 +173,19 @@ def _local_ranks(size: int, program: Program, should_stop: Callable[[], bool]) -
     context.set_forkserver_preload(_SLOW_TO_IMPORT)
     pipes, processes = [], []
     for rank in range(size):
-        ours, theirs = context.Pipe()
+        parent_end, child_end = context.Pipe()
         rendezvous = Rendezvous(rank, size, "127.0.0.1", store.port, rank)
-        process = context.Process(target=_local_main, args=(theirs, program, rendezvous, dict(os.environ)))
+        process = context.Process(target=_local_main, args=(child_end, program, rendezvous, dict(os.environ)))
         process.start()
-        theirs.close()
-        pipes.append(ours)
+        child_end.close()
+        pipes.append(parent_end)
         processes.append(process)
     outcomes: dict[int, Any] = {}
-    asked = False
+    is_stop_sent = False
     try:
         while len(outcomes) < size:
-            if should_stop() and not asked:
-                asked = True
+            if should_stop() and not is_stop_sent:
+                is_stop_sent = True
                 for pipe in pipes:
                     pipe.send("stop")
             ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in outcomes], POLL_SECONDS)
@@ -246,8 +249,8 @@ def _ray_ranks(
 
 @contextmanager
 def _cluster(size: int, beside: ActorGroup | None) -> Iterator[tuple[Any, bool, int]]:
-    """Be the driver of the cluster of `RAY_ADDRESS`, or of one of our own; yield Ray, whether it is our own, and the
-    threads of each process beside the ranks, 0 where Ray's nodes say."""
+    """Connect as the driver to the cluster at `RAY_ADDRESS`, or to an embedded one; yield Ray, whether it is embedded,
+    and the threads per actor process, or 0 for the default of the node."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     is_embedded, of_actor = not os.environ.get("RAY_ADDRESS"), 0
     if is_embedded:
@@ -263,44 +266,44 @@ def _cluster(size: int, beside: ActorGroup | None) -> Iterator[tuple[Any, bool, 
                 if beside is not None and not beside.shares_gpus:
                     num_beside = beside.wanted() * beside.processes
                     of_rank, of_actor = threads_of(torch.get_num_threads(), size, num_beside, overlaps=beside.overlaps)
-                    os.environ["OMP_NUM_THREADS"] = str(of_rank)  # processes inherit it
-                    # A thread that waits must leave its core to the others at once.
+                    os.environ["OMP_NUM_THREADS"] = str(of_rank)  # child processes inherit it
+                    # A waiting thread must release its core at once.
                     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
                 ray.init(
                     address="local", num_cpus=size, num_gpus=torch.cuda.device_count(), include_dashboard=False,
                     logging_level=logging.WARNING, object_store_memory=_STORE_BYTES if beside else 128 << 20,
                     log_to_driver=True,
                 )  # fmt: skip
-            signal.signal(signal.SIGTERM, on_stop)  # Ray has put in one that ends this process
+            signal.signal(signal.SIGTERM, on_stop)  # Ray installs a handler that ends this process
             yield ray, is_embedded, of_actor
         finally:
             ray.shutdown()
 
 
 def threads_of(cores: int, num_ranks: int, num_beside: int, *, overlaps: bool) -> tuple[int, int]:
-    """Return the threads of a rank and of a process beside the ranks, on one machine.
+    """Return the number of threads of a rank and of an actor process, on one machine.
 
-    Ranks have all cores, since no engine computes without a pause, and so have engines that compute while ranks wait.
-    Otherwise engines have half: decoding gains little from a second thread, and each operation of a rank waits for the
-    core that such a thread takes. That made a training with ragged completions a fifth faster (docs/benchmarks.md).
+    Ranks share all cores, because engines pause often, and so do engines that compute while ranks wait. Overlapping
+    engines share half of the cores: decoding gains little from a second thread, which takes a core from the operations
+    of a rank. This makes a training with ragged completions a fifth faster (docs/benchmarks.md).
     """
     return max(1, cores // max(num_ranks, num_beside)), max(1, cores // max(1, num_beside * (1 + overlaps)))
 
 
 def _starter(ray: Any, rooms: list[Any], share: float) -> Callable[[Program], tuple[list[Any], list[Any]]]:
-    """Return what starts a program on all ranks: their actors, each with that share of a GPU where there are any, and
-    the calls that end with the program."""
+    """Return a function that starts a program on all ranks and returns their actors and pending calls; each actor gets
+    this share of a GPU, if there are GPUs."""
     size, gpus = len(rooms), share if ray.cluster_resources().get("GPU", 0) else 0
-    remote: Any = ray.remote  # its types know functions alone
+    remote: Any = ray.remote  # its type annotations cover functions only
     actor = remote(num_cpus=1, num_gpus=gpus, max_concurrency=2)(Rank)
     address = ray.util.get_node_ip_address()
-    stores = []  # those of ranks that have died are held too: a late connection must not meet another process
+    stores = []  # stores of dead ranks stay open: a late connection must not reach another process
 
     def start(program: Program) -> tuple[list[Any], list[Any]]:
         members = [actor.options(scheduling_strategy=room).remote() for room in rooms]
         stores.append(open_store(address, size))
         calls = [
-            member.run.remote(program, Rendezvous(rank, size, address, stores[-1].port, 0))  # Ray shows it one GPU
+            member.run.remote(program, Rendezvous(rank, size, address, stores[-1].port, 0))  # Ray makes one GPU visible
             for rank, member in enumerate(members)
         ]
         return members, calls
@@ -309,11 +312,11 @@ def _starter(ray: Any, rooms: list[Any], share: float) -> Callable[[Program], tu
 
 
 def _keep_ray_to_ourselves() -> None:
-    """Let the clusters that this process starts listen on the loopback interface alone, and ask for a token.
+    """Restrict the clusters that this process starts to the loopback interface, and require a token.
 
-    Ray reads both settings once, some when it is imported, which another library may have done.
+    Ray reads both settings once, partly at import, and another library may have imported it before.
     """
-    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # how processes of Ray are told to keep to loopback
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # this setting restricts Ray to the loopback interface
     if "RAY_AUTH_MODE" not in os.environ:
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     from ray._private import ray_constants
@@ -333,31 +336,31 @@ def _followed(
     *,
     is_embedded: bool,
 ) -> Any:
-    """Return what the first rank returns, once all have ended.
+    """Wait for all ranks and return the value of the first.
 
     Raises:
-        CosmosError: the first that any rank raised.
+        CosmosError: the first error of this package that a rank raised.
         RankFailed: a rank died.
-        StageFailed: the embedded cluster has died, in which nothing can be started again.
+        StageFailed: the embedded cluster has died, so that ranks cannot be restarted.
     """
-    waiting, asked, first, looked = list(calls), False, None, time.monotonic()
+    waiting, is_stop_sent, first, last_poll = list(calls), False, None, time.monotonic()
     if actors is not None:
         members[0].have.remote(actors.handles)
     while waiting:
-        if should_stop() and not asked:
-            asked = True
-            for member in members:  # one that is dead is seen below
+        if should_stop() and not is_stop_sent:
+            is_stop_sent = True
+            for member in members:  # a dead rank is detected below
                 member.stop.remote()
         if actors is not None:
             actors.adjust(lambda handles: ray.wait([members[0].have.remote(handles)], timeout=_REPLY_SECONDS))
         done, _ = ray.wait(waiting, timeout=POLL_SECONDS)
-        found = {call: call for call in done}
-        if not done and time.monotonic() - looked > _REPLY_SECONDS:
+        replies = {call: call for call in done}
+        if not done and time.monotonic() - last_poll > _REPLY_SECONDS:
             if is_embedded and _is_dead(ray):
                 raise StageFailed("the Ray cluster that the stage started has died; a retry starts another one")
-            found = {call: members[calls.index(call)].ended.remote() for call in waiting}
-            looked = time.monotonic()
-        for call, reply in found.items():
+            replies = {call: members[calls.index(call)].ended.remote() for call in waiting}
+            last_poll = time.monotonic()
+        for call, reply in replies.items():
             try:
                 outcome = ray.get(reply, timeout=_REPLY_SECONDS)
             except ray.exceptions.GetTimeoutError:
@@ -372,16 +375,16 @@ def _followed(
 
 
 def _is_dead(ray: Any) -> bool:
-    """Return whether the cluster says that none of its machines is alive; it may say nothing."""
+    """Return True if the cluster reports that none of its machines is alive; False also if it does not respond."""
     nodes: list[Any] = []
-    thread = threading.Thread(target=lambda: nodes.extend(ray.nodes()), daemon=True)  # it waits without end
+    thread = threading.Thread(target=lambda: nodes.extend(ray.nodes()), daemon=True)  # the call may block forever
     thread.start()
     thread.join(_REPLY_SECONDS)
     return bool(nodes) and not any(node["Alive"] for node in nodes)
 
 
 def _has_died(ray: Any, calls: list[Any]) -> bool:
-    """Return whether a rank is dead, rather than one of them in error."""
+    """Return True if a rank process has died, False if the ranks only raised errors."""
     deadline, waiting = time.monotonic() + _DEATH_SECONDS, list(calls)
     while waiting and time.monotonic() < deadline:
         done, waiting = ray.wait(waiting, timeout=POLL_SECONDS)

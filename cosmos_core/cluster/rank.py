@@ -1,5 +1,5 @@
-"""A rank as Ray's process holds it. It imports nothing heavy, so that what it is to run is imported, when that comes,
-without garbage collection."""
+"""Ray actor of one rank. The module imports no large package, so that the imports of its program run later, without
+garbage collection."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from cosmos_core.imports import without_collection
 
 
 class Told(threading.Event):
-    """What a rank is told while it runs: it is set when the rank is asked to stop."""
+    """Messages to a rank while it runs; the event is set when the rank must stop."""
 
     def __init__(self) -> None:
         super().__init__()
         self.actors: list[Any] = []
-        """Handles of the actors that there are beside the ranks (`actors.ActorHandle`); their number may change."""
+        """Handles of the actors alongside the ranks (`actors.ActorHandle`); their number may change."""
 
 
 Program = Callable[[Told], Any]
-"""What every rank runs, picklable."""
+"""Picklable function that every rank runs."""
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where one rank meets the others, and as which."""
+    """Address of the store at which the ranks meet, with the number of this rank."""
 
     rank: int
     size: int
     address: str
-    """Of the machine of the process that started the ranks, which keeps the store where they meet."""
+    """Address of the machine that started the ranks and holds the store."""
     port: int
     device: int
-    """Number of its GPU among those that its process sees."""
+    """Index of the rank's GPU among the GPUs visible to its process."""
 
 
 class Rank:
-    """A rank as an actor; two threads, so that it hears what it is told while it runs."""
+    """Ray actor of a rank; it has two threads, so that it receives messages while its program runs."""
 
     def __init__(self) -> None:
         self._imports = ExitStack()
@@ -48,7 +48,7 @@ class Rank:
         self._outcome: tuple[bool, Any] | None = None
 
     def run(self, program: Program, rendezvous: Rendezvous) -> tuple[bool, Any]:
-        """Return what the program returned or raised on this rank."""
+        """Run the program and return True and its value, or False and its error."""
         from cosmos_core.cluster.group import outcome_of
 
         self._imports.close()
@@ -56,7 +56,7 @@ class Rank:
         return self._outcome
 
     def ended(self) -> tuple[bool, Any] | None:
-        """Return what `run` returned, whose reply may be lost on its way; None: it still runs."""
+        """Return the result of `run`, whose reply may have been lost; None if the program is still running."""
         return self._outcome
 
     def stop(self) -> None:
@@ -64,5 +64,5 @@ class Rank:
         self._told.set()
 
     def have(self, actors: list[Any]) -> None:
-        """Let the program know the actors that there are beside the ranks."""
+        """Pass the handles of the actors alongside the ranks to the program."""
         self._told.actors[:] = actors
