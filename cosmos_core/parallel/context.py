@@ -1,7 +1,8 @@
-"""Context parallelism (Ulysses, arXiv 2309.14509): each row is sharded over ranks; attention trades sequence for heads.
+"""Context parallelism (Ulysses, arXiv 2309.14509): each row is sharded over ranks; attention exchanges sequence shards
+for heads.
 
-Rows are packed end to end and sharded equally. Only attention looks beyond a shard: before it an all-to-all gives
-each rank all tokens of some heads, after it another gives each rank all heads of its tokens.
+Rows are packed end to end and sharded equally. Only attention needs tokens of other shards: an all-to-all before it
+gives each rank all tokens of some heads, and another after it gives each rank all heads of its tokens.
 
 Shape legend: P packed tokens, N chosen tokens, K heads, D head size.
 """
@@ -23,21 +24,22 @@ NAME = "ulysses"
 
 
 class RowShard(NamedTuple):
-    """What one rank of a context has of packed rows."""
+    """Shard of packed rows of one context-parallel rank."""
 
     inputs: dict[str, Any]
-    """Of the model, with `shift_labels`; the bounds of sequences are still those of all rows."""
+    """Model inputs of the shard, with `shift_labels`; the sequence bounds still cover all rows."""
     chosen: Tensor
-    """Indices of its chosen tokens in the shard."""
+    """Indices of the chosen tokens in the shard."""
     is_mine_N: Tensor
-    """Which of all chosen tokens they are."""
+    """Mask over all chosen tokens: True for tokens in this shard."""
 
 
 def apply_cp(model: PreTrainedModel, mesh: DeviceMesh, packed: str) -> None:
-    """Make attention see whole rows. `packed`: the attention that reads packed rows, as it is registered.
+    """Make attention exchange tokens and heads over the ranks of `mesh`. `packed` is the registered name of the
+    attention for packed rows.
 
     Raises:
-        ModelError: the model computes attention in a way of its own, or its heads do not divide.
+        ModelError: the model does not use this attention, or the number of its heads is not divisible.
     """
     check_heads(model, "cp_size", mesh.size())
     if model.config.get_text_config()._attn_implementation != packed:
@@ -55,8 +57,8 @@ def apply_cp(model: PreTrainedModel, mesh: DeviceMesh, packed: str) -> None:
             repeats = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
         states = (exchanged(state, 1, 2, group) for state in (query, key, value))
-        found_BPKD = attend(module, *states, attention_mask, **kwargs)[0]
-        return exchanged(found_BPKD, 1, 2, group), None
+        attended_BPKD = attend(module, *states, attention_mask, **kwargs)[0]
+        return exchanged(attended_BPKD, 1, 2, group), None
 
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, AttentionMaskInterface()[packed])
@@ -64,35 +66,36 @@ def apply_cp(model: PreTrainedModel, mesh: DeviceMesh, packed: str) -> None:
 
 
 def shard_rows(inputs: dict[str, Any], chosen_N: Tensor, mesh: DeviceMesh) -> RowShard:
-    """Return this rank's shard of packed rows, whose length is a multiple of the ranks."""
+    """Return this rank's shard of packed rows, whose length must be a multiple of the number of ranks."""
     ids_1P = inputs["input_ids"]
     length, rest = divmod(ids_1P.shape[1], mesh.size())
     assert not rest, "packed rows are as long as `rows_of` was told to fill them"
     start = mesh.get_local_rank() * length
     is_mine_N = (chosen_N >= start) & (chosen_N < start + length)
-    here = {
+    tensors = {
         "input_ids": ids_1P,
         "position_ids": inputs["position_ids"],
         "shift_labels": ids_1P.roll(-1, dims=1),
     }
-    own = {name: tensor_1P[:, start : start + length] for name, tensor_1P in here.items()}
-    return RowShard({**inputs, **own}, chosen_N[is_mine_N] - start, is_mine_N)
+    shards = {name: tensor_1P[:, start : start + length] for name, tensor_1P in tensors.items()}
+    return RowShard({**inputs, **shards}, chosen_N[is_mine_N] - start, is_mine_N)
 
 
 def gather_chosen(values: Tensor, is_mine_N: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the values of all chosen tokens on every rank; each rank's gradient goes back to its own."""
-    found: Tensor = _GatherChosen.apply(values, is_mine_N, mesh.get_group())
-    return found
+    """Return the values of all chosen tokens on every rank; the gradient of each value goes to the rank of its
+    token."""
+    gathered: Tensor = _GatherChosen.apply(values, is_mine_N, mesh.get_group())
+    return gathered
 
 
 def exchanged(tensor: Tensor, chunk_dim: int, cat_dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Return a tensor that ranks have a part of along one dimension as one that they have a part of along another."""
-    found: Tensor = _Exchange.apply(tensor, chunk_dim, cat_dim, group)
-    return found
+    """Return a tensor resharded over the ranks of a group: split along `chunk_dim`, concatenated along `cat_dim`."""
+    resharded: Tensor = _Exchange.apply(tensor, chunk_dim, cat_dim, group)
+    return resharded
 
 
 class _Exchange(torch.autograd.Function):
-    """Exchange over the ranks of a group: split along one dimension, concatenate along another."""
+    """Differentiable all-to-all over the ranks of a group: split along one dimension, concatenate along another."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, chunk_dim: int, cat_dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -106,21 +109,21 @@ class _Exchange(torch.autograd.Function):
 
 def _traded(tensor: Tensor, chunk_dim: int, cat_dim: int, group: dist.ProcessGroup) -> Tensor:
     chunks = torch.stack(tensor.chunk(dist.get_world_size(group), dim=chunk_dim)).contiguous()
-    found = torch.empty_like(chunks)
-    dist.all_to_all_single(found, chunks, group=group)
-    return torch.cat(found.unbind(), dim=cat_dim)
+    received = torch.empty_like(chunks)
+    dist.all_to_all_single(received, chunks, group=group)
+    return torch.cat(received.unbind(), dim=cat_dim)
 
 
 class _GatherChosen(torch.autograd.Function):
-    """Sum over ranks of values that each has at indices of its own."""
+    """Differentiable gather of the values of chosen tokens, which are on different ranks."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, is_mine_N: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.save_for_backward(is_mine_N)
-        found_N = values.new_zeros((len(is_mine_N), *values.shape[1:]))
-        found_N[is_mine_N] = values
-        dist.all_reduce(found_N, group=group)
-        return found_N
+        gathered_N = values.new_zeros((len(is_mine_N), *values.shape[1:]))
+        gathered_N[is_mine_N] = values
+        dist.all_reduce(gathered_N, group=group)
+        return gathered_N
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:

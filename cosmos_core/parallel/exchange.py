@@ -1,7 +1,7 @@
-"""Values that ranks hand each other: tensors, plain data, and the records of `cosmos_core.types`.
+"""Collectives for Python values: tensors, plain data, and the dataclasses of `cosmos_core.types`.
 
-`torch.distributed`'s own exchange of objects unpickles whatever arrives, so that whoever reaches a port of a rank runs
-code there. This one reads with the restricted unpickler of `torch.load(weights_only=True)`.
+The object collectives of `torch.distributed` unpickle any received data, so that any client that reaches a port of a
+rank can run code there. These functions use the restricted unpickler of `torch.load(weights_only=True)`.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ T = TypeVar("T")
 
 _RECORDS: list[Any] = [each for each in vars(types).values() if isinstance(each, type) and is_dataclass(each)]
 _ALLOWED = threading.Lock()
-"""What may be read is a list of the whole process: a thread that leaves the block would take it from another."""
+"""Lock around the process-wide list of safe classes: a thread that leaves the block would change it for another one."""
 
 
 def all_gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return the values of all ranks of a group, in their order; None: of all ranks there are."""
-    own = _packed(value)
+    """Return the values of all ranks of a group, in rank order; None: the default group."""
+    own_bytes = _packed(value)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, torch.tensor([len(own)]), group=group)
+    dist.all_gather(sizes, torch.tensor([len(own_bytes)]), group=group)
     most = max(int(size) for size in sizes)
-    found = [torch.empty(most, dtype=torch.uint8) for _ in sizes]
-    dist.all_gather(found, torch.cat([own, own.new_zeros(most - len(own))]), group=group)
-    return [_unpacked(packed[: int(size)]) for packed, size in zip(found, sizes, strict=True)]
+    received = [torch.empty(most, dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(received, torch.cat([own_bytes, own_bytes.new_zeros(most - len(own_bytes))]), group=group)
+    return [_unpacked(packed[: int(size)]) for packed, size in zip(received, sizes, strict=True)]
 
 
 def broadcast(value: T, source: int = 0, group: dist.ProcessGroup | None = None) -> T:
-    """Return the value of rank `source`, a number among all ranks, on every rank of a group."""
+    """Return the value of global rank `source` on every rank of a group."""
     is_source = dist.get_rank() == source
     packed = _packed(value) if is_source else torch.empty(0, dtype=torch.uint8)
     size = torch.tensor([len(packed)])
@@ -44,8 +44,8 @@ def broadcast(value: T, source: int = 0, group: dist.ProcessGroup | None = None)
     if not is_source:
         packed = torch.empty(int(size), dtype=torch.uint8)
     dist.broadcast(packed, src=source, group=group)
-    found: T = value if is_source else _unpacked(packed)
-    return found
+    received: T = value if is_source else _unpacked(packed)
+    return received
 
 
 def _packed(value: Any) -> Tensor:

@@ -1,9 +1,9 @@
-"""Expert parallelism: each rank of a group has some of every layer's experts, and tokens travel to those they chose.
+"""Expert parallelism: each rank of a group holds some experts of every layer, and tokens are dispatched to their
+experts.
 
-The ranks of a group have different tokens. A transformers model's own plan says which modules hold experts; the style
-that it names sends a token once to each expert of its choice and brings their outputs back, so that a rank computes
-what was chosen of its experts and nothing else. An expert's gradient is of all tokens of the group, without a
-collective.
+The ranks of a group have different tokens. The plan of the transformers model names the modules with experts. Its
+dispatch style sends a token once to each chosen expert and returns the outputs, so that a rank computes only the tokens
+of its experts. The gradient of an expert therefore covers all tokens of the group, without a collective.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _DISPATCHED = "ep_dispatch_experts"
 
 
 def apply_ep(model: PreTrainedModel, mesh: Mesh, train: TrainConfig) -> None:
-    """Leave each rank its experts of every layer, sharded over `mesh.expert_fsdp`; before `apply_fsdp`.
+    """Keep this rank's experts of every layer, sharded over `mesh.expert_fsdp`; call it before `apply_fsdp`.
 
     Raises:
-        ModelError: no plan sends tokens to the experts, an adapter is around them, or they do not divide.
+        ModelError: no plan dispatches tokens, an adapter wraps the experts, or their number is not divisible.
     """
     from transformers.distributed.tensor_parallel import EpDispatchExpertsParallel  # transformers 5.17 has none
 
@@ -40,7 +40,7 @@ def apply_ep(model: PreTrainedModel, mesh: Mesh, train: TrainConfig) -> None:
     plan = [pattern for pattern, style in model.ep_plan.items() if style == _DISPATCHED]
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")}
     where = f"policy.parallelism.ep_size = {mesh.expert.size()}: {type(model).__name__}"
-    if not plan or not (layers or mesh.pipeline):  # a pipeline stage may have dense layers alone
+    if not plan or not (layers or mesh.pipeline):  # a pipeline stage may have dense layers only
         raise ModelError(f"{where} has no plan that sends tokens to experts; set it to 1 and raise dp_shard_size")
     for name, experts in layers.items():
         if not any(matches(pattern, name) for pattern in plan):
@@ -49,23 +49,23 @@ def apply_ep(model: PreTrainedModel, mesh: Mesh, train: TrainConfig) -> None:
             )
         keep_own(experts, mesh.expert, where)
         EpDispatchExpertsParallel().install_forward(experts, mesh.expert)
-        experts.forward = torch.compiler.disable(experts.forward)  # how many tokens come is never the same
+        experts.forward = torch.compiler.disable(experts.forward)  # the number of tokens changes with each call
         if mesh.expert_fsdp is not None:
             placement = partial(inside, mesh.expert_fsdp.shape[-1])
             fully_shard(experts, mesh=mesh.expert_fsdp, shard_placement_fn=placement, **settings(train))
 
 
 def keep_own(experts: Any, group: DeviceMesh, where: str) -> None:
-    """Leave this rank its experts of a layer.
+    """Keep this rank's experts of a layer and drop the others.
 
     Raises:
-        ModelError: they do not divide; `where` is the size of the group and the model.
+        ModelError: the number of experts is not divisible; `where` begins the message.
     """
     if experts.num_experts % group.size():
         nearest = gcd(experts.num_experts, group.size())
         raise ModelError(f"{where} has {experts.num_experts} experts, which do not divide by it; set it to {nearest}")
     for name, parameter in experts.named_parameters():
-        own = parameter.detach().chunk(group.size())[group.get_local_rank()].clone()
-        sharded = DTensor.from_local(own, group, [Shard(0)], run_check=False)
+        local_weights = parameter.detach().chunk(group.size())[group.get_local_rank()].clone()
+        sharded = DTensor.from_local(local_weights, group, [Shard(0)], run_check=False)
         experts.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
     experts.num_experts //= group.size()

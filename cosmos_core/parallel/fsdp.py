@@ -1,4 +1,4 @@
-"""Shard a model over ranks (FSDP2, HSDP), and gather its tensors again.
+"""FSDP2 and HSDP sharding of a model over ranks, and gathering of full tensors.
 
 Gradients are summed over ranks, never averaged: losses are already divided by a denominator over all samples.
 """
@@ -30,47 +30,50 @@ from cosmos_core.parallel.mesh import Mesh, all_gather_object, is_first, num_ran
 T = TypeVar("T", bound=Tensor)
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
-# Says at the first gradient norm of a mesh of two axes that its two small all-reduces could be one.
+# It warns at the first gradient norm on a 2-D mesh that two small all-reduces could be one.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 def settings(train: TrainConfig, *, casts: bool = True) -> dict[str, Any]:
-    """Return what `[train]` says of sharding as arguments of `fully_shard`; `casts`: weights are gathered in
-    `param_dtype`, in which autocast would multiply them."""
+    """Return the arguments of `fully_shard` from `[train]`; with `casts`, weights are gathered in `param_dtype`, the
+    dtype in which autocast multiplies them."""
     param_dtype = getattr(torch, train.param_dtype) if casts and gathers_casts(train) else None
     policy = MixedPrecisionPolicy(param_dtype, getattr(torch, train.fsdp_reduce_dtype), cast_forward_inputs=False)
-    found: dict[str, Any] = {"mp_policy": policy}
+    arguments: dict[str, Any] = {"mp_policy": policy}
     if train.fsdp_offload:
-        found["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-    return found
+        arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    return arguments
 
 
 def gathers_casts(train: TrainConfig) -> bool:
-    """Return whether a block has other weights in its forward pass than outside of it: it computes under autocast."""
+    """Return True if blocks compute under autocast, so that their weights have another dtype during the forward
+    pass."""
     return train.param_dtype != train.master_dtype
 
 
 def apply_fsdp(root: nn.Module, model: nn.Module, mesh: Mesh, train: TrainConfig) -> None:
-    """Shard `model`, block by block, inside `root`, the module that is called, or whose method `probe` is.
+    """Shard `model` block by block inside `root`, the module whose `forward` or `probe` is called.
 
-    What belongs to no block - embeddings, head, last norm - stays whole from the forward pass of `root` to the end of
-    its backward pass, because the head is applied and differentiated apart from the model's own forward; it is gathered
-    as it is, because the sums over layers begin and end with it.
+    Modules outside blocks (embeddings, head, last norm) stay gathered from the forward pass of `root` to the end of its
+    backward pass, because the head is applied and differentiated outside of the model's forward. They are gathered
+    without a cast, because the residual stream begins and ends in them.
     """
     if mesh.fsdp is None:
         return
     shards = mesh.fsdp.shape[-1]
-    # Experts of one rank that no other has.
-    own: set[nn.Parameter] = {p for p in model.parameters() if isinstance(p, DTensor) and p.device_mesh == mesh.expert}
-    # Experts of which this rank has some, whole.
+    # Experts that only this rank holds (expert parallelism).
+    own_experts: set[nn.Parameter] = {
+        p for p in model.parameters() if isinstance(p, DTensor) and p.device_mesh == mesh.expert
+    }
+    # Whole experts of this rank (tensor parallelism).
     tensor_parallel = {
         p for module in model.modules() if getattr(module, "_is_expert_parallel", False) for p in module.parameters()
-    } - own
+    } - own_experts
 
     def placement(parameter: nn.Parameter) -> Shard | None:
         return inside(shards, parameter) if parameter in tensor_parallel else None
 
-    options: dict[str, Any] = {"mesh": mesh.fsdp, "ignored_params": own, "shard_placement_fn": placement}
+    options: dict[str, Any] = {"mesh": mesh.fsdp, "ignored_params": own_experts, "shard_placement_fn": placement}
     frees = {"always": True, "never": False, "default": mesh.pipeline is None}[train.fsdp_reshard_after_forward]
     for block in blocks_of(model):
         fully_shard(block, reshard_after_forward=frees, **options, **settings(train))
@@ -79,59 +82,61 @@ def apply_fsdp(root: nn.Module, model: nn.Module, mesh: Mesh, train: TrainConfig
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no other that multiplies
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no reduction that also multiplies
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of the classes in `_no_split_modules`, but none inside another: some families list a block and
-    the mixer in it."""
+    """Return the modules of the classes in `_no_split_modules`, without those inside another one: some families list a
+    block and its mixer."""
     listed: Iterable[str] = getattr(model, "_no_split_modules", None) or ()
     names = set(listed)
-    found: list[nn.Module] = []
+    blocks: list[nn.Module] = []
     within: set[nn.Module] = set()
     for module in model.modules():
         if type(module).__name__ in names and module not in within:
-            found.append(module)
+            blocks.append(module)
             within.update(module.modules())
-    return found
+    return blocks
 
 
 def inside(num_shards: int, parameter: nn.Parameter) -> Shard:
-    """Shard experts inside each where that divides, because a rank may have fewer experts than there are shards."""
+    """Return the sharding of an expert weight: within each expert if divisible, because a rank may have fewer experts
+    than there are shards."""
     return Shard(0 if parameter.shape[1] % num_shards else 1)
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Move the buffers to where the model computes: FSDP moves parameters alone."""
+    """Move the buffers to the device of the model: FSDP moves parameters only."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(device)
 
 
 def reshard(root: nn.Module) -> None:
-    """Free what a forward pass without backward left gathered: it would be taken for the weights after a step."""
+    """Free parameters that a forward pass without backward left gathered; they would be stale after an optimizer
+    step."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def full_tensors(tensors: nn.Module | Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors (of a model: its state dict) whole, one at a time, in the same order on every rank. All ranks
-    must go through them together.
+    """Yield full tensors one at a time (of a model: its state dict), in the same order on every rank. This is a
+    collective: all ranks must iterate together.
 
-    What a rank has no shard of, like the layers of another pipeline stage, is broadcast by the first rank that has. A
-    tensor that is not sharded is the live one: copy what is kept.
+    A tensor that some ranks lack, such as a layer of another pipeline stage, is broadcast by the first rank that has it.
+    A tensor that is not sharded is not copied: copy it before keeping it.
     """
-    own = tensors.state_dict(keep_vars=True) if isinstance(tensors, nn.Module) else tensors
+    own_tensors = tensors.state_dict(keep_vars=True) if isinstance(tensors, nn.Module) else tensors
     about: dict[str, tuple[torch.Size, torch.dtype]] = {}
     holders: dict[str, list[int]] = {}
-    for rank, theirs in enumerate(all_gather_object({name: (t.shape, t.dtype) for name, t in own.items()})):
-        about |= theirs
-        for name in theirs:
+    for rank, metadata in enumerate(all_gather_object({name: (t.shape, t.dtype) for name, t in own_tensors.items()})):
+        about |= metadata
+        for name in metadata:
             holders.setdefault(name, []).append(rank)
-    device = next((local(tensor).device for tensor in own.values()), torch.device("cpu"))
+    device = next((local(tensor).device for tensor in own_tensors.values()), torch.device("cpu"))
     for name, (shape, dtype) in about.items():
-        tensor = own.get(name)
+        tensor = own_tensors.get(name)
         full = torch.empty(shape, dtype=dtype, device=device) if tensor is None else _full(tensor.detach())
         if len(holders[name]) < num_ranks():
             full = full.contiguous()
@@ -144,7 +149,7 @@ def _full(tensor: Tensor) -> Tensor:
 
 
 def without_weights(model: ModuleT) -> ModuleT:
-    """Return a copy with its parameters on the meta device. Call it before `apply_fsdp`, which changes the classes of
+    """Return a copy with parameters on the meta device. Call it before `apply_fsdp`, which changes the classes of
     modules."""
     memo: dict[int, object] = {
         id(p): nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad) for p in model.parameters()
@@ -153,15 +158,15 @@ def without_weights(model: ModuleT) -> ModuleT:
 
 
 def fill(skeleton: ModuleT, model: nn.Module) -> ModuleT | None:
-    """Return `skeleton` with the weights of the sharded `model` on the first rank's CPU, and None on the others."""
-    found = {name: tensor.to("cpu", copy=True) for name, tensor in full_tensors(model) if is_first()}
-    return _filled(skeleton, found) if is_first() else None
+    """Return `skeleton` with the weights of the sharded `model` on the first rank's CPU; None on other ranks."""
+    tensors = {name: tensor.to("cpu", copy=True) for name, tensor in full_tensors(model) if is_first()}
+    return _filled(skeleton, tensors) if is_first() else None
 
 
 def _filled(skeleton: ModuleT, tensors: dict[str, Tensor]) -> ModuleT:
     names = names_in_one(skeleton)
     skeleton.load_state_dict(tensors, assign=True)
-    for first, *tied in names:  # not tie_weights(): it does not find a head that an adapter has wrapped
+    for first, *tied in names:  # not tie_weights(), which does not handle a head wrapped by an adapter
         for name in tied:
             module, _, attribute = name.rpartition(".")
             skeleton.get_submodule(module)._parameters[attribute] = skeleton.get_parameter(first)
@@ -169,7 +174,7 @@ def _filled(skeleton: ModuleT, tensors: dict[str, Tensor]) -> ModuleT:
 
 
 def names_in_one(model: nn.Module) -> list[list[str]]:
-    """Return the names of each parameter: several, where weights are tied."""
+    """Return the list of names of each parameter; tied weights have several names."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -177,29 +182,29 @@ def names_in_one(model: nn.Module) -> list[list[str]]:
 
 
 def by_mesh(tensors: Iterable[T]) -> list[list[T]]:
-    """Return those of one mesh together: no operation takes tensors of different meshes at once."""
-    found: dict[DeviceMesh | None, list[T]] = {}
+    """Return the tensors grouped by device mesh, because an operation cannot take tensors of different meshes."""
+    groups: dict[DeviceMesh | None, list[T]] = {}
     for tensor in tensors:
-        found.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
-    return list(found.values())
+        groups.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
+    return list(groups.values())
 
 
 def total_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """Return the 2-norm over all gradients, each element counted once, on every rank that has a shard of them."""
+    """Return the 2-norm over all gradients, with each element counted once, on every rank with a shard of them."""
     norms = [torch.nn.utils.get_total_norm(alike) for alike in by_mesh(gradients)]
     whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     return whole[0] if len(whole) == 1 else torch.nn.utils.get_total_norm(whole)
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
-    """Scale gradients whose norm is `norm` down to `max_norm`; not at all where that is 0, or the norm not finite."""
+    """Scale gradients with norm `norm` down to `max_norm`; do nothing if `max_norm` is 0 or the norm is not finite."""
     if max_norm > 0 and torch.isfinite(norm):
         for alike in by_mesh(parameters):
             torch.nn.utils.clip_grads_with_norm_(alike, max_norm, norm)
 
 
 def bounds(tensor: Tensor) -> tuple[slice, ...]:
-    """Return where this rank's part of a tensor is in the whole of it."""
+    """Return the slices of the full tensor that this rank's shard covers."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -207,5 +212,5 @@ def bounds(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return what this rank has of a tensor."""
+    """Return this rank's shard of a tensor, or the tensor itself if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,7 +1,7 @@
-"""Full tensors of a model of which each rank holds a shard, some at a time, on every rank.
+"""Gathering of full tensors of a sharded model on every rank, several at a time.
 
-On the CPUs of one machine through memory that all ranks see: each writes what it holds, and all read the whole. gloo
-moves the same bytes through TCP, at about a tenth of the speed (docs/benchmarks.md). Elsewhere by collectives.
+On the CPUs of one machine, ranks use shared memory: each writes its shards, and all read the full tensors. gloo would
+send the same bytes through TCP, at about a tenth of the speed (docs/benchmarks.md). Otherwise, ranks use collectives.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ _ALIGNMENT = 64
 
 
 class Full(NamedTuple):
-    """What is known of a whole tensor without having it."""
+    """Shape and dtype of a full tensor."""
 
     shape: torch.Size
     dtype: torch.dtype
 
     @property
     def num_bytes(self) -> int:
-        """Return the size in memory."""
+        """Return the size of the tensor in bytes."""
         return self.shape.numel() * self.dtype.itemsize
 
 
 class Gatherer:
-    """Gives every rank full tensors; all ranks make one together and call its methods in the same order."""
+    """Gatherer of full tensors; it is collective: all ranks create it together and call its methods in the same
+    order."""
 
     def __init__(self, tensors: Mapping[str, Tensor], most_bytes: int) -> None:
-        """`tensors` are those that this rank holds or has a part of; ranks may hold others. `most_bytes` are asked for
-        at a time."""
+        """Exchange which rank holds which of `tensors`, full or sharded; `most_bytes` is the maximum size of one
+        request."""
         self.tensors, self._most_bytes = tensors, most_bytes
         self._holders: dict[str, list[int]] = {}
         for rank, names in enumerate(all_gather_object(list(tensors))):
@@ -49,41 +50,41 @@ class Gatherer:
                 self._holders.setdefault(name, []).append(rank)
         is_on_cpu = all(local(tensor).device.type == "cpu" for tensor in tensors.values())
         self._is_shared = not any_on_ranks(not is_on_cpu) and _is_one_machine()
-        # Two, because whoever goes through tensors in a loop has the last one of a call until the next has returned.
+        # Two buffers, because a loop over tensors still refers to the last tensor of a call during the next call.
         self._memories: list[_SharedMemory | None] = [None, None]
 
     def full(self, wanted: Mapping[str, Full]) -> dict[str, Tensor]:
-        """Return these tensors, whole. Their memory is used again once nobody refers to them."""
+        """Return full tensors. Their memory is reused once there are no references to them."""
         if self._is_shared and (memory := self._room(wanted)) is not None:
             return self._through(memory, wanted)
-        found = dict(full_tensors({name: self.tensors[name] for name in wanted if name in self.tensors}))
-        return {name: found[name] for name in wanted}
+        tensors = dict(full_tensors({name: self.tensors[name] for name in wanted if name in self.tensors}))
+        return {name: tensors[name] for name in wanted}
 
     def _room(self, wanted: Mapping[str, Full]) -> _SharedMemory | None:
-        """Give shared memory for these tensors, which nobody refers to; None: a rank cannot have it."""
+        """Return unreferenced shared memory for these tensors, or None if a rank cannot map it."""
         num_bytes = sum(_aligned(full.num_bytes) for full in wanted.values())
         memory = self._memories.pop(0)
-        # Also the barrier that keeps a fast rank from writing over what a slow one still reads.
+        # Also a barrier, so that a fast rank does not overwrite data that a slow one still reads.
         if any_on_ranks(memory is None or memory.size < num_bytes or memory.is_in_use):
-            memory = None  # freed before there is another one
+            memory = None  # free the old memory before allocating
             memory = _open_memory(max(num_bytes, self._most_bytes))
             self._is_shared = memory is not None
         self._memories.append(memory)
         return memory
 
     def _through(self, memory: _SharedMemory, wanted: Mapping[str, Full]) -> dict[str, Tensor]:
-        found, start = {}, 0
+        tensors, start = {}, 0
         for name, full in wanted.items():
-            found[name] = memory.tensor(start, full)
+            tensors[name] = memory.tensor(start, full)
             start += _aligned(full.num_bytes)
             if self._writes(name):
                 tensor = self.tensors[name].detach()
-                found[name][bounds(tensor)].copy_(local(tensor))
+                tensors[name][bounds(tensor)].copy_(local(tensor))
         dist.barrier()
-        return found
+        return tensors
 
     def _writes(self, name: str) -> bool:
-        """Whether this rank has a part of the tensor that no rank before it has."""
+        """Return True if this rank is the first that holds its part of the tensor."""
         tensor = self.tensors.get(name)
         if isinstance(tensor, DTensor):
             coordinate = tensor.device_mesh.get_coordinate() or ()
@@ -92,7 +93,7 @@ class Gatherer:
 
 
 class _SharedMemory:
-    """Anonymous memory that several processes map; the kernel frees it with the last of them."""
+    """Anonymous memory that several processes map; the kernel frees it when the last mapping is gone."""
 
     def __init__(self, descriptor: int, size: int) -> None:
         self.size = size
@@ -101,11 +102,11 @@ class _SharedMemory:
 
     @property
     def is_in_use(self) -> bool:
-        """Return whether a tensor made of it is still referred to on this rank."""
-        return sys.getrefcount(self._view) > self._num_references  # each storage made of the view holds one
+        """Return True if this rank still refers to a tensor in this memory."""
+        return sys.getrefcount(self._view) > self._num_references  # each storage on the view holds a reference
 
     def tensor(self, start: int, full: Full) -> Tensor:
-        """Return a tensor that begins at byte `start`."""
+        """Return a tensor at byte offset `start`."""
         numel = full.shape.numel()
         if not numel:
             return torch.empty(full.shape, dtype=full.dtype, device="cpu")
@@ -113,12 +114,12 @@ class _SharedMemory:
 
 
 def _open_memory(size: int) -> _SharedMemory | None:
-    """Make memory that all ranks see; None: there is not so much, or a rank is not let at it."""
+    """Allocate memory that all ranks map; return None if there is not enough memory, or a rank may not open it."""
     descriptor = -1
     if rank_number() == 0:
         try:
             descriptor = os.memfd_create("cosmos-weights")
-            os.posix_fallocate(descriptor, 0, size)  # now, because later a lack of memory kills with SIGBUS
+            os.posix_fallocate(descriptor, 0, size)  # allocate now, because a later lack of memory raises SIGBUS
         except OSError:
             descriptor = -1
     pid, number = broadcast_object((os.getpid(), descriptor))
@@ -131,7 +132,7 @@ def _open_memory(size: int) -> _SharedMemory | None:
     memory = None
     if not any_on_ranks(opened < 0):
         memory = _SharedMemory(opened, size)
-    dist.barrier()  # the descriptor of the first rank stays until all have opened it
+    dist.barrier()  # the first rank keeps its descriptor until all ranks have opened it
     if opened >= 0:
         os.close(opened)
     return memory

@@ -1,4 +1,4 @@
-"""The mesh of a training: which ranks share samples, parameters, sequences and matrices.
+"""Device mesh of a training: which ranks share samples, parameters, sequences and matrices.
 
 Axes from the outside in: pp, dp_replicate, dp_shard, cp, tp; ep reuses dp_shard x cp.
 """
@@ -21,41 +21,42 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Mesh:
-    """The device meshes of a training, as one rank sees them."""
+    """Device meshes of a training, as seen from one rank; None: that kind of parallelism is not used."""
 
     sizes: ParallelismConfig
-    """What was asked for."""
+    """The configured sizes."""
     data: DeviceMesh
-    """Ranks with samples of their own: dp_replicate x dp_shard."""
+    """Mesh of ranks with different samples: dp_replicate x dp_shard."""
     fsdp: DeviceMesh | None
-    """What FSDP shards over: dp_shard x cp, with dp_replicate before it where there are replicas; None: nothing to."""
+    """Mesh over which FSDP shards: dp_shard x cp, with dp_replicate as the outer axis if there are replicas; None: no
+    FSDP."""
     context: DeviceMesh | None
-    """Ranks that share each sequence; None: one."""
+    """Mesh of ranks that share each sequence; None: no context parallelism."""
     tensor: DeviceMesh | None
-    """Ranks that share each matrix; None: one."""
+    """Mesh of ranks that share each matrix; None: no tensor parallelism."""
     pipeline: DeviceMesh | None
-    """Ranks that each have some of the layers, in their order; None: one has all."""
+    """Mesh of ranks that hold consecutive layers, in order; None: no pipeline parallelism."""
     expert: DeviceMesh | None
-    """Ranks that each have some of a layer's experts; None: one has all."""
+    """Mesh of ranks that each hold some experts of a layer; None: no expert parallelism."""
     expert_fsdp: DeviceMesh | None
-    """What FSDP shards the experts of one rank over, as `fsdp`; None: nothing."""
+    """Mesh over which FSDP shards the experts of one rank, as `fsdp`; None: not sharded."""
 
     def select_own(self, items: Sequence[T]) -> list[T]:
-        """Return the items of this data-parallel rank; neighbours go to different ranks."""
+        """Return the items of this data-parallel rank; consecutive items belong to different ranks."""
         return list(items[self.data.get_local_rank() :: self.data.size()])
 
     def all_gather_object(self, value: T) -> list[T]:
-        """Return the values of all data-parallel ranks, in their order; of a pipeline those of its last stage, which
-        alone sees the end of a sample."""
-        found = exchange.all_gather(value, self.data.get_group())
+        """Return the values of all data-parallel ranks, in rank order; in a pipeline, the values of its last stage,
+        which computes the outputs."""
+        values = exchange.all_gather(value, self.data.get_group())
         if self.pipeline:
             group = self.pipeline.get_group()
-            found = exchange.broadcast(found, dist.get_global_rank(group, self.pipeline.size() - 1), group)
-        return found
+            values = exchange.broadcast(values, dist.get_global_rank(group, self.pipeline.size() - 1), group)
+        return values
 
 
 def open_mesh(sizes: ParallelismConfig, device_type: str) -> Mesh | None:
-    """Return the mesh of the process group; None: there is one rank."""
+    """Return the mesh of the process group; None if there is one rank."""
     if is_alone():
         return None
     num_shards, num_stages = abs(sizes.dp_shard_size) * sizes.cp_size, sizes.pp_size
@@ -90,44 +91,44 @@ def open_mesh(sizes: ParallelismConfig, device_type: str) -> Mesh | None:
 
 
 def is_alone() -> bool:
-    """Return whether this is the only rank; an engine of vLLM makes a process group of one."""
+    """Return True if this is the only rank; a vLLM engine may have a process group of one."""
     return not dist.is_initialized() or dist.get_world_size() == 1
 
 
 def rank_number() -> int:
-    """Return the number of this rank among all, from 0."""
+    """Return the global number of this rank, from 0."""
     return 0 if is_alone() else dist.get_rank()
 
 
 def num_ranks() -> int:
-    """Return how many ranks the process group has."""
+    """Return the number of ranks in the process group."""
     return 1 if is_alone() else dist.get_world_size()
 
 
 def is_first() -> bool:
-    """Return whether this is rank 0, which writes what is written once."""
+    """Return True on rank 0, which writes shared files."""
     return is_alone() or dist.get_rank() == 0
 
 
 def broadcast_object(value: T) -> T:
-    """Return the value of rank 0, on every rank."""
+    """Return the value of rank 0 on every rank."""
     return value if is_alone() else exchange.broadcast(value)
 
 
 def all_gather_object(value: T) -> list[T]:
-    """Return the values of all ranks, in their order."""
+    """Return the values of all ranks, in rank order."""
     return [value] if is_alone() else exchange.all_gather(value)
 
 
 def any_on_ranks(flag: bool) -> bool:
-    """Return whether `flag` is true on any rank; the same on all of them."""
+    """Return True on all ranks if `flag` is true on any rank."""
     if is_alone():
         return flag
-    found = torch.tensor(int(flag))
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return bool(found)
+    maximum = torch.tensor(int(flag))
+    dist.all_reduce(maximum, dist.ReduceOp.MAX)
+    return bool(maximum)
 
 
 def first_problem(problem: str | None) -> str | None:
-    """Return the problem of the lowest rank that has one; the same on all of them."""
+    """Return the message of the lowest rank that has one, on all ranks."""
     return next((each for each in all_gather_object(problem) if each), None)

@@ -1,8 +1,8 @@
-"""Pipeline parallelism: each rank has some of a model's layers, and hidden states travel from rank to rank.
+"""Pipeline parallelism: each rank holds some layers of a model, and hidden states are sent from rank to rank.
 
-A pipeline stage is the transformers model itself, in which modules of other stages pass their input on: names in the
-state dict, indices of layers and the code around them stay those of the whole model. Which modules there are is said by
-the model's own plan; a model that does more than its plan says is refused. The schedules are torch's
+A pipeline stage is the transformers model itself, in which placeholders for modules of other stages return their input:
+names in the state dict, layer indices and the code around them stay those of the whole model. The plan of the model
+lists its modules; a model that computes anything outside its plan is refused. The schedules are torch's
 (`models/pipelined.py`).
 
 Shape legend: B rows, T tokens, H hidden size.
@@ -31,11 +31,11 @@ _PROBE_TOKENS = 3
 
 
 class Elsewhere(nn.Module):
-    """Replaces a module of another stage: passes its input on, and has the other's attributes."""
+    """Placeholder for a module of another stage: it returns its input, and has the attributes of the module."""
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
-        self.__dict__["original"] = original  # no child: its weights are not of this stage
+        self.__dict__["original"] = original  # not a child module: its weights belong to another stage
 
     def forward(self, hidden_BTH: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the input."""
@@ -48,7 +48,8 @@ class Elsewhere(nn.Module):
 
 
 class _EmbeddingElsewhere(Elsewhere):
-    """Gives any hidden states, the same for the same token: probes run a stage by itself."""
+    """Placeholder for an embedding that returns deterministic hidden states per token, so that probes can run a stage
+    alone."""
 
     def forward(self, hidden_BTH: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         ids_BT, weight = hidden_BTH, self.weight
@@ -57,7 +58,7 @@ class _EmbeddingElsewhere(Elsewhere):
 
 
 class _Witness(Elsewhere):
-    """Remembers what a layer would be given beside hidden states."""
+    """Placeholder for a layer that records the arguments in addition to hidden states."""
 
     def __init__(self, original: nn.Module, given: list[dict[str, Any]]) -> None:
         super().__init__(original)
@@ -69,41 +70,40 @@ class _Witness(Elsewhere):
 
 
 def layers_of(stage: int, num_stages: int, num_layers: int) -> range:
-    """Return the layers of a pipeline stage; where they do not divide, the first stages have one more."""
+    """Return the layers of a pipeline stage; if the layers are not divisible, the first stages have one more."""
     size, more = divmod(num_layers, num_stages)
     start = stage * size + min(stage, more)
     return range(start, start + size + (stage < more))
 
 
 def num_stages(model: PreTrainedModel, sizes: ParallelismConfig) -> int:
-    """Return how many stages the pipeline has, several of them on a rank under `Interleaved1F1B`.
+    """Return the number of pipeline stages; under `Interleaved1F1B`, a rank has several.
 
     Raises:
-        ModelError: they are more than layers.
+        ModelError: there are more stages than layers.
     """
     layers = int(model.config.num_hidden_layers)
-    found = sizes.num_stages(layers)
-    if found > layers:
+    count = sizes.num_stages(layers)
+    if count > layers:
         raise ModelError(
-            f"policy.parallelism.pp_size = {sizes.pp_size} makes {found} stages of {layers} layers; lower it, or raise "
+            f"policy.parallelism.pp_size = {sizes.pp_size} makes {count} stages of {layers} layers; lower it, or raise "
             f"pp_layers_per_stage"
         )
-    return found
+    return count
 
 
 def own_stages(model: PreTrainedModel, sizes: ParallelismConfig, rank: int) -> range:
-    """Return the indices of the stages of one rank of the pipeline."""
+    """Return the indices of the stages of one pipeline rank."""
     return range(rank, num_stages(model, sizes), sizes.pp_size)
 
 
 def apply_pp(model: PreTrainedModel, sizes: ParallelismConfig, rank: int) -> None:
-    """Leave of the model the pipeline stages of one rank, and free the data of all else.
+    """Keep the pipeline stages of one rank in the model, and free the weights of all others.
 
-    Weights may be on the meta device. An embedding and a head that are tied stay together, on the first rank and on
-    the last.
+    Weights may be on the meta device. A tied embedding and head are both kept on the first and on the last rank.
 
     Raises:
-        ModelError: the model has no plan, or does more than its plan says.
+        ModelError: the model has no plan, or computes something outside its plan.
     """
     _check(model, f"policy.parallelism.pp_size = {sizes.pp_size}: {type(model).__name__}")
     own, total = own_stages(model, sizes, rank), num_stages(model, sizes)
@@ -111,7 +111,7 @@ def apply_pp(model: PreTrainedModel, sizes: ParallelismConfig, rank: int) -> Non
 
 
 def stage_of(model: PreTrainedModel, stage: int, sizes: ParallelismConfig) -> PreTrainedModel:
-    """Return one stage of a model after `apply_pp`, with the same modules and weights."""
+    """Return one stage of a model after `apply_pp`, sharing its modules and weights."""
     twin, body = _twin(model), _twin(model.base_model)
     twin._modules[model.base_model_prefix] = body
     _keep(twin, body, [stage], num_stages(model, sizes), lambda module: module)
@@ -119,32 +119,33 @@ def stage_of(model: PreTrainedModel, stage: int, sizes: ParallelismConfig) -> Pr
 
 
 def is_tied(model: PreTrainedModel) -> bool:
-    """Return whether embedding and head are one weight."""
+    """Return True if embedding and head share one weight."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     return bool(head.weight is embedding.weight)
 
 
 def sum_tied(model: PreTrainedModel, pipeline: DeviceMesh) -> None:
-    """Add the gradients of the two copies of a tied weight, so that both have the whole."""
+    """Add the gradients of the two copies of a tied weight, so that both ranks have the total."""
     group, here, last = pipeline.get_group(), pipeline.get_local_rank(), pipeline.size() - 1
     weight = model.get_output_embeddings().weight
     if not is_tied(model) or here not in {0, last} or weight.grad is None:
         return
-    mine = local(weight.grad)
-    theirs, peer = torch.empty_like(mine), dist.get_global_rank(group, last - here)
+    own_gradient = local(weight.grad)
+    peer_gradient, peer = torch.empty_like(own_gradient), dist.get_global_rank(group, last - here)
     works = dist.batch_isend_irecv([
-        dist.P2POp(dist.isend, mine, peer, group), dist.P2POp(dist.irecv, theirs, peer, group),
+        dist.P2POp(dist.isend, own_gradient, peer, group), dist.P2POp(dist.irecv, peer_gradient, peer, group),
     ])  # fmt: skip
     for work in works:
         work.wait()
-    mine.add_(theirs)
+    own_gradient.add_(peer_gradient)
 
 
 def clip_over_stages(model: PreTrainedModel, pipeline: DeviceMesh, max_norm: float) -> float:
-    """Scale the gradients of all stages together, as `clip_gradients` does; return the norm before that."""
+    """Clip the gradients of all stages by their total norm, as `clip_gradients` does; return the norm before
+    clipping."""
     trained = [p for p in model.parameters() if p.grad is not None]
     counted = trained
-    if is_tied(model) and pipeline.get_local_rank() > 0:  # of the two copies that of the first rank counts
+    if is_tied(model) and pipeline.get_local_rank() > 0:  # only the copy on the first rank counts
         counted = [p for p in trained if p is not model.get_output_embeddings().weight]
     norm = (
         total_norm(p.grad for p in counted if p.grad is not None) if counted else torch.zeros((), device=model.device)
@@ -157,14 +158,14 @@ def clip_over_stages(model: PreTrainedModel, pipeline: DeviceMesh, max_norm: flo
 
 
 def _twin(module: M) -> M:
-    """Return the same module, whose children can be replaced without changing it."""
+    """Return a shallow copy of a module, whose children can be replaced without changing the module."""
     twin = copy.copy(module)
     twin._modules = dict(module._modules)
     return twin
 
 
 def _ends(model: PreTrainedModel) -> tuple[list[str], list[str]]:
-    """Return the names of the body's modules before its layers, and after them."""
+    """Return the names of the modules of the body before its layers, and after them."""
     names = list(model.config.base_model_pp_plan or ())
     return names[: names.index(_LAYERS)], names[names.index(_LAYERS) + 1 :]
 
@@ -172,11 +173,12 @@ def _ends(model: PreTrainedModel) -> tuple[list[str], list[str]]:
 def _keep(
     model: PreTrainedModel, body: nn.Module, stages: Sequence[int], total: int, drop: Callable[[nn.Module], nn.Module]
 ) -> None:
-    """Replace in `model` and its `body` what is not of these stages; `drop` gives what attributes are read from."""
+    """Replace modules of `model` and `body` that do not belong to these stages by placeholders; `drop` returns the
+    module whose attributes a placeholder exposes."""
     before, after = _ends(model)
     is_first, is_last, tied = 0 in stages, total - 1 in stages, is_tied(model)
     layers = _layers(body)
-    own = {layer for stage in stages for layer in layers_of(stage, total, len(layers))}
+    own_layers = {layer for stage in stages for layer in layers_of(stage, total, len(layers))}
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     keeps_both = tied and (is_first or is_last)
     for holder, names, is_kept in ((body, before, is_first), (body, after, is_last), (model, _heads(model), is_last)):
@@ -188,7 +190,7 @@ def _keep(
             elsewhere = _EmbeddingElsewhere if module is embedding else Elsewhere
             holder._modules[name] = elsewhere(drop(module))
     body._modules[_LAYERS] = nn.ModuleList(
-        layer if i in own else Elsewhere(drop(layer)) for i, layer in enumerate(layers)
+        layer if i in own_layers else Elsewhere(drop(layer)) for i, layer in enumerate(layers)
     )
 
 
@@ -201,8 +203,8 @@ def _heads(model: PreTrainedModel) -> list[str]:
 
 
 def _check(model: PreTrainedModel, where: str) -> None:
-    """Refuse a model of which anything happens outside the parts of its plan, or that hands layers what is made of
-    tokens: a later stage has none."""
+    """Refuse a model that computes something outside the modules of its plan, or passes values derived from tokens to
+    layers: later stages have no tokens."""
     plan, config = getattr(model.config, "base_model_pp_plan", None), model.config
     body = model._modules.get(model.base_model_prefix)
     is_planned = plan and _LAYERS in plan and config.get_text_config() is config
@@ -210,8 +212,8 @@ def _check(model: PreTrainedModel, where: str) -> None:
         raise ModelError(f"{where} has no plan for a pipeline; set it to 1 and raise dp_shard_size")
     before, after = _ends(model)
     planned_names = {*before, _LAYERS, *after}
-    known = [*(body._modules.get(name) for name in planned_names), *(model._modules[name] for name in _heads(model))]
-    planned = {p for module in known if module is not None for p in module.parameters()}
+    modules = [*(body._modules.get(name) for name in planned_names), *(model._modules[name] for name in _heads(model))]
+    planned = {p for module in modules if module is not None for p in module.parameters()}
     if others := [name for name, p in model.named_parameters() if p not in planned]:
         raise ModelError(f"{where}: its plan does not know {others[0]}; set it to 1 and raise dp_shard_size")
     try:
@@ -224,13 +226,14 @@ def _check(model: PreTrainedModel, where: str) -> None:
 
 @torch.no_grad()
 def _difference(model: PreTrainedModel, body: nn.Module, before: Sequence[str], after: Sequence[str]) -> str:
-    """What the body does beside its parts; empty: nothing. Weights, which may have no data, are not used."""
+    """Return a description of what the body computes outside its modules, or an empty string. Weights are not used,
+    because they may be on the meta device."""
     device = next((buffer.device for buffer in body.buffers()), torch.device("cpu"))
     embedding = _EmbeddingElsewhere(model.get_input_embeddings())
     ids_BT = torch.arange(_PROBE_TOKENS, device=device).unsqueeze(0)
     hidden_BTH = embedding(ids_BT)
     inputs = {"position_ids": ids_BT, "attention_mask": torch.ones_like(ids_BT), "use_cache": False}
-    given: list[list[dict[str, Any]]] = []
+    arguments: list[list[dict[str, Any]]] = []
     for start in ({"input_ids": ids_BT}, {"inputs_embeds": hidden_BTH}):
         bare, seen = _twin(body), list[dict[str, Any]]()
         for name in (*before, *after):
@@ -238,11 +241,11 @@ def _difference(model: PreTrainedModel, body: nn.Module, before: Sequence[str], 
             bare._modules[name] = embedding if module is embedding.original else Elsewhere(module)
         bare._modules[_LAYERS] = nn.ModuleList(_Witness(layer, seen) for layer in _layers(body))
         bare.eval()
-        found = bare(**inputs, **start)
-        if "inputs_embeds" in start and found.last_hidden_state is not hidden_BTH:
+        output = bare(**inputs, **start)
+        if "inputs_embeds" in start and output.last_hidden_state is not hidden_BTH:
             return "hidden states change outside its layers"
-        given.append(seen)
-    of_tokens, of_hidden = given
+        arguments.append(seen)
+    of_tokens, of_hidden = arguments
     names = [name for a, b in zip(of_tokens, of_hidden, strict=True) for name in a if not _same(a[name], b.get(name))]
     return f"its layers are given {names[0]!r}, which is made of tokens" if names else ""
 

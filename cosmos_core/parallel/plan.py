@@ -1,4 +1,4 @@
-"""What a transformers model's own plan means, and whether its sizes divide."""
+"""Interpretation of the parallel plan in a transformers model, and divisibility checks."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from cosmos_core.errors import ModelError
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Return whether a pattern of a plan means the module of that name."""
+    """Return True if a pattern of a plan matches the name of a module."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name) == pattern
 
 
 def check_heads(model: PreTrainedModel, key: str, size: int) -> None:
-    """Check that `size` ranks can share the attention heads.
+    """Check that the attention heads are divisible by the number of ranks.
 
     Raises:
-        ModelError: they do not divide.
+        ModelError: they are not divisible.
     """
     config = model.config.get_text_config()
     for name in ("num_attention_heads", "num_key_value_heads"):
@@ -32,10 +32,10 @@ def check_heads(model: PreTrainedModel, key: str, size: int) -> None:
 
 
 def check_features(model: PreTrainedModel, name: str, module: nn.Module, style: str, size: int) -> None:
-    """Check that `size` ranks can share a matrix of the model.
+    """Check that the split dimension of a matrix is divisible by the number of ranks.
 
     Raises:
-        ModelError: it does not divide.
+        ModelError: it is not divisible.
     """
     axis = {"colwise": 0, "rowwise": 1}.get(style)
     if axis is not None and isinstance(module, nn.Linear) and module.weight.shape[axis] % size:

@@ -1,8 +1,8 @@
-"""Tensor parallelism by the plan that a transformers model carries: matrices split by columns, then by rows,
-and experts dealt to the ranks.
+"""Tensor parallelism by the plan in a transformers model: matrices are split by columns, then by rows, and experts are
+distributed over ranks.
 
-The plan says which; what each entry does is torch's own styles here, because those of transformers sum the gradient of
-a replicated norm once per micro-batch over all of them.
+The entries of the plan are implemented with torch's styles, because those of transformers sum the gradient of a
+replicated norm over all micro-batches once per micro-batch.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from cosmos_core.parallel.plan import check_features, check_heads, matches
 _EXPERTS = "moe_tp_experts"
 _PROBE_TOKENS = 8
 _PROBE_TOLERANCE = 1e-2
-"""Of the largest gradient: ranks round alike, and what is left out is a half or more."""
+"""Tolerance relative to the largest gradient: rounding is alike on all ranks, and a missing part is a half or more."""
 
 
 class _PartialGradient(ParallelStyle):
-    """A replicated module that sees this rank's heads alone: its weights' gradients are summed over the ranks."""
+    """Style of a replicated module that receives this rank's heads only: gradients of its weights are summed over
+    ranks."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         forward, group = module.forward, device_mesh.get_group()
@@ -47,30 +48,30 @@ class _PartialGradient(ParallelStyle):
 
 
 class _SomeExperts(ParallelStyle):
-    """Experts of which each rank has some, whole: all ranks see every token, and the sum of what they say of it is
-    replicated. The plan would split each expert's matrices, which are two in one; the memory is the same."""
+    """Style of experts of which each rank holds some, unsplit: all ranks see every token, and the summed outputs are
+    replicated. The plan would split the matrices of each expert, which are two in one; the memory is the same."""
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         forward, group = module.forward, device_mesh.get_group()
         count = module.num_experts
         first = count * device_mesh.get_local_rank()
-        module._is_expert_parallel = True  # an index of `num_experts` is of an expert that is not here
+        module._is_expert_parallel = True  # the index `num_experts` means an expert on another rank
 
         def of_these(hidden_NH: Tensor, chosen_NK: Tensor, weights_NK: Tensor) -> Tensor:
             is_other_NK = (chosen_NK < first) | (chosen_NK >= first + count)
             hidden_NH, weights_NK = (_SummedBackward.apply(each, group) for each in (hidden_NH, weights_NK))
-            with _weights(module, local):  # kernels know no DTensor
-                found_NH = forward(
+            with _weights(module, local):  # kernels do not support DTensor
+                outputs_NH = forward(
                     hidden_NH,
                     (chosen_NK - first).masked_fill(is_other_NK, count),
                     weights_NK.masked_fill(is_other_NK, 0),
                 )
-            partial_NH = DTensor.from_local(found_NH, device_mesh, [Partial()], run_check=False)
+            partial_NH = DTensor.from_local(outputs_NH, device_mesh, [Partial()], run_check=False)
             return partial_NH.redistribute(placements=[Replicate()]).to_local()
 
         module.forward = torch.compiler.disable(of_these)
-        found: nn.Module = module
-        return found
+        result: nn.Module = module
+        return result
 
 
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
@@ -85,12 +86,12 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
 
 
 def apply_tp(model: PreTrainedModel, mesh: DeviceMesh, *, with_experts: bool) -> None:
-    """Give each rank its shard of every matrix in the model's plan; a head and an embedding that are tied stay whole.
+    """Shard every matrix in the model's plan over the ranks; a tied head and embedding stay unsplit.
 
-    `with_experts`: also some of the experts; False: another axis shares them.
+    With `with_experts`, also distribute the experts; otherwise, another axis shards them.
 
     Raises:
-        ModelError: the model has no plan, one with a style that is not here, or sizes that do not divide.
+        ModelError: the plan is missing, has an unsupported style, or a size is not divisible.
     """
     plan = {pattern: style for pattern, style in (model.tp_plan or {}).items() if with_experts or style != _EXPERTS}
     where = f"policy.parallelism.tp_size = {mesh.size()}: {type(model).__name__}"
@@ -116,13 +117,13 @@ def apply_tp(model: PreTrainedModel, mesh: DeviceMesh, *, with_experts: bool) ->
 
 
 def prove_split(model: PreTrainedModel, roots: Sequence[Any], mesh: DeviceMesh) -> None:
-    """Run a few tokens forward and backward: a model may do more than its plan says.
+    """Run a few tokens forward and backward to check that the model computes nothing outside its plan.
 
-    What the plan does not split, each rank has whole, with the same gradient; where it was computed of this rank's
-    heads or features alone, the gradients differ.
+    Each rank has the same gradient for a weight that the plan does not split. The gradients differ if a weight was
+    applied to this rank's heads or features only.
 
     Raises:
-        ModelError: they do, or the model fails.
+        ModelError: gradients differ, or the model raises an error.
     """
     device = torch.device(mesh.device_type)
     ids = torch.arange(1, _PROBE_TOKENS + 1, device=device).unsqueeze(0)
@@ -137,7 +138,7 @@ def prove_split(model: PreTrainedModel, roots: Sequence[Any], mesh: DeviceMesh) 
                 waves_BTH = torch.arange(hidden_BTH.numel(), device=device).view_as(hidden_BTH).sin()
                 (hidden_BTH * waves_BTH).sum().backward()
     except (torch.OutOfMemoryError, dist.DistError):
-        raise  # not the model's doing
+        raise  # not an error of the model
     except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
         raise ModelError(f"{where} ({' '.join(str(error).split())[:200]}); set it to 1") from error
     finally:
@@ -151,7 +152,7 @@ def prove_split(model: PreTrainedModel, roots: Sequence[Any], mesh: DeviceMesh) 
 
 
 def _differs(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
-    """Return whether the ranks of `mesh` have different gradients for a weight that each of them has whole."""
+    """Return True if the ranks of `mesh` have different gradients for an unsplit weight."""
     gradient = parameter.grad
     if gradient is None:
         return False
@@ -171,17 +172,17 @@ def _differs(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
 
 @contextmanager
 def _weights(module: Any, change: Callable[[nn.Parameter], Tensor]) -> Iterator[None]:
-    """Replace a module's own weights by what `change` makes of them, for a forward pass."""
-    own = dict(module.named_parameters(recurse=False))
+    """Replace the weights of a module by the results of `change` during the block."""
+    parameters = dict(module.named_parameters(recurse=False))
     try:
-        module._parameters.update({name: change(parameter) for name, parameter in own.items()})
+        module._parameters.update({name: change(parameter) for name, parameter in parameters.items()})
         yield
     finally:
-        module._parameters.update(own)
+        module._parameters.update(parameters)
 
 
 def _split_modules(module: nn.Module, style: str) -> list[nn.Module]:
-    """Return what is split of a module: with an adapter the base, and the factor with the dimension that is split."""
+    """Return the modules to split: with an adapter, the base layer and the LoRA factor with the split dimension."""
     if isinstance(module, LoraLayer):
         return [module.base_layer, *(module.lora_A if style.startswith("rowwise") else module.lora_B).values()]
     if isinstance(module, ModulesToSaveWrapper):
@@ -190,7 +191,7 @@ def _split_modules(module: nn.Module, style: str) -> list[nn.Module]:
 
 
 class _SummedBackward(torch.autograd.Function):
-    """The tensor itself; its gradient is the sum over the ranks of a group."""
+    """Identity whose gradient is summed over the ranks of a group."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
