@@ -1,4 +1,5 @@
-"""The best step by validation: its checkpoint is kept whatever `max_keep` says, and `best.json` names it."""
+"""Selection of the best step by validation metrics; `best.json` names it, and `max_keep` never deletes its
+checkpoint."""
 
 from __future__ import annotations
 
@@ -7,12 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 BEST = "best.json"
-_SIGN = {"validation/reward": 1, "validation/loss": -1}  # what decides, in this order, and whether more is better
+_SIGN = {"validation/reward": 1, "validation/loss": -1}  # by priority; 1: higher is better
 
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """A step and the validation metric by which no other was better."""
+    """Best step so far, with its validation metric."""
 
     step: int
     metric: str
@@ -20,10 +21,11 @@ class Best:
 
 
 def best_of(best: Best | None, step: int, metrics: Mapping[str, float]) -> Best | None:
-    """Return `best`, or `step` when its metrics are better; of equal ones the earlier, and never NaN or infinity.
+    """Return `step` as the new best if its metrics are better than `best`, otherwise `best`; on a tie the earlier step
+    wins, and NaN or infinity never does.
 
-    Where there are a reward and a loss, as of a diffusion model that is validated by both, the reward alone decides:
-    the numbers of two metrics are never compared.
+    If there are a reward and a loss, as for a diffusion model that is validated by both, the reward alone decides:
+    values of different metrics are never compared.
     """
     for metric, sign in _SIGN.items():
         value, is_same = metrics.get(metric, math.nan), best is not None and best.metric == metric

@@ -1,4 +1,4 @@
-"""The program of kind `export`: the published form of a trained model, proven, with a model card."""
+"""Program of the stage kind `export`: the published form of a trained model, verified, with a model card."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ logger = logging.getLogger(__name__)
 
 
 class Loading(NamedTuple):
-    """How a model card says that the model is loaded."""
+    """Text of a model card about how to load the model."""
 
     library: str
     lines: tuple[str, ...]
     adapter: str
-    """About the adapter beside the model."""
+    """Sentence about the adapter that is exported with the model."""
 
 
 def run(stage: Stage) -> Outcome:
-    """Run kind `export` for the model of a stage, by its modality; nothing of the others is imported."""
+    """Run the export for the modality of the model; import only the modules of that modality."""
     if stage.recipe.policy.is_diffusers:
-        found: Outcome = importlib.import_module("cosmos_core.checkpoint.export_diffusion").run(stage)
-        return found
+        outcome: Outcome = importlib.import_module("cosmos_core.checkpoint.export_diffusion").run(stage)
+        return outcome
     return export_causal_lm(stage)
 
 
 def export_causal_lm(stage: Stage) -> Outcome:
-    """Run kind `export`: the upstream model, or a checkpoint of it, in `train.param_dtype`, proven, with a
-    model card, and the adapter that is in it, if there is one, as it was trained.
+    """Export the upstream model, or one of its checkpoints, in `train.param_dtype`, verified, with a model card and the
+    adapter as it was trained, if there is one.
 
     Raises:
         ModelError: the upstream folder or checkpoint cannot be loaded.
         StageFailed: the export does not equal the model, or the disk is full.
-        Preempted: asked to stop before the proof.
+        Preempted: a stop was requested before the verification.
     """
     if not stage.config.checkpoint:
         return _export(stage, trained_step(stage))
@@ -96,7 +96,7 @@ def _export(stage: Stage, step: int) -> Outcome:
 
 
 def loading_of(stage: Stage, loader: str) -> Loading:
-    """Return how a class of transformers loads the model of a stage."""
+    """Return the text about loading the model of a stage with a class of transformers."""
     reader = "Processor" if processor_files(stage.model, stage.recipe.policy.model_revision) else "Tokenizer"
     return Loading(
         "transformers",
@@ -110,8 +110,8 @@ def loading_of(stage: Stage, loader: str) -> Loading:
 
 
 def model_card(stage: Stage, loading: Loading) -> str:
-    """Return README.md of an export: what lineage knows of where the weights come from, what was measured, and how to
-    load them."""
+    """Return the README.md of an export: the origin of the weights, metrics of upstream stages, and how to load the
+    model."""
     origin, base = stage.origin, public_name(stage.origin.get("base_model", ""))
     revision = origin.get("revision", "")
     metadata = [f"library_name: {loading.library}", *([f"base_model: {base}"] if revision else [])]
@@ -146,25 +146,25 @@ def _describe_input(name: str, result: Mapping[str, Any]) -> list[str]:
 
 
 def trained_step(stage: Stage) -> int:
-    """Return the steps that the model was trained, as the stage that it comes from says; 0 for a base model."""
+    """Return the number of training steps of the model according to its stage; 0 for a base model."""
     return int(_upstream_info(stage).get("step", 0))
 
 
 def precision(stage: Stage) -> str:
-    """Return the dtype of the export, and what it was cast from where it was trained in another."""
+    """Return the dtype of the export as text, with the training dtype if that is different."""
     dtype, trained = stage.recipe.train.param_dtype, _upstream_info(stage).get("dtype", "")
     return dtype if trained in {"", dtype} else f"{dtype}, cast from {trained}, in which it was trained"
 
 
 def _upstream_info(stage: Stage) -> Mapping[str, Any]:
-    """Return what the stage that the model comes from says of it; nothing for a base model."""
-    found: Mapping[str, Any] = stage.inputs.get(str(source_of(stage.config.model)), {}).get("info", {})
-    return found
+    """Return the `info` of the stage that made the model; empty for a base model."""
+    info: Mapping[str, Any] = stage.inputs.get(str(source_of(stage.config.model)), {}).get("info", {})
+    return info
 
 
 def adapter_files(stage: Stage) -> dict[str, bytes]:
-    """Return the files of the adapter that the upstream stage exported, whose settings name its base without a folder
-    of this machine."""
+    """Return the files of the adapter that the upstream stage exported; its config names the base model without local
+    folders."""
     files = {f"{FOLDER}/{file.name}": file.read_bytes() for file in sorted(Path(stage.model, FOLDER).glob("*"))}
     if content := files.get(name := f"{FOLDER}/adapter_config.json"):
         settings = json.loads(content) | {"base_model_name_or_path": _base_of_adapter(stage)}
@@ -177,10 +177,10 @@ def _base_of_adapter(stage: Stage) -> str:
 
 
 def prove_copy(files: Mapping[str, bytes], target: Path) -> str:
-    """Compare copied files with what was read of them; return the name of the check.
+    """Compare copied files with their source content; return the name of the check.
 
     Raises:
-        StageFailed: they differ.
+        StageFailed: a file differs.
     """
     if wrong := [name for name, content in files.items() if (target / name).read_bytes() != content]:
         raise StageFailed(f"export {target}: {wrong[0]} is not what was copied; check the disk and run the stage again")

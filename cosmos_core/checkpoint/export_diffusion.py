@@ -1,4 +1,5 @@
-"""Kind `export` of a diffusion model: the pipeline with its denoiser in `train.param_dtype`, proven, with a card."""
+"""Stage kind `export` for a diffusion model: the pipeline with its denoiser in `train.param_dtype`, verified, with a
+model card."""
 
 from __future__ import annotations
 
@@ -24,10 +25,11 @@ logger = logging.getLogger(__name__)
 
 
 def run(stage: Stage) -> Outcome:
-    """Export the upstream pipeline, or that of a checkpoint of the training upstream; see `export.export_causal_lm`.
+    """Export the upstream pipeline, or the pipeline of a checkpoint of the upstream training; see
+    `export.export_causal_lm`.
 
     Raises:
-        ModelError, StageFailed, Preempted: as there.
+        ModelError, StageFailed, Preempted: as in `export.export_causal_lm`.
     """
     stage.progress.phase("load")
     policy, dtype_name = stage.recipe.policy, stage.recipe.train.param_dtype

@@ -1,8 +1,9 @@
-"""What each rank writes of a checkpoint: a safetensors file of the local tensors that it alone is to write.
+"""Files that each rank writes for a checkpoint: a safetensors file with its local tensors, without duplicates of other
+ranks.
 
-The layout is that of DCP's `HuggingFaceStorageWriter` with `save_distributed`, and DCP reads it, for any mesh. It is
-written here because DCP's writer builds a file in memory first, needs collectives and hashes nothing: here the digest
-is taken of the bytes on their way to the disk, so that nothing is read again.
+The layout is that of DCP's `HuggingFaceStorageWriter` with `save_distributed`, and DCP reads it on any mesh. DCP's
+writer is not used because it builds a file in memory first, needs collectives and computes no digests; this module
+hashes the bytes while writing, so that no file is read again.
 """
 
 from __future__ import annotations
@@ -29,25 +30,25 @@ _CHUNK = 1 << 24
 
 
 class LocalTensor(NamedTuple):
-    """What one rank has of a tensor, or all of it."""
+    """Local shard of a tensor on one rank, or the whole tensor."""
 
     tensor: torch.Tensor
     offsets: tuple[int, ...]
-    """Of its first element in the whole tensor, by dimension."""
+    """Offsets of its first element in the full tensor, by dimension."""
 
 
 def own_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, LocalTensor]:
-    """Return what this rank writes: of replicas only the first rank's. All ranks must call this."""
-    found = {name: local for name, tensor in tensors.items() if (local := _local(tensor)).tensor.numel()}
+    """Return the tensors that this rank writes; of replicas, the first rank writes. It is collective."""
+    local_tensors = {name: local for name, tensor in tensors.items() if (local := _local(tensor)).tensor.numel()}
     owners: dict[tuple[str, tuple[int, ...]], int] = {}
-    for rank, keys in enumerate(all_gather_object([(name, local.offsets) for name, local in found.items()])):
+    for rank, keys in enumerate(all_gather_object([(name, local.offsets) for name, local in local_tensors.items()])):
         for key in keys:
             owners.setdefault(key, rank)
-    return {name: local for name, local in found.items() if owners[name, local.offsets] == rank_number()}
+    return {name: local for name, local in local_tensors.items() if owners[name, local.offsets] == rank_number()}
 
 
 def write_rank(folder: Path, tensors: Mapping[str, LocalTensor], extra: str) -> dict[str, dict[str, object]]:
-    """Write this rank's files to the disk; return size and digest of each by name."""
+    """Write this rank's files to the disk; return size and digest of each file, by name."""
     rank = rank_number()
     folder.mkdir(parents=True, exist_ok=True)
     written = {extra_name(rank): _write(folder / extra_name(rank), [extra.encode()])}
@@ -62,13 +63,15 @@ def write_rank(folder: Path, tensors: Mapping[str, LocalTensor], extra: str) -> 
 
 
 def extra_name(rank: int) -> str:
-    """Return the name of the file with what a rank needs beside tensors, its random generators among it."""
+    """Return the name of the JSON file of a rank, which holds its state other than tensors, such as random
+    generators."""
     return f"extra_{rank}.json" if rank else EXTRA
 
 
 def _safetensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> Iterable[memoryview | bytes]:
-    """Yield a safetensors file: eight bytes with the length of the header, the header, the tensors one by one."""
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))  # each stays aligned
+    """Yield the blocks of a safetensors file: eight bytes with the length of the header, the header, then each
+    tensor."""
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))  # keeps each tensor aligned
     header: dict[str, object] = {"__metadata__": metadata}
     end = 0
     for name, tensor in ordered:
@@ -82,7 +85,7 @@ def _safetensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str
 
 
 def _write(file: Path, blocks: Iterable[memoryview | bytes]) -> dict[str, object]:
-    """Write a file and wait for the disk; return size and digest of what was written."""
+    """Write a file and wait until it is on the disk; return its size and digest."""
     digest, size = hashlib.sha256(), 0
     with open(file, "wb") as out, ThreadPoolExecutor(1) as other:
         for block in blocks:

@@ -1,4 +1,4 @@
-"""The model of one checkpoint of a training, as the folder that the training would have handed over at that step."""
+"""Model of one checkpoint of a training, identical to the model that the training would have exported at that step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def pinned_step(stage: Stage) -> int:
     """Return the step of the checkpoint that `stage.config.checkpoint` names.
 
     Raises:
-        ModelError: the training validated nothing, or keeps no whole checkpoint of that step.
+        ModelError: the training was not validated, or has no complete checkpoint of that step.
     """
     which, name = stage.config.checkpoint, source_of(stage.config.model)
     key = f"checkpoint = {which!r} of stage {name!r}"
@@ -47,23 +47,25 @@ def pinned_step(stage: Stage) -> int:
 
 
 def pinned_model(stage: Stage, step: int, start: Callable[[Stage], Any] | None = None) -> Any:
-    """Return the model of the training upstream after `step` steps, in the dtype that it was trained in, on CPU, with
-    the moving average in place of the weights where one was kept. `start`: loads what the training started from; None:
-    a causal language model.
+    """Return the model of the upstream training after `step` steps, on the CPU in its training dtype; if a moving
+    average was kept, it replaces the weights.
+
+    Args:
+        start: function that loads the initial model of the training; None: a causal language model.
 
     Raises:
-        ModelError: the model that the training started from cannot be loaded any more, or is another one.
+        ModelError: the initial model of the training cannot be loaded, or has changed.
     """
     training = training_of(stage)
     train = training.recipe.train
-    torch.manual_seed(training.seed)  # adapters begin where they began then
+    torch.manual_seed(training.seed)  # adapters get the same initial weights as in the training
     model = (start or _causal_lm)(training)
     folder = step_folder(training.path / "checkpoints", step) / "policy"
     reader = dcp.HuggingFaceStorageReader(str(folder))
     saved = reader.read_metadata().state_dict_metadata.keys()
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     averages = {name: torch.empty_like(p, dtype=torch.float32) for name, p in trained.items() if train.ema_enable}
-    # An optimizer that keeps nothing: weights are all that is read.
+    # SGD has no state, so only weights are read.
     tensors = named_tensors(TrainState(model, torch.optim.SGD(trained.values()), named_weights={"ema": averages}))
     if missing := sorted(tensors.keys() - saved):
         raise ModelError(f"checkpoint {folder} has no {missing[0]!r}: it is of another model than {training.model}")
@@ -76,7 +78,7 @@ def pinned_model(stage: Stage, step: int, start: Callable[[Stage], Any] | None =
 
 
 def training_of(stage: Stage) -> Stage:
-    """Return the training whose checkpoint a stage names."""
+    """Return the upstream training stage whose checkpoint a stage names."""
     return load_stage(Path(stage.inputs[str(source_of(stage.config.model))]["path"]))
 
 

@@ -1,7 +1,7 @@
-"""Find the newest checkpoint that is whole, and load it.
+"""Selection of the newest complete checkpoint, and loading it.
 
-Nothing that is read here can run code: tensors are safetensors, everything else is JSON. DCP's own format keeps its
-metadata as a pickle, which is why its safetensors storage is used instead.
+Reading a checkpoint never runs code: tensors are safetensors, everything else is JSON. The native format of DCP stores
+metadata as a pickle, so its safetensors storage is used instead.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OF_ANOTHER = "it belongs to another configuration"
 _STEP = re.compile(r"step_(\d+)")
 
 logger = logging.getLogger(__name__)
-# One rank without a process group is what we ask for; DCP says so at each save and load.
+# DCP warns at each save and load without a process group, which is intended here.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
@@ -46,16 +46,16 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """Return the steps that have a folder, whole or not, in rising order."""
+    """Return the steps that have a checkpoint folder, complete or not, in ascending order."""
     names = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
     return sorted(int(match[1]) for match in map(_STEP.fullmatch, names) if match)
 
 
 def problem(folder: Path, step: int, fingerprint: str | None, *, is_hashed: bool = False) -> str | None:
-    """Return why the checkpoint of a step cannot be continued from; None when every byte is what was saved.
+    """Return why training cannot resume from the checkpoint of a step, or None if every byte is intact.
 
-    `fingerprint` None: whatever configuration it belongs to. `is_hashed`: this process hashed it while it wrote it, and
-    sizes are enough.
+    `fingerprint` None accepts any configuration. `is_hashed`: this process hashed the files while writing, so that only
+    sizes are compared.
     """
     policy = step_folder(folder, step) / "policy"
     manifest = read_manifest(policy)
@@ -72,7 +72,7 @@ def problem(folder: Path, step: int, fingerprint: str | None, *, is_hashed: bool
 
 
 def read_manifest(policy: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint; empty where it is missing or damaged."""
+    """Return the manifest of a checkpoint; empty if it is missing or damaged."""
     manifest = read_json(policy / MANIFEST)
     return manifest if isinstance(manifest, dict) else {}
 
@@ -85,11 +85,11 @@ def _says_what_was_saved(manifest: dict[str, Any]) -> bool:
 
 
 def newest_whole(folder: Path, fingerprint: str, hashed: Container[int] = ()) -> int | None:
-    """Return the newest step that can be continued from, and name each newer one that cannot in a warning. Of the steps
-    that are `hashed` sizes are compared alone.
+    """Return the newest step to resume from, and log a warning for each newer unusable one. For steps in `hashed`, only
+    sizes are compared.
 
     Raises:
-        ModelError: there are pickled shards of Cosmos-RL, which are not read.
+        ModelError: the folder holds pickled shards of Cosmos-RL, which are not read.
     """
     for step in reversed(saved_steps(folder)):
         refuse_pickled_shards(step_folder(folder, step) / "policy")
@@ -103,11 +103,11 @@ def newest_whole(folder: Path, fingerprint: str, hashed: Container[int] = ()) ->
 def load_latest(
     folder: Path, state: TrainState, fingerprint: str, beat: Callable[[], None] = lambda: None
 ) -> int | None:
-    """Fill `state` from the newest whole checkpoint and return its step; None when there is none.
+    """Load the newest complete checkpoint into `state` and return its step; None if there is none.
 
-    `state.extra` is replaced, by what this rank saved; of another number of ranks by what the first did, without its
-    `rng`. The random generators are left alone: `restore_rng` is called when nothing that reseeds them, such as the
-    start of a rollout engine, is still to come.
+    `state.extra` is replaced by the values of this rank, or, if the number of ranks differs, by those of the first rank
+    without `rng`. The random generators are not changed: call `restore_rng` after everything that reseeds them, such as
+    the start of a rollout engine.
 
     Raises:
         ModelError: the checkpoint is of another model, or of Cosmos-RL.
@@ -119,15 +119,15 @@ def load_latest(
 
 
 def _newest_whole_on_ranks(folder: Path, fingerprint: str, beat: Callable[[], None]) -> int | None:
-    """Do what `newest_whole` does, on all ranks together: each computes digests of its share of the files. One rank
-    alone would keep the others waiting for longer than a collective may take."""
+    """Return the same as `newest_whole`, as a collective: each rank hashes its share of the files, because a single
+    rank would take longer than the timeout of a collective."""
     for step in broadcast_object(saved_steps(folder)[::-1]):
         if is_first():
             refuse_pickled_shards(step_folder(folder, step) / "policy")
         reason = broadcast_object(problem(folder, step, fingerprint, is_hashed=True) if is_first() else None)
         if reason is None:
-            own = damage(step_folder(folder, step) / "policy", rank_number(), num_ranks(), beat)
-            reason = next(filter(None, all_gather_object(own)), None)
+            damage_on_rank = damage(step_folder(folder, step) / "policy", rank_number(), num_ranks(), beat)
+            reason = next(filter(None, all_gather_object(damage_on_rank)), None)
         if reason is None:
             return step
         if is_first():
@@ -136,8 +136,8 @@ def _newest_whole_on_ranks(folder: Path, fingerprint: str, beat: Callable[[], No
 
 
 def damage(policy: Path, rank: int, num_ranks: int, beat: Callable[[], None] = lambda: None) -> str | None:
-    """Return what is wrong with a rank's share of the files of a checkpoint, by their digests; `beat` is called before
-    each file."""
+    """Return a description of the first damaged file in a rank's share of the files of a checkpoint, by digest; `beat`
+    is called before each file."""
     for name, record in sorted(read_manifest(policy)["files"].items())[rank::num_ranks]:
         beat()
         if reason := _file_problem(policy / name, record, is_hashed=False):
@@ -146,10 +146,10 @@ def damage(policy: Path, rank: int, num_ranks: int, beat: Callable[[], None] = l
 
 
 def load_from(policy: Path, state: TrainState) -> int:
-    """Fill `state` from the folder `.../step_N/policy`, whatever configuration it is of, and return its step.
+    """Load the folder `.../step_N/policy` of any configuration into `state`, and return its step.
 
     Raises:
-        ModelError: it is damaged, of another model, or of Cosmos-RL.
+        ModelError: the checkpoint is damaged, of another model, or of Cosmos-RL.
     """
     step = int(policy.parent.name.removeprefix("step_"))
     refuse_pickled_shards(policy)
@@ -178,7 +178,7 @@ def _extra(policy: Path) -> dict[str, Any]:
     saved = read_manifest(policy).get("ranks", 1)
     is_alike = saved == num_ranks()
     extra = read_json(policy / (extra_name(rank_number()) if is_alike else EXTRA))
-    assert isinstance(extra, dict)  # its digest was right
+    assert isinstance(extra, dict)  # its digest was checked before
     if not is_alike:
         logger.info("%s was saved by %d ranks, here are %d: random numbers begin anew", policy, saved, num_ranks())
         extra["rng"] = None
@@ -186,7 +186,7 @@ def _extra(policy: Path) -> dict[str, Any]:
 
 
 def refuse_pickled_shards(policy: Path) -> None:
-    """Say what to do instead of loading a checkpoint of Cosmos-RL.
+    """Raise an error with a remedy if the folder holds a checkpoint of Cosmos-RL.
 
     Raises:
         ModelError: the folder holds `.pth` files.
@@ -200,7 +200,7 @@ def refuse_pickled_shards(policy: Path) -> None:
 
 
 def _file_problem(file: Path, record: dict[str, Any], is_hashed: bool) -> str | None:
-    if not os.path.isfile(file):  # also where the name cannot be that of a file
+    if not os.path.isfile(file):  # also False for an invalid file name
         return f"{file.name} is gone"
     size = file.stat().st_size
     if size != record["size"]:

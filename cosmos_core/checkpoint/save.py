@@ -1,8 +1,8 @@
-"""Checkpoints of a training: one transaction each, written while training goes on, the newest few kept.
+"""Checkpoints of a training: written atomically in the background, with a limit on their number.
 
-`step_<N>/policy/` holds a safetensors file and a JSON file of each rank, and `manifest.json`, written last. Each rank
-writes its own shard of every tensor, hashes the bytes on their way, and tells the first, which makes the checkpoint of
-them. Nothing here decides when to save.
+`step_<N>/policy/` holds a safetensors file and a JSON file per rank, and `manifest.json`, which is written last. Each
+rank writes its shard of every tensor, hashes the bytes while writing, and sends the digests to the first rank, which
+commits the checkpoint. The caller decides when to save.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from cosmos_core.run.files import replaced_folder, write_json
 
 _UNFINISHED = re.compile(r"\.(step_\d+)\.(?:\d+|parts)\.(tmp|old)")
 _SLOWEST_RANK = timedelta(hours=6)
-"""How much longer than another a rank may take to write its files."""
+"""Timeout for the slowest rank to write its files, after the fastest."""
 
 logger = logging.getLogger(__name__)
 
 
 class Checkpointer:
-    """Save and find the checkpoints in one folder, as the only writer there; every rank makes the same calls."""
+    """Writer and finder of the checkpoints in one folder, which has no other writer; its methods are collective."""
 
     def __init__(
         self,
@@ -56,30 +56,30 @@ class Checkpointer:
         on_saved: Callable[[int], None] | None = None,
         beat: Callable[[], None] = lambda: None,
     ) -> None:
-        """`max_keep` -1 keeps all. Where a checkpoint was completed, on the first rank, its writer calls
-        `on_saved(step)`."""
+        """Prepare the folder; `max_keep` -1 keeps all checkpoints. After a checkpoint is complete, its writer on the
+        first rank calls `on_saved(step)`."""
         self._folder = folder
         self._fingerprint = fingerprint
         self._max_keep = max_keep
         self._on_saved, self._beat = on_saved, beat
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
         self._pending: Future[None] | None = None
-        self._hashed: set[int] = set()  # steps whose bytes this object hashed while it wrote them
+        self._hashed: set[int] = set()  # steps that this object hashed while writing
         pins = asynchronous and torch.cuda.is_available()
         self._stager = DefaultStager(StagingOptions(use_shared_memory=False)) if pins else None
-        # Of the writers alone: they talk while the training does.
+        # A separate group for the writers, which communicate while the training does.
         self._group = None if is_alone() else dist.new_group(backend="gloo", timeout=_SLOWEST_RANK)
         if is_first():
             folder.mkdir(parents=True, exist_ok=True)
             _settle_unfinished(folder)
 
     def save(self, step: int, state: TrainState, best: Best | None = None) -> None:
-        """Save the state after `step` steps; `best` is kept and named from then on.
+        """Save the state after `step` steps; `best` is recorded and its checkpoint kept.
 
-        Asynchronous: returns once the state is copied, after the save before is done.
+        In asynchronous mode, return after the previous save has ended and the state is copied.
 
         Raises:
-            StageFailed: this save, or the asynchronous one before, met a full or broken disk.
+            StageFailed: this save, or the previous asynchronous one, failed on a full or broken disk.
         """
         self.wait()
         if is_first():
@@ -89,24 +89,24 @@ class Checkpointer:
         if self._writer is None:
             self._write(step, tensors, extra, best)
         else:
-            # The optimizer changes the live tensors in place while the writer reads.
+            # The writer reads copies, because the optimizer changes the tensors in place.
             self._pending = self._writer.submit(self._write, step, self._copies(tensors), extra, best)
 
     def wait(self) -> None:
-        """Return when nothing is being written, on every rank.
+        """Wait until no rank is writing a checkpoint.
 
         Raises:
             StageFailed: the last asynchronous save failed.
         """
         self._drain()
-        broadcast_object(None)  # a rank that went on to its end would take the writing one with it
+        broadcast_object(None)  # barrier: a rank that ends would also end a rank that still writes
 
     def latest(self) -> int | None:
-        """Return the newest step that can be continued from; None when there is none."""
+        """Return the newest step to resume from; None if there is none."""
         return broadcast_object(self._newest_whole() if is_first() else None)
 
     def load_latest(self, state: TrainState) -> int | None:
-        """Fill `state` from the newest whole checkpoint and return its step; None when there is none.
+        """Load the newest complete checkpoint into `state` and return its step; None if there is none.
 
         Raises:
             ModelError: the checkpoint is of another model, or of Cosmos-RL.
@@ -114,7 +114,7 @@ class Checkpointer:
         return resume.load_latest(self._folder, state, self._fingerprint, self._beat)
 
     def name_best(self, best: Best | None) -> None:
-        """Say in `best.json`, beside the folder of checkpoints, which step it is; None: there is none."""
+        """Write the best step to `best.json`, in the parent folder of the checkpoints; None: remove the file."""
         file = self._folder.parent / BEST
         if best is not None and is_first():
             write_json(file, asdict(best))
@@ -122,7 +122,7 @@ class Checkpointer:
             file.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Wait as `wait` does, then end the writer thread."""
+        """Wait for a pending save of this rank, then stop the writer thread."""
         try:
             self._drain()
         finally:
@@ -137,10 +137,11 @@ class Checkpointer:
             pending.result()
 
     def _write(self, step: int, tensors: dict[str, LocalTensor], extra: str, best: Best | None) -> None:
-        """Write this rank's files; on the first, make a checkpoint of all ranks' files when they are on the disk.
+        """Write this rank's files; on the first rank, commit the checkpoint when the files of all ranks are on the
+        disk.
 
         Raises:
-            StageFailed: the disk of any rank is full or broken: the same on all.
+            StageFailed: the disk of a rank is full or broken; all ranks raise the same error.
         """
         written, problem = {}, ""
         try:
@@ -168,19 +169,19 @@ class Checkpointer:
             self._on_saved(step)
 
     def _copies(self, tensors: dict[str, LocalTensor]) -> dict[str, LocalTensor]:
-        """Copy the tensors to the host, from a GPU into pinned memory that is kept for the next save, on a stream of
-        its own; return when they are copied."""
+        """Copy the tensors to the host and return the copies; from a GPU, copy on a separate stream into pinned memory
+        that the next save reuses."""
         live = {name: local.tensor for name, local in tensors.items()}
         if self._stager is None:
             copies = {name: tensor.to("cpu", copy=True) for name, tensor in live.items()}
         else:
-            torch.cuda.current_stream().synchronize()  # the stager's stream does not wait for the trainer's
+            torch.cuda.current_stream().synchronize()  # the stream of the stager does not wait for that of the trainer
             staged: Any = self._stager.stage(live)
             copies = staged.result()
         return {name: LocalTensor(copies[name], local.offsets) for name, local in tensors.items()}
 
     def _commit(self, step: int, written: list[dict[str, Any]]) -> None:
-        """Move the files of all ranks into the checkpoint's folder, with a manifest."""
+        """Move the files of all ranks into the folder of the checkpoint, with a manifest."""
         target = step_folder(self._folder, step)
         with replaced_folder(target) as building:
             policy = building / "policy"
@@ -201,28 +202,28 @@ class Checkpointer:
         return [value] if self._group is None else exchange.all_gather(value, self._group)
 
     def _building(self, step: int) -> Path:
-        """Return the folder that the ranks write into."""
+        """Return the temporary folder into which the ranks write."""
         return self._folder / f".step_{step}.parts.tmp"
 
     def _name(self, step: int) -> str:
         return f"checkpoint step_{step} in {self._folder}"
 
     def _prune(self, newest: int, best: Best | None) -> None:
-        """Delete what `max_keep` does not cover, when the checkpoint just written is there in its whole size.
+        """Delete old checkpoints beyond `max_keep`, if the checkpoint just written is complete.
 
-        A later step is one that was passed over at the start; another configuration's checkpoints are not ours.
-        Neither is counted or deleted.
+        Later steps, which were skipped when the training resumed, and checkpoints of other configurations are neither
+        counted nor deleted.
         """
         if self._max_keep == -1:
             return
-        ours = [step for step in saved_steps(self._folder) if step <= newest and self._is_ours(step)]
-        too_many = [step for step in ours[: -self._max_keep] if best is None or step != best.step]
+        own_steps = [step for step in saved_steps(self._folder) if step <= newest and self._is_ours(step)]
+        too_many = [step for step in own_steps[: -self._max_keep] if best is None or step != best.step]
         if too_many and resume.problem(self._folder, newest, self._fingerprint, is_hashed=True) is None:
             for step in too_many:
-                # Renamed first: a kill half-way must not leave a step that looks damaged.
-                doomed = self._folder / f".step_{step}.{os.getpid()}.tmp"
-                os.rename(step_folder(self._folder, step), doomed)
-                shutil.rmtree(doomed)
+                # Renamed first, so that a kill does not leave a partially deleted step.
+                trash = self._folder / f".step_{step}.{os.getpid()}.tmp"
+                os.rename(step_folder(self._folder, step), trash)
+                shutil.rmtree(trash)
 
     def _is_ours(self, step: int) -> bool:
         manifest = resume.read_manifest(step_folder(self._folder, step) / "policy")
@@ -237,7 +238,8 @@ class Checkpointer:
 
 
 def _settle_unfinished(folder: Path) -> None:
-    """Finish what a killed writer left: half-built folders go, a checkpoint moved aside for a new one comes back."""
+    """Clean up after a killed writer: remove incomplete folders, and restore a checkpoint that was moved for a
+    replacement."""
     for path in list(folder.iterdir()):
         match = _UNFINISHED.fullmatch(path.name)
         if match and match[2] == "old" and not (folder / match[1]).exists():

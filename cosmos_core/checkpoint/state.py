@@ -1,9 +1,9 @@
-"""What a checkpoint holds: weights, optimizer state, named weights, and the states of the feed and the algorithm.
+"""Content of a checkpoint: weights, optimizer state, named weights, and the states of the feed and the algorithm.
 
-Hyper-parameters of the optimizer are left out on purpose: they come from the recipe, which the fingerprint covers,
-and the learning rate is a pure function of the step. torch's `get_optimizer_state_dict` is not used because it makes a
-step with zero gradients where there is no state: a weight that had no gradient yet would count one step too many. Its
-`get_model_state_dict` keeps both names of tied weights.
+Hyper-parameters of the optimizer are left out: they come from the recipe, which the fingerprint covers, and the
+learning rate is a pure function of the step. torch's `get_optimizer_state_dict` is not used because it takes a step
+with zero gradients to create missing state, which would count one step too many for weights without a gradient so far.
+`get_model_state_dict` is not used because it keeps both names of tied weights.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ _MODEL = "model."
 _OPTIMIZER = "optimizer."
 _TABLES = ("feed", "algorithm")
 FOLLOWING = ("ema", "old")
-"""Named weights that follow the policy: where a checkpoint has none they begin at its weights. Others, such as a
-reference, stay as the stage loaded them."""
+"""Named weights that follow the policy: they start as a copy of its weights if a checkpoint lacks them. Others, such as
+a reference, stay as the stage loaded them."""
 _TENSOR = "__tensor__"
-"""Key of what stands in JSON for a tensor: its name among the tensors."""
+"""Key of the JSON object that represents a tensor; its value is the name of the tensor."""
 
 
 @dataclass
 class TrainState:
-    """The live objects that a checkpoint is taken of and loaded into."""
+    """Live objects that a checkpoint saves and loads."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     extra: dict[str, JsonValue] = field(default_factory=dict)
-    """Step, data position, `capture_rng()` and whatever else the loop needs to go on; JSON values only."""
+    """Step, data position, `capture_rng()` and other JSON values that the loop needs to resume."""
     named_weights: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
-    """Weights beside the policy's: by the name of the set ("ema", "old", "reference"), then of the parameter."""
+    """Weights in addition to the policy's, by the name of the set ("ema", "old", "reference") and of the parameter."""
     feed: dict[str, Any] = field(default_factory=dict)
-    """State of the feed: JSON values and tensors, in dictionaries and lists; equal on all ranks unless a DTensor."""
+    """State of the feed: JSON values and tensors in dictionaries and lists; equal on all ranks except DTensors."""
     algorithm: dict[str, Any] = field(default_factory=dict)
-    """State of the algorithm, as `feed`."""
+    """State of the algorithm, in the form of `feed`."""
 
 
 def named_tensors(state: TrainState) -> dict[str, Tensor]:
-    """Return every tensor of the state by name: `model.NAME`, `SET.NAME`, `optimizer.SLOT.NAME`, `feed.KEY`; storage is
-    shared."""
+    """Return every tensor of the state by name, without copies: `model.NAME`, `SET.NAME`, `optimizer.SLOT.NAME`,
+    `feed.KEY`."""
     tensors = model_tensors(state.model) | _named_weights(state)
     for name, parameter in state.model.named_parameters():
         for slot, value in state.optimizer.state.get(parameter, {}).items():
@@ -64,32 +64,36 @@ def named_tensors(state: TrainState) -> dict[str, Tensor]:
 
 
 def json_values(state: TrainState) -> dict[str, JsonValue]:
-    """Return `extra` with the states of feed and algorithm, in which a name stands for each tensor."""
+    """Return `extra` with the states of feed and algorithm, in which each tensor is represented by its name."""
     tables = {table: getattr(state, table) for table in _TABLES}
     return state.extra | {table: _take_tensors(value, table, {}) for table, value in tables.items() if value}
 
 
 def adopt_json_values(state: TrainState, values: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Fill `extra`, `feed` and `algorithm` with what `json_values` returned and the tensors that were read."""
+    """Restore `extra`, `feed` and `algorithm` from the values of `json_values` and the loaded tensors."""
     for table in _TABLES:
         setattr(state, table, _put_tensors(values.pop(table, {}), tensors))
     state.extra = values
 
 
 def empty_tensors(state: TrainState, saved: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
-    """Return the tensors into which this rank's part of a checkpoint with the tensors `saved` is read: live weights and
-    named weights, new tensors for the optimizer, feed and algorithm. All ranks must call this.
+    """Return the tensors into which this rank's part of a checkpoint with the tensors `saved` is loaded: the model's
+    own weights and named weights, and new tensors for the optimizer, feed and algorithm. It is collective.
 
     Raises:
-        ModelError: the checkpoint and the model do not have the same tensors.
+        ModelError: the tensors of checkpoint and model differ in name or shape.
     """
     targets = model_tensors(state.model)
     parameters = dict(state.model.named_parameters())
     stages = all_gather_object({name: tensor.shape for name, tensor in targets.items()})
-    wanted = {name: shape for stage in stages for name, shape in stage.items()}
-    found = {name: shape for name, (shape, _) in saved.items() if name.startswith(_MODEL)}
-    if wanted != found:
-        differing = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+    expected_shapes = {name: shape for stage in stages for name, shape in stage.items()}
+    saved_shapes = {name: shape for name, (shape, _) in saved.items() if name.startswith(_MODEL)}
+    if expected_shapes != saved_shapes:
+        differing = sorted(
+            name
+            for name in expected_shapes.keys() | saved_shapes.keys()
+            if expected_shapes.get(name) != saved_shapes.get(name)
+        )
         raise ModelError(
             f"the checkpoint is of another model: {len(differing)} tensors differ in name or shape, "
             f"first {differing[0].removeprefix(_MODEL)!r}; start from one of this model, or from none"
@@ -109,31 +113,31 @@ def empty_tensors(state: TrainState, saved: Mapping[str, tuple[torch.Size, torch
 
 
 def adopt_optimizer_tensors(state: TrainState, tensors: Mapping[str, Tensor]) -> None:
-    """Make the optimizer go on from `tensors`, as `empty_tensors` made and a reader filled them."""
+    """Load `tensors`, which `empty_tensors` created and a reader filled, into the optimizer."""
     live = state.optimizer.state_dict()
     parameters = [parameter for group in state.optimizer.param_groups for parameter in group["params"]]
     indices = {id(parameter): index for index, parameter in enumerate(parameters)}
-    named = dict(state.model.named_parameters())
+    parameters_by_name = dict(state.model.named_parameters())
     slots: dict[int, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         if key.startswith(_OPTIMIZER):
             slot, _, name = key.removeprefix(_OPTIMIZER).partition(".")
-            slots.setdefault(indices[id(named[name])], {})[slot] = tensor
+            slots.setdefault(indices[id(parameters_by_name[name])], {})[slot] = tensor
     joined = {index: _joined(parts) for index, parts in slots.items()}
     state.optimizer.load_state_dict({"state": joined, "param_groups": live["param_groups"]})
 
 
 def begin_named_weights(state: TrainState, tensors: Mapping[str, Tensor]) -> None:
-    """Copy the weights into the named weights that follow them, where the checkpoint had none."""
-    named = dict(state.model.named_parameters())
+    """Copy the policy's weights into the named weights that follow it and that the checkpoint lacks."""
+    parameters = dict(state.model.named_parameters())
     for which in FOLLOWING:
         for name, tensor in state.named_weights.get(which, {}).items():
             if f"{which}.{name}" not in tensors:
-                tensor.copy_(named[name].detach())
+                tensor.copy_(parameters[name].detach())
 
 
 def capture_rng() -> dict[str, JsonValue]:
-    """Return the state of the random generators of Python, NumPy and torch (CPU and each GPU)."""
+    """Return the states of the random generators of Python, NumPy and torch (CPU and each GPU)."""
     version, words, gauss = random.getstate()
     _, keys, position, has_gauss, cached_gauss = np.random.get_state(legacy=True)
     return {
@@ -145,9 +149,9 @@ def capture_rng() -> dict[str, JsonValue]:
 
 
 def restore_rng(captured: Mapping[str, Any]) -> None:
-    """Continue the random generators from what `capture_rng` returned.
+    """Restore the random generators from the result of `capture_rng`.
 
-    GPUs beyond those that were captured, and captured ones that are not there, are left alone.
+    If the number of GPUs differs, only the GPUs that exist in both are restored.
     """
     version, words, gauss = captured["python"]
     random.setstate((version, tuple(words), gauss))
@@ -160,7 +164,7 @@ def restore_rng(captured: Mapping[str, Any]) -> None:
 
 
 def seed_rng(*numbers: int, keeps_torch: bool = False) -> None:
-    """Seed the random generators with a digest of these numbers; `keeps_torch`: but not those of torch."""
+    """Seed the random generators with a digest of these numbers; with `keeps_torch`, except those of torch."""
     digest = hashlib.sha256(repr(numbers).encode()).digest()
     random.seed(digest)
     np.random.seed(int.from_bytes(digest[:4]))
@@ -169,9 +173,9 @@ def seed_rng(*numbers: int, keeps_torch: bool = False) -> None:
 
 
 def model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Return trained weights and persistent buffers by name; of tied ones the first name.
+    """Return trained weights and persistent buffers by name; tied weights have their first name.
 
-    Frozen weights are those that the stage started from: whoever resumes has loaded them.
+    Frozen weights are left out: a resumed stage loads them with its initial model.
     """
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
@@ -184,12 +188,12 @@ def model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def _named_weights(state: TrainState) -> dict[str, Tensor]:
-    assert not state.named_weights.keys() & {"model", "optimizer", *_TABLES}  # the names of other tensors begin so
+    assert not state.named_weights.keys() & {"model", "optimizer", *_TABLES}  # reserved prefixes
     return {f"{which}.{name}": tensor for which, each in state.named_weights.items() for name, tensor in each.items()}
 
 
 def _take_tensors(value: Any, name: str, tensors: dict[str, Tensor]) -> JsonValue:
-    """Return `value` with the name of each tensor in its place; the tensors themselves go into `tensors`."""
+    """Return `value` with each tensor replaced by its name, and add the tensors to `tensors`."""
     if isinstance(value, Tensor):
         tensors[name] = value.detach()
         return {_TENSOR: name}
@@ -198,8 +202,8 @@ def _take_tensors(value: Any, name: str, tensors: dict[str, Tensor]) -> JsonValu
         return {key: _take_tensors(each, f"{name}.{key}", tensors) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [_take_tensors(each, f"{name}.{i}", tensors) for i, each in enumerate(value)]
-    found: JsonValue = value
-    return found
+    json_value: JsonValue = value
+    return json_value
 
 
 def _put_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
@@ -211,14 +215,15 @@ def _put_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _parts(value: Tensor) -> dict[str, Tensor]:
-    """A moment in eight bits as the plain tensors that torchao makes it of; any other tensor as it is."""
+    """Return the plain tensors of an 8-bit optimizer state of torchao by suffix; any other tensor with an empty
+    suffix."""
     if not hasattr(value, "qmap"):
         return {"": value}
     return {f":{part}": getattr(value, part) for part in ("codes", "scale", "qmap")}
 
 
 def _joined(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The slots of one parameter, which `_parts` took apart."""
+    """Return the slots of one parameter from the tensors that `_parts` separated."""
     slots = {slot: tensor for slot, tensor in parts.items() if ":" not in slot}
     for slot in [slot.removesuffix(":codes") for slot in parts if slot.endswith(":codes")]:
         eight_bit = importlib.import_module("torchao.optim.subclass_8bit").OptimState8bit
