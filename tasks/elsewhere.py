@@ -73,9 +73,9 @@ def perform_elsewhere(
     try:
         ended = _ended(run, stage, stored, on_line)
     except httpx.HTTPError as error:
-        said = " ".join(str(error).split()) or type(error).__name__
+        reason = " ".join(str(error).split()) or type(error).__name__
         where = f"stage {stage.name!r} on {stage.work_pool!r}"
-        raise StageFailed(f"{where}: the Prefect server does not respond: {said}") from error
+        raise StageFailed(f"{where}: the Prefect server does not respond: {reason}") from error
     result = stored.receive_result()
     if ended.state_type == StateType.COMPLETED and result is not None:
         if damage := problem(path, result):

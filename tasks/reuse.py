@@ -61,8 +61,8 @@ def existing_of_pool(run: Run, stage: StageConfig) -> Result | None:
         if not lock.try_acquire():
             return None
         try:
-            here = fingerprint_of(run, stage)
-            for expected in made_on_pool(run.output_dir, run.pipeline, stage, here):
+            local = fingerprint_of(run, stage)
+            for expected in made_on_pool(run.output_dir, run.pipeline, stage, local):
                 if result := existing(run, stage, expected):
                     return result
         except CosmosError:  # an input is readable only on the machines of the pool

@@ -264,8 +264,8 @@ def _made_once(
             update_state(path, state="waiting", error="another run is making the same result")
             shared.acquire(while_waiting=lambda: worker.sleep_unless_stopping(0))
         with stored.lease(expected) as is_new:
-            if (has_waited or is_new) and (found := existing(run, stage, expected)):
-                return stored.send(found), True
+            if (has_waited or is_new) and (reused := existing(run, stage, expected)):
+                return stored.send(reused), True
             lay_out(run, stage, expected)
             launch = worker.Launch(
                 stage_path=path,
