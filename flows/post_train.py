@@ -46,13 +46,13 @@ def post_train(
     from_stage: str = "",
     verify: bool = False,
 ) -> Any:
-    """Bring every stage of a pipeline to its result, reusing what is proven.
+    """Bring every stage of a pipeline to its result; verified results are reused.
 
     Args:
         config: Pipeline or recipe, a TOML file; or the directory of a run, to continue it
         overrides: Settings such as train.optm_lr=2e-6, or STAGE.train.epoch=2 for one stage
         run_id: Name of the run; an existing one is continued; empty: the time
-        from_stage: Make this stage and everything behind it again; empty: none
+        from_stage: Make this stage and all stages that depend on it again; empty: none
         verify: Hash every input and every reused file instead of trusting size, times and inode
     """
     request = str(flow_run.id or "")

@@ -53,22 +53,22 @@ def retrain(
     start: Literal["published", "base"] = "published",
     approve: bool = False,
 ) -> Any:
-    """Train again if the data or the settings are new, and publish the model if the pipeline's gates let it pass.
+    """Train again if data or settings have changed, and publish the model if the gates of the pipeline pass.
 
     Args:
         config: Pipeline or recipe, a TOML file
         overrides: Settings such as train.optm_lr=2e-6, or STAGE.train.epoch=2 for one stage
         start: Start from the published model, or from the one that the pipeline names
-        approve: Suspend the run before it publishes, until a person has said in the UI whether it may
+        approve: Suspend the run before it publishes, until a person approves or declines in the UI
     """
     if approve and not deployment.id:
         raise ConfigError("approve = true needs a deployment: a run that is suspended is started again by its worker")
     plain = load_pipeline(Path(config).expanduser(), overrides, all_kinds())
     lend_credentials(plain)
     note = note_of(plain, overrides, start)
-    own = note_of_flow_run(note, str(flow_run.id))
+    flow_run_note = note_of_flow_run(note, str(flow_run.id))
     with retraining_lock(note) as lock:
-        begun = read_seen(own)
+        begun = read_seen(flow_run_note)
         if begun is not None:
             lock.acquire()  # a retry or a suspended run: it waits, so that a person's decision is not lost
         elif not lock.try_acquire():
@@ -93,7 +93,7 @@ def retrain(
             run = open_or_create(config, [*overrides, *beginning], "", str(flow_run.id or ""))
             seen = Seen(digest=digest, run_id=run.id)
             write_seen(note, seen)
-        write_seen(own, Seen(digest=digest, run_id=run.id))
+        write_seen(flow_run_note, Seen(digest=digest, run_id=run.id))
         names = _before_publication(run)
         if begun is not None and not _is_content(run.pipeline, digest):
             names = _without_results(run, names)
@@ -151,9 +151,9 @@ def _train_and_publish(
         state = run_stages(run, first)
         if not state.is_completed():
             states = [read_state(run.stage_path(name)) for name in first]
-            failed = [found for found in states if found.state == "failed"]
-            if failed and all(found.exit_code == EXIT_REFUSED for found in failed):
-                message = f"run {run.id}: {'; '.join(found.error for found in failed)}"
+            failed = [state_of_stage for state_of_stage in states if state_of_stage.state == "failed"]
+            if failed and all(state_of_stage.exit_code == EXIT_REFUSED for state_of_stage in failed):
+                message = f"run {run.id}: {'; '.join(state_of_stage.error for state_of_stage in failed)}"
                 return Completed(name="NotPromoted", message=message), "refused"
             return state, ""
     if approve and last:

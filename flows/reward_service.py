@@ -35,8 +35,8 @@ def reward_service(config: str, block: str, of_flow_run: str = "") -> None:
 
     Args:
         config: Configuration of the service, a TOML file that this pool's machines see
-        block: Name of the block that is made, with address and token
-        of_flow_run: Flow run of the stage; empty: the block alone says when to end
+        block: Name of the block to create, with address and token
+        of_flow_run: Flow run of the stage; empty: the service ends only when the block is deleted
     """
     with (
         tempfile.TemporaryDirectory(prefix="cosmos-rewards-") as folder,

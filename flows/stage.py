@@ -19,7 +19,7 @@ from tasks.stored import Stored, received
 
 @flow(name="stage", flow_run_name="{name}")
 def stage(run: str, name: str) -> Any:
-    """Bring one stage of a run to its result, reusing what is proven.
+    """Bring one stage of a run to its result; a verified result is reused.
 
     Args:
         run: Directory of the run, made by post-train or by the command cosmos run; or its URL in an artifact store
@@ -39,7 +39,7 @@ def check_inputs(run: Run, name: str) -> None:
     """Verify that every stage in `after` has an unaltered result.
 
     Raises:
-        ConfigError: there is no such stage, or a stage in its `after` has no result or an altered one.
+        ConfigError: the stage does not exist, or a stage in its `after` has no result or an altered one.
     """
     for upstream in run.pipeline.stage(name).after:
         result = read_result(run.stage_path(upstream))
