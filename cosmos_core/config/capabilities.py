@@ -36,10 +36,10 @@ def _check_store(pipeline: Pipeline) -> None:
     them."""
     for stage in pipeline.stages if pipeline.config.artifact_store else ():
         source = source_of(stage.model) if stage.checkpoint else None
-        if source is not None and (there := pipeline.stage(source).work_pool) != stage.work_pool:
+        if source is not None and (pool := pipeline.stage(source).work_pool) != stage.work_pool:
             raise ConfigError(
                 f"{pipeline.source}: stage {stage.name!r}: checkpoint = {stage.checkpoint!r} is where stage "
-                f"{source!r} runs, and with artifact_store machines share no disk; set work_pool = {there!r} here too"
+                f"{source!r} runs, and with artifact_store machines share no disk; set work_pool = {pool!r} here too"
             )
 
 

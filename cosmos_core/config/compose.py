@@ -157,8 +157,8 @@ def _load(path: Path, overrides: Sequence[str], kinds: Kinds, over: Sequence[Pat
     for number, entry in enumerate(entries):
         stage = parse(StageConfig, entry_with(entry, settings), source=_where(path, entry, number))
         tables = tables_of[stage.name] = merge(merge(shared, _recipe_file(path, stage, notices)), stage.overrides)
-        beside = f" (recipe {stage.recipe})" if stage.recipe else ""
-        where = f"{path}: stage {stage.name!r}{beside}"
+        recipe_file = f" (recipe {stage.recipe})" if stage.recipe else ""
+        where = f"{path}: stage {stage.name!r}{recipe_file}"
         recipes[stage.name] = parse(Recipe, of_algorithm(tables, notices), source=where, notices=notices)
         stages.append(stage)
     complete = config.model_copy(update={"stages": tuple(stages)})

@@ -132,7 +132,7 @@ def _key(name: str, table: type[Table], field: FieldInfo, tables: Mapping[str, S
     key_status = status(field)
     if key_status.name == "used":
         key_status = tables.get(name.rpartition(".")[0], key_status)
-    ours = name.startswith("pipeline") or (since is not None and since.generation == "ours")
+    is_ours = name.startswith("pipeline") or (since is not None and since.generation == "ours")
     return Key(
         name=name,
         table=table,
@@ -142,7 +142,7 @@ def _key(name: str, table: type[Table], field: FieldInfo, tables: Mapping[str, S
         meaning=" ".join((field.description or _documented(table).get(name.rpartition(".")[2], "")).split()),
         status=key_status.name,
         note=key_status.note or (only.note if only else ""),
-        since=_GENERATIONS["ours" if ours else since.generation if since else "first"],
+        since=_GENERATIONS["ours" if is_ours else since.generation if since else "first"],
         is_table=bool(tables_in(field.annotation)),
     )
 

@@ -27,11 +27,11 @@ def read_config(path: Path, notices: list[str], over: Sequence[Path] = ()) -> Va
 
 
 def _read(path: Path, notices: list[str], below: tuple[Path, ...]) -> Values:
-    here = Path(os.path.realpath(path))  # unlike Path.resolve, raises no error for a cycle of links
+    resolved = Path(os.path.realpath(path))  # unlike Path.resolve, raises no error for a cycle of links
     if len(below) == MAX_DEPTH:
         raise ConfigError(f"{path}: behind {MAX_DEPTH} files that extend each other, the most that there may be")
-    if here in below:
-        circle = " -> ".join(str(file) for file in (*below, here))
+    if resolved in below:
+        circle = " -> ".join(str(file) for file in (*below, resolved))
         raise ConfigError(f"{path}: extends itself: {circle}")
     values = modern(read_toml(path), str(path), notices)
     for stage in _stages(values):
@@ -47,7 +47,7 @@ def _read(path: Path, notices: list[str], below: tuple[Path, ...]) -> Values:
         file = path.parent / base
         if not os.path.exists(file):  # unlike Path.exists, False for an invalid path
             raise ConfigError(f"{path}: extends = {base!r}: no such file ({file})")
-        merged = merge(merged, _at_home(_read(file, notices, (*below, here)), file))
+        merged = merge(merged, _at_home(_read(file, notices, (*below, resolved)), file))
     return merge(merged, values)
 
 

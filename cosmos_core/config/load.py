@@ -212,9 +212,9 @@ def _explain(table: type[Table], mistake: Any, prefix: str, values: Any) -> str:
 def _keys(table: type[Table], mistake: Any) -> Iterator[int | str]:
     """Yield the location of a mistake without pydantic's tags of union members, which are not part of the file."""
     current: list[type[Table]] = [table]
-    path, own = mistake["loc"], ()
+    path, last_key = mistake["loc"], ()
     if mistake["type"] == "extra_forbidden":
-        path, own = path[:-1], path[-1:]  # the user's own key may look like a tag
+        path, last_key = path[:-1], path[-1:]  # the user's own key may look like a tag
     for key in path:
         fields = {name: field for model in current for name, field in model.model_fields.items()}
         if key in fields:
@@ -224,7 +224,7 @@ def _keys(table: type[Table], mistake: Any) -> Iterator[int | str]:
             current = [model for model in current if key in _tags(model)]
         elif not (isinstance(key, str) and _UNION_MEMBER.fullmatch(key)):
             yield key
-    yield from own
+    yield from last_key
 
 
 def _tags(model: type[Table]) -> set[str]:

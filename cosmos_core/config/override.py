@@ -26,7 +26,7 @@ _SETTING = re.compile(rf"({_KEY.pattern}(?:\.{_KEY.pattern})*)=(.*)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Setting:
-    """One `--set KEY=VALUE`."""
+    """One override of the command line, `--set KEY=VALUE`."""
 
     text: str
     keys: tuple[str, ...]
