@@ -368,8 +368,8 @@ def _kind(name: str, recorded: dict[str, dict[str, Any]]) -> StageKind:
 
 
 def _depth(name: str, after: dict[str, tuple[str, ...]], seen: tuple[str, ...] = ()) -> int:
-    before = [other for other in after[name] if other in after and other not in seen]
-    return max((1 + _depth(other, after, (*seen, name)) for other in before), default=0)
+    predecessors = [other for other in after[name] if other in after and other not in seen]
+    return max((1 + _depth(other, after, (*seen, name)) for other in predecessors), default=0)
 
 
 def _names(value: Any) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ def table_of_runs(output_dir: Path, most: int) -> Table:
             facts.run_id, run.name, wording.clock(facts.started), wording.duration(took), f"{done}/{len(run.stages)}",
             run.outcome, _last_metrics(run),
         )  # fmt: skip
-        deaths += [f"{facts.run_id}: {said}"] if (said := death(run)) else []
+        deaths += [f"{facts.run_id}: {message}"] if (message := death(run)) else []
     table.caption = "\n".join(deaths) or None
     return table
 
@@ -67,7 +67,7 @@ def _rows(old: StageRecord, new: StageRecord) -> Iterator[tuple[str, str, str, s
         yield "time", wording.duration(times[0]), wording.duration(times[1]), ""
     metrics = [{k: v for k, v in s.metrics.items() if not k.startswith(wording.BOOKKEEPING)} for s in (old, new)]
     for key in sorted(metrics[0].keys() | metrics[1].keys()):
-        values = [found.get(key) for found in metrics]
+        values = [stage_metrics.get(key) for stage_metrics in metrics]
         numbers = [float(value) for value in values if isinstance(value, int | float)]
         change = numbers[1] - numbers[0] if len(numbers) == 2 else 0.0
         text = f"{change:+.4g} {wording.verdict(key, change)}".rstrip() if change else ""

@@ -43,10 +43,10 @@ def _data(run: RunRecord, entries: dict[str, dict[str, Any]], name: str) -> str:
         settings = flat(entries[name].get("overrides") or {})
         named = [settings.get(f"train.train_policy.dataset.{key}") for key in ("name", "local_dir")]
         source = source or next((str(value) for value in named if value), "")
-        before = str(entries[name].get("data") or "")
-        if not before.startswith(_STAGE):
-            source = source or before
-        name = before.removeprefix(_STAGE)
+        reference = str(entries[name].get("data") or "")
+        if not reference.startswith(_STAGE):
+            source = source or reference
+        name = reference.removeprefix(_STAGE)
     source = source or (f"what stage {seen[-1]} made" if len(seen) > 1 else "")
     paths = [stage.path / "data" / "statistics.json" for stage in run.stages if stage.name in seen]
     counted = next((statistics for path in paths if (statistics := read_object(path))), {})

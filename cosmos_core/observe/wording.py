@@ -55,7 +55,7 @@ def duration(seconds: float | None) -> str:
 
 
 def machines(ranks: Iterable[Rank]) -> str:
-    """Return the machines of a stage's ranks: `node-3 (8 ranks, NVIDIA H100, 16 threads)`."""
+    """Return the machines of a stage's ranks as text: `node-3 (8 ranks, NVIDIA H100, 16 threads)`."""
     count = Counter((rank.host, ", ".join(dict.fromkeys(rank.gpus)) or "cpu", rank.threads) for rank in ranks)
     return "; ".join(
         f"{host} ({num} rank{'' if num == 1 else 's'}, {device}, {threads} threads)"
@@ -77,7 +77,7 @@ def moment(unix: float | None) -> str:
 
 
 def size(num_bytes: int) -> str:
-    """Return a size as `850 B`, `3.2 kB`, `1.4 MB`."""
+    """Return a size in bytes as text: `850 B`, `3.2 kB`, `1.4 MB`."""
     text = count(num_bytes)
     return f"{text[:-1]} {text[-1]}B" if text[-1].isalpha() else f"{text} B"
 
@@ -106,7 +106,7 @@ def number(value: Any) -> str:
 
 
 def count(value: float) -> str:
-    """Return a count as `850`, `3.2k`, `1.4M`."""
+    """Return a count as text: `850`, `3.2k`, `1.4M`."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{value / size:.1f}{letter}"

@@ -56,11 +56,11 @@ class FunctionSink:
         self._function, self.starting_step = function, starting_step
 
     def log(self, line: dict[str, Any]) -> None:
-        """See `Sink.log`."""
+        """Call the function with the metrics of a step and the step."""
         self._function({name: value for name, value in line.items() if name != "step"}, line["step"])
 
     def close(self, exit_code: int) -> None:
-        """See `Sink.close`."""
+        """Do nothing: a function has nothing to close."""
 
 
 Opener = Callable[[Stage, int], Sink]
