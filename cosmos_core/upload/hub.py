@@ -73,7 +73,7 @@ class HubTarget:
 
     @cached_property
     def repository(self) -> str:
-        """Return `OWNER/NAME`."""
+        """Return the name of the repository, `OWNER/NAME`."""
         if "/" in self._name:
             return self._name
         return f"{self._again(self.api.whoami)['name']}/{self._name}"

@@ -64,13 +64,13 @@ class Retention:
             self._judge(keep)
             self._made = self._folders("made")
             of_runs = {each for run in self.runs if run.kept_because for each in self._results(run, "fingerprint")}
-            for made in self._made:
-                if made.name in of_runs or made.age_seconds < self._youngest:
-                    made.kept_because = "a run that stays has it, or it is not old enough"
+            for result in self._made:
+                if result.name in of_runs or result.age_seconds < self._youngest:
+                    result.kept_because = "a run that stays has it, or it is not old enough"
             folders = [*self.runs, *self._made]
             unnamed = self._unnamed([folder for folder in folders if folder.kept_because])
             self.size = sum(each.size for each in folders if not each.kept_because) + sum(each.size for each in unnamed)
-            """Bytes that may go."""
+            """Number of bytes that can be removed."""
 
     def remove(self) -> tuple[int, int]:
         """Remove everything that can be removed; return the number of removed runs and of freed bytes."""
@@ -79,7 +79,7 @@ class Retention:
             gone = [run for run in self.runs if not run.kept_because]
             for folder in [*gone, *(each for each in self._made if not each.kept_because)]:
                 heads = {f"{self._key('runs')}/{folder.name}/run.json", f"{self._key('made')}/{folder.name}/{RESULT}"}
-                for each in sorted(folder.objects, key=lambda each: each.key not in heads):  # heads first: they name the rest
+                for each in sorted(folder.objects, key=lambda each: each.key not in heads):  # they name the rest
                     self._bucket.remove(each.key)
                 freed += folder.size
             self._refuse_while_made()
@@ -123,7 +123,7 @@ class Retention:
 
     def _unnamed(self, staying: list[StoredFolder]) -> list[Object]:
         """Return the contents that are old enough and that no result in the folders `staying` names."""
-        named = {each["sha256"] for folder in staying for found in self._results(folder, "outputs") for each in found}
+        named = {each["sha256"] for folder in staying for files in self._results(folder, "outputs") for each in files}
         return [
             each
             for each in self._bucket.objects(f"{self._key('objects')}/")
@@ -132,8 +132,8 @@ class Retention:
 
     def _results(self, folder: StoredFolder, field: str) -> Iterator[Any]:
         for each in folder.objects:
-            if each.key.endswith(f"/{RESULT}") and (found := read_document(self._bucket, each.key)[0]):
-                yield found[field]
+            if each.key.endswith(f"/{RESULT}") and (document := read_document(self._bucket, each.key)[0]):
+                yield document[field]
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}" if self._prefix else name
