@@ -20,17 +20,17 @@ def promote(
     marked."""
     opened = _opened(target)
     history = opened.history()
-    there = opened.versions() if hasattr(opened, "versions") else list(dict.fromkeys(history))
+    versions = opened.versions() if hasattr(opened, "versions") else list(dict.fromkeys(history))
     if not version:
-        names = list(dict.fromkeys([*(name for name in history if name not in there), *there]))
+        names = list(dict.fromkeys([*(name for name in history if name not in versions), *versions]))
         if not names:
             raise ConfigError(f"{target}: nothing was published; give the target of an upload stage")
         for name in names:
             mark = "  (published)" if [name] == history[-1:] else ""
             typer.echo(f"{name}  {_measured(opened, name)}".rstrip() + mark)
         return
-    if version not in there:
-        raise ConfigError(f"{target}: there is no version {version!r}; there are: {', '.join(there) or 'none'}")
+    if version not in versions:
+        raise ConfigError(f"{target}: there is no version {version!r}; there are: {', '.join(versions) or 'none'}")
     opened.point_to(version)
     typer.echo(f"published: {opened.where(version)}")
 
@@ -49,8 +49,8 @@ def rollback(target: Where) -> None:
     opened = _opened(target)
     history = opened.history()
     if len(history) < 2:
-        said = f"only {history[0]!r} was published" if history else "nothing was published"
-        raise ConfigError(f"{target}: {said}, there is nothing to go back to")
+        problem = f"only {history[0]!r} was published" if history else "nothing was published"
+        raise ConfigError(f"{target}: {problem}, there is nothing to go back to")
     opened.point_to(history[-2], history[:-1])
     typer.echo(f"published: {opened.where(history[-2])}; before: {history[-1]}")
 

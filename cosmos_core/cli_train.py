@@ -59,7 +59,7 @@ def grpo(  # noqa: PLR0913 - the options of a command
 
     if not is_code(reward) and reward not in (names := offered_names("cosmos_core.rewards")):
         raise ConfigError(f"--reward {reward}: no such reward{suggestion(reward, names)}; your own is file.py:function")
-    asked = {
+    opts = {
         "method": GRPO.command,
         "model": model,
         "data": data,
@@ -67,7 +67,7 @@ def grpo(  # noqa: PLR0913 - the options of a command
         "prompt": prompt,
         "response": response,
     }
-    _train(asked, save, dry_run, overrides)
+    _train(opts, save, dry_run, overrides)
 
 
 def diffusion_sft(model: Model, data: Data, save: Save = "", dry_run: DryRun = False, overrides: Set = []) -> None:  # noqa: B006
@@ -82,12 +82,12 @@ def init() -> None:
     method = typer.prompt(f"What shall be done? {', '.join(METHODS)}", default=SFT.command)
     if method not in METHODS:
         raise ConfigError(f"{method!r} is none of {', '.join(METHODS)}")
-    asked = {"method": method}
-    asked["model"] = typer.prompt("Which model? A folder or a Hub id", default="Qwen/Qwen3-0.6B")
-    asked["data"] = typer.prompt("Which rows? A file, a folder or a Hub id")
+    opts = {"method": method}
+    opts["model"] = typer.prompt("Which model? A folder or a Hub id", default="Qwen/Qwen3-0.6B")
+    opts["data"] = typer.prompt("Which rows? A file, a folder or a Hub id")
     if METHODS[method].rows == "prompts":
-        asked["reward"] = typer.prompt("Which reward? A name, or file.py:function", default="boxed_math")
-    path = _written(asked, _proposed(asked), typer.prompt("Where to write the recipe?", default=str(_path(asked, ""))))
+        opts["reward"] = typer.prompt("Which reward? A name, or file.py:function", default="boxed_math")
+    path = _written(opts, _proposed(opts), typer.prompt("Where to write the recipe?", default=str(_path(opts, ""))))
     if typer.confirm(f"saved as {path}. Run it now?"):
         _run(path, [])
     typer.echo(f"run it with: cosmos run {path}")

@@ -1,4 +1,4 @@
-"""Tell transient errors, after which a retry may succeed, from permanent ones: memory, disks and networks.
+"""Distinguish transient errors, after which a retry may succeed, from permanent ones: memory, disks and networks.
 
 A library wraps an error in one of its own (transformers turns a lost connection into a plain OSError), so the causes of
 an error are examined too. Classes are matched by name, so that none of these libraries has to be installed.
