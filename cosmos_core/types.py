@@ -1,7 +1,7 @@
 """Data types shared by several packages, without torch.
 
-Pipelines: `StageKind` says how a kind of stage runs, `Outcome` what a stage has produced. Training: a `Prompt` gets a
-`Group` of `Completion`s, and rewards turn the group into a `ScoredGroup`.
+For pipelines: `StageKind` describes how a kind of stage runs, `Outcome` what a stage has produced.
+For training: a `Prompt` gets a `Group` of `Completion`s, and rewards turn the group into a `ScoredGroup`.
 """
 
 from __future__ import annotations

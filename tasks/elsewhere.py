@@ -160,7 +160,7 @@ def _asked(before: Child | None) -> Child:
 
 
 class Wait:
-    """Reports what a stage waits for until a worker picks up its flow run, to the log of the flow and to
+    """Reporter of what a stage waits for until a worker picks up its flow run, to the flow's log and to
     `state.json`."""
 
     def __init__(

@@ -58,8 +58,8 @@ def parse_condition(text: str) -> Condition:
 
 
 def margin(name: str, confidence: float, *measured: Mapping[str, float]) -> float | None:
-    """Return the difference that two measurements of a metric must exceed to be noise with a probability of at most 1 -
-    `confidence`; None if the standard error of a measurement is unknown.
+    """Return how much two measurements of a metric must differ so that the difference is noise with a probability of at
+    most 1 - `confidence`; None if the standard error of a measurement is unknown.
 
     The standard error is the metric `NAME_stderr`. For a fraction of held-out prompts it follows from their number,
     with one success and one failure added, so that a fraction of 0 or 1 of few prompts does not count as certain.

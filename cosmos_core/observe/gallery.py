@@ -1,7 +1,7 @@
 """Save samples of a diffusion model: each image or video as a file, and a grid of all with prompts and rewards.
 
-<stage>/visual_output/step_<N>/0-0.png | 0-0.mp4    prompt 0, completion 0
-<stage>/visual_output/step_<N>/grid.png             one row per prompt; the middle frame of a video
+    <stage>/visual_output/step_<N>/0-0.png | 0-0.mp4    prompt 0, completion 0
+    <stage>/visual_output/step_<N>/grid.png             one row per prompt; the middle frame of a video
 
 The report, the artifacts of Prefect and the sinks read these files. Sampling itself is not part of this module.
 """

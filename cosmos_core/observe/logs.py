@@ -75,7 +75,7 @@ def quiet_environment(env: Mapping[str, str]) -> dict[str, str]:
 
 
 class StepLog:
-    """Logs the metrics of a stage: one line per step, at most one per second, and the last line."""
+    """Logger for the metrics of a stage: one line per step, at most one per second, and the last line."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -102,7 +102,7 @@ class StepLog:
 
 
 class LineHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to the given stream, or to the current `sys.stderr` of each record.
+    """Log handler that writes to the given stream or, by default, to the current `sys.stderr` of each record.
 
     The class name has no underscore: Prefect replaces the root handlers unless one has a formatter and a public name.
     """

@@ -1,12 +1,12 @@
 """The artifact store, for machines without a shared disk: `artifact_store = "s3://BUCKET/PREFIX"`.
 
-objects/<ab>/<sha256>                         outputs of stages, each content once
-made/<fingerprint>/result.json                result with a fingerprint, for reuse
-made/<fingerprint>/lease.json                 the process that makes the result now
-made/<fingerprint>/checkpoints/step_<N>.json  checkpoints of the training; their objects are below content/
-runs/<run>/run.json                           pipeline.toml and run.json; <run>-2 if another run has the name
-runs/<run>/stages/<name>/result.json          written last: the stage is complete
-runs/<run>/stages/<name>/record.json          state, metrics, samples and logs, for display on other machines
+    objects/<ab>/<sha256>                         outputs of stages, each content once
+    made/<fingerprint>/result.json                result with a fingerprint, for reuse
+    made/<fingerprint>/lease.json                 the process that makes the result now
+    made/<fingerprint>/checkpoints/step_<N>.json  checkpoints of the training; their objects are below content/
+    runs/<run>/run.json                           pipeline.toml and run.json; <run>-2 if another run has the name
+    runs/<run>/stages/<name>/result.json          written last: the stage is complete
+    runs/<run>/stages/<name>/record.json          state, metrics, samples and logs, for display on other machines
 
 Every document is written after the objects that it names. Outputs stay until `store_retention` removes them.
 """

@@ -19,16 +19,19 @@ _MOST_KEPT = 100
 
 
 class Target(Protocol):
-    """Interface of the classes that `target` selects: called with the location after `NAME://`, they hold versions of a
-    model.
+    """Interface of the class that a `target` selects, which stores versions of one model at the location after
+    `NAME://`.
 
-    Optional methods: `check` raises ConfigError if the target cannot be written. `attend(folder, pause)` lets an
-    interrupted upload continue: the target keeps a journal in the folder, and calls `pause`, which raises if the run is
-    to stop, from time to time and before it moves the pointer. With `where` and `damage(folder, version, record)`,
-    which returns what is wrong with the files of `record` in a version or an empty string, the same weights are not
-    published twice. With `history`, `record_of`, `where` and `point_to` the pointer can be moved back; `versions` lists
-    also versions that a rollback left, as in `S3Target`. A built-in target is `SomeNameTarget` in `some_name.py`; a
-    user's target is `path/file.py:Class` or `path/file.py:Class://LOCATION`.
+    A built-in target is `SomeNameTarget` in `some_name.py`; a user's target is `path/file.py:Class` or
+    `path/file.py:Class://LOCATION`. A target may have further methods, of which `S3Target` has all:
+
+    - `check()` raises ConfigError if the target cannot be written.
+    - `attend(folder, pause)` lets an interrupted upload continue: the target keeps a journal in the folder. It calls
+      `pause`, which raises if the run is to stop, from time to time and before it moves the pointer.
+    - `where(version)` and `damage(folder, version, record)`: with both, the same weights are not published twice.
+      `damage` returns what is wrong with the files of `record` in a version, or an empty string.
+    - `history`, `record_of`, `where` and `point_to`: with all of them, the pointer can be moved back.
+    - `versions` lists all stored versions, including those that a rollback has left.
     """
 
     def published(self) -> dict[str, Any] | None:

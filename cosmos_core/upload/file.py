@@ -17,7 +17,7 @@ HISTORY = "history.json"
 
 
 class FileTarget:
-    """Holds versions in sub-folders of one folder."""
+    """Target that stores versions in sub-folders of one folder."""
 
     def __init__(self, location: str) -> None:
         self.folder = Path(location)

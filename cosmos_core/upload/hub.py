@@ -31,7 +31,7 @@ _CARD = "README.md"
 
 
 class HubTarget:
-    """Holds versions as commits of one branch of a repository."""
+    """Target that stores versions as commits on one branch of a repository."""
 
     def __init__(self, location: str, *, wait_seconds: float = 2.0) -> None:
         name, _, self.branch = location.partition("@")

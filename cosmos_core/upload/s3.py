@@ -21,7 +21,7 @@ _STAYS = "the pointer was not moved"
 
 
 class S3Target:
-    """Holds versions below one prefix of a bucket."""
+    """Target that stores versions below one prefix of a bucket."""
 
     def __init__(self, location: str, *, read_seconds: float = 20.0) -> None:
         name, self.prefix = split_url(f"{SCHEME}{location}")

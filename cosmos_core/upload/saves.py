@@ -81,7 +81,7 @@ class Saves:
 
 
 class _Stopped(Exception):
-    """Raised when the training has ended; the stage that publishes the model sends the remaining files."""
+    """Exception for the end of the training; the stage that publishes the model sends the remaining files."""
 
 
 @contextmanager

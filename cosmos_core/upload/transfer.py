@@ -71,7 +71,7 @@ class Journal:
 
 @dataclass
 class Transfer:
-    """Sends files to one bucket."""
+    """Upload of files to one bucket."""
 
     bucket: Bucket
     journal: Journal = field(default_factory=Journal)

@@ -119,7 +119,8 @@ def _engines(stage: Stage) -> Any:
 
 
 def run_rank(path: Path, program: Callable[..., Outcome], told: Any) -> Outcome:
-    """Run the program of a stage on one rank of a group; only the first rank logs and writes the shared files."""
+    """Run the program of a stage on one rank of a group; only the first rank logs below warnings and writes shared
+    files."""
     from cosmos_core.parallel.mesh import all_gather_object, is_first
 
     configure("INFO" if is_first() else "WARNING")

@@ -99,7 +99,7 @@ def attached(stage: Stage, find: Callable[[str], Opener] = find_sink) -> Iterato
 
 
 class _Courier:
-    """Passes lines to one sink; its first failure ends it for this attempt."""
+    """Queue and thread that pass lines to one sink; the first failure of the sink ends them for this attempt."""
 
     def __init__(self, name: str, find: Callable[[str], Opener], stage: Stage) -> None:
         self._name, self._find, self._stage = name, find, stage
