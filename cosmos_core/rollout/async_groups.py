@@ -1,10 +1,10 @@
-"""A group source whose engines run ahead of the training, no further than the recipe allows.
+"""Group source whose engines generate ahead of the training, with a bounded lag.
 
-Each train step has prompts of its own, in the order of the data, and waits for those. So which step a prompt is trained
-in depends on no clock, no prompt is lost or trained twice whoever dies, and long completions are trained on as often as
-the policy draws them. Prompts of step N are handed to engines once their weights are at most `allowed` steps older than
-N, so no group can be older when it is trained. What was generated ahead and not trained when a training ends is
-generated again by the next, with the same seeds.
+Each train step has its own prompts, in the order of the data, and waits for their groups. So the step that trains on a
+prompt does not depend on timing, no prompt is lost or used twice if a process dies, and long completions are not
+underrepresented. Prompts of step N are sent to engines once their weights are at most `allowed` steps older than N, so
+no group is older when it is trained on. Groups that were generated ahead but not used before a training ended are
+generated again, with the same seeds, when it resumes.
 """
 
 from __future__ import annotations
@@ -32,40 +32,43 @@ Status = Literal["waiting", "stale", "whole"]
 
 @dataclass
 class AsyncGroupSource:
-    """A `GroupSource` whose groups are generated while others are trained on. All ranks call it together."""
+    """Group source that generates groups while others are trained on. All ranks call its methods together."""
 
     fleet: Fleet
     take: Callable[[int, int], Sequence[Prompt]]
-    """Gives so many prompts from a position on, over all epochs; fewer where they end."""
+    """Returns `count` prompts from a position on, over all epochs; fewer at the end."""
     score: ScoreGroups
-    """Called on the first rank alone, in a thread."""
+    """Scores groups; called in a thread of the first rank only."""
     sampling: Sampling
     progress: Progress
     steps: StepGroups
-    """Says which groups a train step needs."""
+    """Mapping from train steps to the groups that they need."""
     allowed: int
-    """Steps that the weights of a group may be older than the step that trains on it."""
+    """Maximum number of steps by which the weights of a group may be older than the step that trains on it."""
     resync: Callable[[int], object]
-    """Sends the present weights, as the version of a step, to engines that have none."""
+    """Sends the current weights, as the version of a step, to engines that have none."""
     between: Callable[[int], None] = lambda step: None
-    """Called with the step while it waits; may raise to stop."""
+    """Called with the step while the source waits; may raise to stop."""
     beyond: int = 0
-    """Prompts that engines get beyond those of the allowed steps, so that they do not wait; of those that turn out too
-    old the groups are generated again. With a filter no more of them than it will drop, as it did in recent steps."""
+    """Number of prompts that engines get in addition to those of the allowed steps, so that they stay busy.
+
+    Groups that turn out too old are generated again. With a filter, the number is limited to the groups that it is
+    expected to drop, judged by recent steps.
+    """
     most_steps: int | None = None
-    """Train steps of prompts in flight and waiting together; None: no bound of its own."""
+    """Maximum number of train steps whose prompts are in flight or waiting; None: unbounded."""
     filter: Filter | None = None
-    """What drops groups of no use, for which others are taken; None: all are trained on."""
+    """Filter that drops groups without a learning signal, which others replace; None: all groups are kept."""
     takes_turns: bool = False
-    """Engines get prompts only while the training waits for groups, because they sleep while it trains."""
+    """Whether engines get prompts only while the training waits for groups, because they sleep while it trains."""
     _position: int = 0
-    """Of the first prompt that no step has taken."""
+    """Position of the first prompt that no step has used."""
     _step: int = 0
-    """The train step that will take it."""
+    """The train step that will use the prompt at `_position`."""
     _wanted: int | None = None
-    """Groups that it takes; None: those of `steps`."""
+    """Number of groups that the current step needs; None: the number in `steps`."""
     _next: int = 0
-    """Of the first prompt that was not handed out."""
+    """Position of the next prompt to send to an engine."""
     _pending: dict[int, Future[Group]] = field(default_factory=dict)
     _scored: dict[int, ScoredGroup] = field(default_factory=dict)
     _ready: threading.Condition = field(default_factory=threading.Condition)
@@ -73,12 +76,12 @@ class AsyncGroupSource:
     _thread: threading.Thread | None = None
     _is_closed: bool = False
     _is_awaited: bool = False
-    """The training waits for groups."""
+    """Whether the training waits for groups."""
     _num_outdated: int = 0
     _told: tuple[int, int] = (0, 0)
-    """Outdated groups and restarts that metrics have told of."""
+    """Numbers of outdated groups and of engine restarts that metrics have already reported."""
     _sampled_per_kept: float = 1.0
-    """Of recent steps."""
+    """Moving average over recent steps of sampled groups per kept group."""
 
     @property
     def is_over(self) -> bool:
@@ -86,8 +89,8 @@ class AsyncGroupSource:
         return self.filter is not None and not self.take(self._position, 1)
 
     def next(self, step: int, num_groups: int | None = None) -> tuple[list[ScoredGroup], dict[str, float]]:
-        """Return the groups of train step `step`, and wait for them if they are not there yet."""
-        began = time.perf_counter()
+        """Return the groups of train step `step` and metrics about them; wait until they are generated and scored."""
+        start = time.perf_counter()
         with self._ready:
             self._step = step
             self._wanted = num_groups
@@ -121,27 +124,27 @@ class AsyncGroupSource:
         return kept, {
             **group_metrics(sampled),
             **(filtered_metrics(self.filter, sampled) if self.filter else {}),
-            "time/wait": time.perf_counter() - began,
+            "time/wait": time.perf_counter() - start,
             **lag_metrics(kept or sampled, step),
             "rollout/outdated": float(self._told[0] - before[0]),
             "rollout/restarts": float(self._told[1] - before[1]),
         }
 
     def state_dict(self) -> dict[str, JsonValue]:
-        """Return how many prompts were taken."""
+        """Return the number of prompts that were used."""
         return {"drawn": self._position}
 
     def load_state_dict(self, state: dict[str, JsonValue]) -> None:
-        """Go on behind them."""
+        """Continue after the prompts that were used."""
         self._position = self._next = int(str(state.get("drawn", 0)))
 
     def close(self) -> None:
-        """Let the thread end: nothing is scored after this."""
+        """End the thread; nothing is scored afterwards."""
         self._is_closed = True
         if self._thread is not None:
             self._thread.join()
 
-    # What follows runs on the first rank.
+    # The methods below run on the first rank only.
 
     def _start(self) -> None:
         if self._thread is None and is_first():
@@ -150,44 +153,47 @@ class AsyncGroupSource:
             self._thread.start()
 
     def _looked_at(self, step: int) -> tuple[Status, list[ScoredGroup], list[ScoredGroup]]:
-        """Say whether the step's groups are there, and give those that are trained and all that were sampled."""
+        """Return whether the groups of `step` are complete, with the groups to train on and all groups that were
+        sampled."""
         with self._ready:
             self._ready.wait_for(lambda: self._groups_of(step) or self._problem or self.fleet.is_stale, _POLL_SECONDS)
             if self._problem is not None:
                 raise self._problem
-            found = self._groups_of(step)
+            groups = self._groups_of(step)
         self.fleet.check()
-        if found is None:
+        if groups is None:
             return "stale" if self.fleet.is_stale else "waiting", [], []
-        return "whole", *found
+        return "whole", *groups
 
     def _groups_of(self, step: int) -> tuple[list[ScoredGroup], list[ScoredGroup]] | None:
-        """Return the kept and the sampled groups of a step; None: not all are there."""
+        """Return the kept and the sampled groups of `step`; None if some are missing."""
         kept: list[ScoredGroup] = []
         sampled: list[ScoredGroup] = []
-        wanted = self.steps.count(step) if self._wanted is None else self._wanted
-        most = self.filter.most_sampled(wanted) if self.filter else wanted
-        while len(kept) < wanted and len(sampled) < most:
+        num_needed = self.steps.count(step) if self._wanted is None else self._wanted
+        most = self.filter.most_sampled(num_needed) if self.filter else num_needed
+        while len(kept) < num_needed and len(sampled) < most:
             position = self._position + len(sampled)
             scored = self._scored.get(position)
             if scored is None:
                 return None if position in self._pending or self.take(position, 1) else (kept, sampled)
             if step - scored.group.version > self.allowed:
-                self._ask_again(step, range(position, position + wanted - len(kept)))
+                self._ask_again(step, range(position, position + num_needed - len(kept)))
                 return None
             sampled.append(scored)
             if self.filter is None or self.filter.keeps(scored):
                 kept.append(scored)
-            if self.filter is not None and len(sampled) == wanted:
+            if self.filter is not None and len(sampled) == num_needed:
                 check_scores(step, sampled, self.filter.metrics)
         return kept, sampled
 
     def _ask_again(self, step: int, positions: Sequence[int]) -> None:
-        """Ask at once for all groups at these positions that are too old for their step, once engines have weights that
-        are new enough for it."""
+        """Request all groups at these positions again whose weights are too old for `step`.
+
+        Does nothing until the engines have weights that are new enough.
+        """
         if self.fleet.version + self.allowed < step:
             return
-        for position in reversed(positions):  # each goes before all that wait
+        for position in reversed(positions):  # urgent requests are put first, so the last one put is served first
             scored = self._scored.get(position)
             if scored is not None and step - scored.group.version > self.allowed:
                 del self._scored[position]
@@ -195,8 +201,11 @@ class AsyncGroupSource:
                 self._pending[position] = self._asked(position, scored.group.prompt, is_urgent=True)
 
     def _asked(self, position: int, prompt: Prompt, *, is_urgent: bool = False) -> Future[Group]:
-        """Ask for the group at a position; its seeds are those of the step that would take it if none were dropped,
-        which may draw a prompt in two epochs."""
+        """Request the group at `position`, and return its future.
+
+        Its seeds are those of the step that would use it if no group were dropped. A step that spans two epochs may
+        sample a prompt twice, with different seeds.
+        """
         step = self.steps.step_of(position)
         first = self.steps.first(step)
         times = sum(each.id == prompt.id for each in self.take(first, position - first))
@@ -207,13 +216,13 @@ class AsyncGroupSource:
             while not self._is_closed:
                 self._hand_out()
                 self._score_done()
-        except BaseException as error:  # noqa: BLE001 - the training waits for this thread
+        except BaseException as error:  # noqa: BLE001 - raised again in the training, which waits for this thread
             with self._ready:
                 self._problem = error
                 self._ready.notify_all()
 
     def _hand_out(self) -> None:
-        """Give the engines all prompts that their weights are new enough for."""
+        """Send the engines all prompts that their weights are new enough for."""
         with self._ready:
             if self.takes_turns and not self._is_awaited:
                 return
@@ -223,26 +232,26 @@ class AsyncGroupSource:
                 self._next += 1
 
     def _num_ahead(self) -> int:
-        """Return how many prompts from the first on that no step has taken engines may have by now."""
-        newest_step = self.fleet.version + self.allowed  # that may train on what is generated now
+        """Return how many prompts after `_position` the engines may have been sent."""
+        newest_step = self.fleet.version + self.allowed  # the last step that may train on groups of the current weights
         num_kept = self._num_groups(newest_step - self._step + 1)
         most = math.inf if self.most_steps is None else self._num_groups(self.most_steps)
         if self.filter is None:
             return int(min(num_kept + self.beyond, most))
         if num_kept <= 0:
             return 0
-        # Each group that is dropped makes room for another one, without which its step would never be whole.
+        # Each dropped group must be replaced, or its step would never be complete.
         num_dropped = sum(not self.filter.keeps(scored) for scored in self._scored.values())
         num_expected = min(self.beyond, num_kept * (self._sampled_per_kept - 1))
         most_sampled = self.filter.most_sampled(self._num_groups(self.most_steps)) if self.most_steps else math.inf
         return int(min(min(num_kept, most) + max(num_dropped, num_expected), most_sampled))
 
     def _num_groups(self, num_steps: int) -> int:
-        """Return how many groups so many steps need, from the present one on."""
+        """Return the number of groups that the next `num_steps` steps need."""
         return self.steps.first(self._step + num_steps) - self.steps.first(self._step)
 
     def _score_done(self) -> None:
-        """Score what has come from the engines, as soon as anything has."""
+        """Wait briefly for finished groups and score them."""
         with self._ready:
             pending = dict(self._pending)
         if not pending:
@@ -261,13 +270,14 @@ class AsyncGroupSource:
 
 
 def steps_of(order: Callable[[int], Sequence[Any]], num_groups: int, num_steps: int) -> Callable[[int, int], list[Any]]:
-    """Return what gives prompts by position where each step has its own: `order` gives those of a step."""
+    """Return a function that returns prompts by position, from a function `order` that returns the prompts of a
+    step."""
 
     def take(start: int, count: int) -> list[Any]:
         end = min(start + count, num_steps * num_groups)
         steps = range(start // num_groups, -(-end // num_groups)) if end > start else range(0)
-        found = [prompt for step in steps for prompt in order(step)]
+        prompts = [prompt for step in steps for prompt in order(step)]
         first = start // num_groups * num_groups
-        return found[start - first : end - first]
+        return prompts[start - first : end - first]
 
     return take

@@ -1,7 +1,7 @@
-"""What a rollout engine is, what it is made of, and what all engines need.
+"""Interface of rollout engines, their settings, and helpers that all engines use.
 
-Not here: which engine a recipe gets (`registry`), how weights reach it (`publish`), what groups are made of its
-completions (`groups`), rewards, losses.
+Not here: the choice of an engine (`registry`), weight sync (`publish`), groups of completions (`groups`), rewards,
+losses.
 """
 
 from __future__ import annotations
@@ -22,68 +22,73 @@ from cosmos_core.rollout.flow_source import FlowSource
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Segment
 
 Bucket = list[tuple[str, Tensor]]
-"""Some of the weights, whole, by name. Their memory may be used again for the next bucket: an engine copies what it
-keeps."""
+"""Some of the weights by name, each tensor complete.
+
+The memory may be reused for the next bucket, so an engine copies what it keeps.
+"""
 
 WeightFormat = Literal["checkpoint", "module", "adapter", "shared"]
-"""What an engine takes: weights under the names and in the shapes of a checkpoint, those of the transformers module,
-the factors of an adapter alone, because it has the base weights, or none, because it computes with the trainer's own
-modules."""
+"""Weights that an engine loads.
+
+`checkpoint`: names and shapes of a checkpoint; `module`: those of the transformers module; `adapter`: only the LoRA
+factors, because the engine has the base weights; `shared`: none, because it computes with the trainer's modules.
+"""
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What an engine is made of: the one argument of its class."""
+    """Settings of an engine: the one argument of its class."""
 
     model: PreTrainedModel
-    """The trainer's module. An engine of another format than `shared` reads no more than its config."""
+    """The trainer's module. An engine with a weight format other than `shared` reads only its config and shapes."""
     tokenizer: PreTrainedTokenizerBase
     folder: str
-    """Folder or Hub id that the trainer loaded; the engine starts with its weights, as version 0."""
+    """Folder or Hub id that the trainer loaded; the engine starts with these weights as version 0."""
     rollout: RolloutConfig
     max_model_len: int
-    """Longest sequence, prompt and completion together."""
+    """Maximum number of tokens in a sequence, prompt and completion together."""
     dtype: torch.dtype
-    """What the engine computes in."""
+    """Dtype that the engine computes in."""
     custom: Mapping[str, Any] = field(default_factory=dict)
-    """The recipe's `[custom]` table, for an engine of a user's own."""
+    """The recipe's `[custom]` table, for user-defined engines."""
     is_apart: bool = False
-    """The engine is in a process without the trainer's weights: `model` has shapes alone."""
+    """Whether the engine runs in a process without the trainer's weights, where `model` has only shapes."""
     vision: Vision | None = None
-    """Reads the images of prompts; None: no prompt shows one."""
+    """Processor for the images of prompts; None if no prompt has images."""
     flow: FlowSource | None = None
-    """Of a diffusion model; None: the model is of text."""
+    """What the engine of a diffusion model samples with; None for a text model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The acknowledgement of a load."""
+    """Acknowledgement of a weight load."""
 
     version: int
     num_tensors: int
-    """Tensors that the engine took."""
+    """Number of tensors that the engine loaded."""
 
 
 class Engine(Protocol):
-    """Token ids in, token ids and their log-probabilities out. Generating never moves a global random state.
+    """Rollout engine: takes token ids, returns token ids and their log-probabilities. It never changes global random
+    state.
 
-    A user's engine (`rollout.backend = "file.py:Class"`) is a class with these members, called with one
-    `EngineSettings`. Of several ranks each has an engine. An engine in a process of its own may also have `step()`, one
-    forward pass that returns what `completed` would, and `abort()`, which forgets what is in flight: weights then
-    arrive between two passes, and not between two groups.
+    A user-defined engine (`rollout.backend = "file.py:Class"`) is a class with these members, constructed with one
+    `EngineSettings`. With several ranks, each has an engine. An engine in a separate process may also have `step()`,
+    one forward pass that returns finished groups as `completed` does, and `abort()`, which discards requests in flight.
+    Weights can then be loaded between two passes rather than between two groups.
     """
 
     name: str
     weight_format: WeightFormat
     ranks_per_engine: int
-    """Neighbouring ranks that have one engine together and give it the same calls; 1: each has its own."""
+    """Number of neighbouring ranks that form one engine and make the same calls; 1: each rank has its own engine."""
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
-        """Ask for `sampling.num_completions` completions of each prompt; more may be submitted before they are done.
+        """Request `sampling.num_completions` completions of each prompt; may be called again before they are done.
 
         Raises:
             DataError: a prompt leaves no room for a completion.
-            ConfigError: the engine cannot sample like that.
+            ConfigError: the engine does not support the sampling settings.
         """
         ...
 
@@ -95,35 +100,38 @@ class Engine(Protocol):
         ...
 
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> Loaded:
-        """Replace all weights, bucket by bucket, and forget all caches.
+        """Replace all weights, bucket by bucket, and clear all caches.
 
-        Completions that are in flight go on with the new weights: what these draw is a segment of its own.
+        Completions in flight continue with the new weights, whose tokens form a segment of their own.
 
         Raises:
-            StageFailed: a tensor is missing, or none of the model's.
+            StageFailed: a tensor is missing, or the model has no such tensor.
         """
         ...
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """Return the log-probability of each token after the first, given those before it, at temperature 1."""
+        """Return the log-probability of each token after the first, conditioned on the tokens before it, at temperature
+        1."""
         ...
 
     def sleep(self, level: Literal[1, 2] = 1) -> None:
-        """Give back accelerator memory until `wake`; level 2: the weights too, which a load will replace before
-        the next submission."""
+        """Release accelerator memory until `wake`.
+
+        Level 2 also releases the weights; a load replaces them before the next submission.
+        """
         ...
 
     def wake(self) -> None:
-        """Be ready to generate again."""
+        """Reallocate the memory that `sleep` released, so that the engine can generate again."""
         ...
 
     def close(self) -> None:
-        """Free everything; the engine cannot be used again."""
+        """Free all resources; the engine cannot be used again."""
         ...
 
 
 class Around:
-    """An engine around another one; a subclass says what it does otherwise, `submit` and `completed` at least."""
+    """Base class of engines that wrap another engine; subclasses override at least `submit` and `completed`."""
 
     def __init__(self, inner: Engine) -> None:
         self._inner = inner
@@ -147,7 +155,7 @@ class Around:
 
     @property
     def slept(self) -> int:
-        """Return the level of the deepest sleep since the last load, where the engine knows it."""
+        """Return the level of the deepest sleep since the last load, or 0 if the inner engine does not record it."""
         return getattr(self._inner, "slept", 0)
 
     def close(self) -> None:
@@ -156,38 +164,40 @@ class Around:
 
 
 def generate(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:
-    """Return the groups of these prompts in their order: submit, and drain the engine, which has nothing else to do."""
+    """Return the groups of these prompts, in their order; the engine must have nothing else in flight."""
     engine.submit(prompts, sampling, step)
-    found: dict[int, Group] = {}
+    groups_by_prompt: dict[int, Group] = {}
     while groups := engine.completed():
-        found.update((group.prompt.id, group) for group in groups)
-    return [found[prompt.id] for prompt in prompts]
+        groups_by_prompt.update((group.prompt.id, group) for group in groups)
+    return [groups_by_prompt[prompt.id] for prompt in prompts]
 
 
 def request_seed(seed: int, step: int, prompt_id: int, k: int) -> int:
-    """Return the seed of completion `k` of a prompt at a step: the same in every process and in every batch."""
+    """Return the seed of completion `k` of a prompt at a step, which is the same in every process and every batch."""
     digest = hashlib.sha256(f"{seed}/{step}/{prompt_id}/{k}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1  # 63 bits: vLLM and torch take a signed 64-bit integer
 
 
 def drawn_again(sampling: Sampling, times: int) -> Sampling:
-    """Return how a prompt is sampled that its train step has drawn so many times before: with seeds of its own, since
-    they are made of step and prompt."""
+    """Return sampling settings for a prompt that its train step has sampled `times` times before.
+
+    The seed changes, because seeds otherwise depend only on step and prompt.
+    """
     return replace(sampling, seed=request_seed(sampling.seed, -times, 0, 0)) if times else sampling
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens that end a completion: those of the generation config and of the tokenizer."""
+    """Return the tokens that end a completion, from the generation config and the tokenizer."""
     configured = getattr(model.generation_config, "eos_token_id", None)
     listed = configured if isinstance(configured, (list, tuple)) else [configured]
     return sorted({token for token in [*listed, tokenizer.eos_token_id] if token is not None})
 
 
 def check_prompts(prompts: Sequence[Prompt], max_model_len: int) -> None:
-    """Refuse prompts that leave no room for a completion.
+    """Check that each prompt leaves room for a completion.
 
     Raises:
-        DataError: naming the first of them.
+        DataError: a prompt is empty or too long.
     """
     for prompt in prompts:
         if not 0 < len(prompt.token_ids) < max_model_len:
@@ -207,9 +217,11 @@ def completion(  # noqa: PLR0913 - what an engine knows of a completion
     earlier: Sequence[tuple[int, int]] = (),
     vision: Vision | None = None,
 ) -> Completion:
-    """Return a completion of one turn, with its text; `earlier`: how many of its tokens, from the first on, were drawn
-    by the end of each version of the weights before the present one; with `vision` it is cut off before a token that
-    stands for an image."""
+    """Return a completion of one turn, with its text.
+
+    `earlier`: for each previous version of the weights, the number of tokens sampled by its end, and the version. With
+    `vision`, the completion is truncated before the first image placeholder token.
+    """
     if vision is not None and (count := vision.num_before_images(token_ids)) < len(token_ids):
         token_ids, logprobs, is_stopped = token_ids[:count], logprobs[:count], False
     segments, start = [], 0
@@ -228,14 +240,14 @@ def completion(  # noqa: PLR0913 - what an engine knows of a completion
 
 
 def storage_of(tensor: Tensor) -> Hashable:
-    """Return what is equal for two tensors that are the same memory, such as tied weights under their two names."""
+    """Return a key that is equal for two tensors in the same memory, such as tied weights under their two names."""
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 class Receiver:
-    """The receiving end of a load: hands out tensors one by one, and remembers what a whole model is.
+    """Receiving side of weight loads, which checks that every load has the same tensor names.
 
-    A tensor that does not come would leave the weights of another version, or uninitialised memory, in the engine.
+    Without the check, a missing tensor would leave old weights or uninitialized memory in the engine.
     """
 
     def __init__(self) -> None:
@@ -243,22 +255,22 @@ class Receiver:
         self._names: set[str] = set()
 
     def tensors(self, buckets: Iterable[Bucket]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of all buckets, each bucket being made when the one before is used up."""
+        """Yield the tensors of all buckets; each bucket is created when the previous one is used up."""
         for bucket in self.buckets(buckets):
             yield from bucket
 
     def buckets(self, buckets: Iterable[Bucket]) -> Iterator[Bucket]:
-        """Yield buckets, for who takes each as a whole."""
+        """Yield the buckets, and record the names of their tensors."""
         self._names = set()
         for bucket in buckets:
             self._names.update(name for name, _ in bucket)
             yield bucket
 
     def loaded(self, version: int) -> Loaded:
-        """Return the acknowledgement of what `tensors` has handed out.
+        """Return the acknowledgement of the load that `tensors` or `buckets` passed on.
 
         Raises:
-            StageFailed: the first load had other tensors.
+            StageFailed: the tensors are not those of the first load.
         """
         self._expected = self._expected or frozenset(self._names)
         if missing := self._expected - self._names:

@@ -1,4 +1,4 @@
-"""Rollouts on several ranks: each has an engine for some of the prompts, and all ranks get all groups."""
+"""Data-parallel rollouts: each rank's engine completes some of the prompts, and all ranks get all groups."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from cosmos_core.types import Group, Prompt, Sampling
 
 
 class DataParallel(Around):
-    """An `Engine` whose methods all ranks call together, with the same prompts and the same weights."""
+    """`Engine` whose methods all ranks call together, with the same prompts and the same weights."""
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
-        """See `Engine.submit`; which rank completes a prompt does not change its random numbers."""
+        """Submit this rank's prompts, see `Engine.submit`; random numbers do not depend on the rank."""
         num_engines = num_ranks() // self.ranks_per_engine
-        own = prompts[rank_number() // self.ranks_per_engine :: num_engines]
-        if own:
-            self._inner.submit(own, sampling, step)
+        local_prompts = prompts[rank_number() // self.ranks_per_engine :: num_engines]
+        if local_prompts:
+            self._inner.submit(local_prompts, sampling, step)
 
     def completed(self) -> list[Group]:
-        """See `Engine.completed`; each rank drains its engine first, so that all exchange groups only once."""
-        own: list[Group] = []
+        """Drain each rank's engine, then exchange all groups at once; see `Engine.completed`."""
+        local_groups: list[Group] = []
         while groups := self._inner.completed():
-            own += groups
-        return [group for groups in all_gather_object(own)[:: self.ranks_per_engine] for group in groups]
+            local_groups += groups
+        return [group for groups in all_gather_object(local_groups)[:: self.ranks_per_engine] for group in groups]

@@ -1,7 +1,7 @@
-"""Several rollout engines in processes of their own, as one: they generate while the ranks train.
+"""Several rollout engines in separate processes, as one engine that generates while the ranks train.
 
-The first rank alone talks to the engines (`members`). The others take part in what all ranks do together: gathering
-weights, and waiting.
+Only the first rank communicates with the engines (`members`). The other ranks take part in collective operations:
+gathering weights, and waiting.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ logger = logging.getLogger(__name__)
 
 
 class _Process(NamedTuple):
-    """The process of a member that a load began with."""
+    """A member, with the description of the process that it had when a load began."""
 
     member: Member
     description: Description | None
 
     @property
     def is_alive(self) -> bool:
-        """Return whether no other has taken its place."""
+        """Return whether the member still has the same process."""
         return self.member.description is self.description
 
 
@@ -43,10 +43,10 @@ class _Reply(NamedTuple):
 
 
 class Fleet:
-    """An `Engine` made of many; all ranks call its methods together, but for `request`, `is_stale` and `check`.
+    """`Engine` made of many. All ranks call its methods together, except `request`, `is_stale` and `check`.
 
-    `handles` may grow and shrink while it runs. `most_groups` is what one engine gets at a time; an engine that makes
-    no pass for `patience` seconds is ended.
+    `handles` may grow and shrink at run time. `most_groups`: maximum number of groups in flight in one engine. An
+    engine without a forward pass for `patience` seconds is killed.
     """
 
     weight_format: WeightFormat
@@ -62,8 +62,9 @@ class Fleet:
         takes_turns: bool = False,
         beat: Callable[[], None] = lambda: None,
     ) -> None:
-        """`swap`: see `rollout.async_r2r_sync`. `takes_turns`: engines sleep while nobody asks for groups, because they
-        are on the trainer's GPUs.
+        """Wait until the first engine is open.
+
+        `swap`: see `rollout.async_r2r_sync`. `takes_turns`: engines share the trainer's GPUs and sleep while it trains.
 
         Raises:
             CosmosError: an engine cannot be opened.
@@ -73,13 +74,13 @@ class Fleet:
         self._own: list[tuple[Prompt, Future[Group]]] = []
         self._only_new = False
         self.has_new = False
-        """Whether the newest weights were the first of an engine."""
+        """Whether the last load was the first load of some engine."""
         self.slept = 0
-        """1: engines that take turns with the trainer have slept since the last load."""
+        """1 if engines that take turns with the trainer have slept since the last load, else 0."""
         self.version = -1
-        """Of the oldest weights that an engine with any has."""
+        """The lowest version of weights among the engines that have weights."""
         self.resync: Callable[[], object] = lambda: None
-        """Sends the weights that were sent last to the engines that have none; called on all ranks together."""
+        """Sends the last published weights to engines that have none; called on all ranks together."""
         if is_first():
             self._members.start()
         name, self.weight_format, failed = broadcast_object(self._first_description() if is_first() else None)  # type: ignore[misc]
@@ -89,27 +90,29 @@ class Fleet:
     def request(
         self, prompt: Prompt, sampling: Sampling, step: int, *, is_urgent: bool = False, version: int | None = None
     ) -> Future[Group]:
-        """Ask for one group, before all others or behind them; on the first rank, from any thread. `version`: see
-        `Members.request`; whoever asks for one loads no other before it is there."""
+        """Request one group, before all waiting requests or after them; on the first rank, from any thread.
+
+        `version`: see `Members.request`; the caller must not load other weights before the group is done.
+        """
         return self._members.request(prompt, sampling, step, is_urgent=is_urgent, version=version)
 
     @property
     def is_stale(self) -> bool:
-        """Return whether an engine waits for weights, so that it can be given prompts."""
+        """Return whether an engine has no weights yet and so cannot be sent prompts."""
         return any(member.version is None for member in self._members.opened())
 
     @property
     def num_restarts(self) -> int:
-        """Return how many engines died or hung since the start."""
+        """Return the number of engines that died or hung since the start."""
         return self._members.num_restarts
 
     def check(self) -> None:
-        """Raise what ended the thread that talks to the engines, if anything did."""
+        """Raise the error that ended the communication thread, if any."""
         self._members.check()
 
     @contextmanager
     def only_new(self) -> Iterator[None]:
-        """Let loads inside the block reach only the engines that have no weights yet."""
+        """Context manager in which loads reach only engines that have no weights yet."""
         self._only_new = True
         try:
             yield
@@ -122,9 +125,12 @@ class Fleet:
             self._own += [(prompt, self.request(prompt, sampling, step, is_urgent=True)) for prompt in prompts]
 
     def completed(self) -> list[Group]:
-        """See `Engine.completed`: all that were submitted, so that ranks wait for each other once. An engine that dies
-        meanwhile gets the weights again."""
-        while True:  # ranks meet at each look: none waits for another longer than a collective may take
+        """Wait for all submitted groups, see `Engine.completed`; returning them at once synchronizes the ranks only
+        once.
+
+        An engine that is restarted meanwhile gets the weights again.
+        """
+        while True:  # broadcast after each poll, so that no rank waits beyond the timeout of a collective
             groups, failed, is_stale = broadcast_object(self._own_done() if is_first() else None)  # type: ignore[misc]
             self._raise(failed)
             if groups is not None:
@@ -133,7 +139,7 @@ class Fleet:
                 self.resync()
 
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> Loaded:
-        """See `Engine.load_weights`: every engine that is open takes them. One that dies meanwhile is left out."""
+        """Load weights into every open engine, see `Engine.load_weights`; an engine that dies meanwhile is left out."""
         self._leave_memory()
         num_sent, loads = 0, self._begin_load(version) if is_first() else []
         has_new = any(process.member.version is None for process in loads)
@@ -150,23 +156,23 @@ class Fleet:
         return Loaded(version, num_sent)
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """See `Engine.logprobs`: of one engine."""
+        """Return the log-probabilities of one engine; see `Engine.logprobs`."""
         return next(iter(self.all_logprobs(token_ids)))
 
     def all_logprobs(self, token_ids: Sequence[int], version: int | None = None) -> list[list[float]]:
-        """Return the log-probabilities by each engine that has weights, which may be none; `version`: these weights."""
-        found: list[list[float]] = []
+        """Return the log-probabilities of each engine that has weights, or that has weights of `version`."""
+        logprobs: list[list[float]] = []
         if is_first():
-            asked = [member for member in self._members.ready() if version in {None, member.version}]
-            replies = [member.handle.ask("logprobs", member.version, token_ids) for member in asked]
-            self._members.await_all(list(zip(asked, replies, strict=True)))
+            members = [member for member in self._members.ready() if version in {None, member.version}]
+            replies = [member.handle.ask("logprobs", member.version, token_ids) for member in members]
+            self._members.await_all(list(zip(members, replies, strict=True)))
             for reply in replies:
-                with suppress(ConnectionError):  # the thread that talks to it sees that too
-                    found.append(reply.result())
-        return broadcast_object(found)
+                with suppress(ConnectionError):  # the communication thread sees the same error
+                    logprobs.append(reply.result())
+        return broadcast_object(logprobs)
 
     def sleep(self, level: Literal[1, 2] = 1) -> None:
-        """See `Engine.sleep`; engines that generate while others train stay awake."""
+        """Let engines that share the trainer's GPUs sleep, see `Engine.sleep`; other engines stay awake."""
         self.slept = max(self.slept, int(self._takes_turns))
         self._tell_all("sleep")
 
@@ -176,26 +182,26 @@ class Fleet:
         self._tell_all("wake")
 
     def _leave_memory(self) -> None:
-        """Give back what torch has cached of GPUs that the engines share."""
+        """Release cached memory of torch on GPUs that the engines share."""
         if self._takes_turns:
             torch.cuda.empty_cache()
 
     def close(self) -> None:
-        """See `Engine.close`; the processes are left to who started them."""
+        """End the communication; the process manager ends the engine processes. See `Engine.close`."""
         self._members.is_closed = True
 
     def _raise(self, failed: tuple[str, str] | None) -> None:
-        """Raise on all ranks what the first one met, there as it was."""
+        """Raise an error of the first rank on all ranks; on the first rank it is the original error if possible."""
         if failed is not None:
             self.check()
             name, message = failed
             raise BY_NAME[name](message)
 
-    # What follows runs on the first rank.
+    # The methods below run on the first rank only.
 
     def _own_done(self) -> tuple[list[Group] | None, tuple[str, str] | None, bool]:
-        """Return the groups that were submitted, None while some are not there; or what went wrong; and whether an
-        engine waits for weights."""
+        """Return the submitted groups (None while some are missing), an error or None, and whether an engine needs
+        weights."""
         try:
             wait([reply for _, reply in self._own], POLL_SECONDS, FIRST_EXCEPTION)
             self._members.check()
@@ -218,23 +224,23 @@ class Fleet:
         self._ask([_Process(member, member.description) for member in self._members.ready()], method)
 
     def _first_description(self) -> tuple[str, WeightFormat, tuple[str, str] | None]:
-        """Return name and format of the first engine that is open; or what went wrong."""
+        """Return the name and weight format of the first open engine, and an error or None."""
         try:
             while not (opened := self._members.opened()):
                 self._beat()
                 self.check()
                 time.sleep(0.05)
-        except Exception as error:  # noqa: BLE001 - all ranks have to hear of it
+        except Exception as error:  # noqa: BLE001 - raised on all ranks
             return "", "checkpoint", by_name(error)
         assert opened[0].description is not None
         return opened[0].description.name, opened[0].description.weight_format, None
 
     def _ask(self, processes: Sequence[_Process], method: str, *arguments: Any, **keywords: Any) -> list[_Reply]:
-        """Return the replies of those that are alive; those that died are left to the thread that talks to them."""
-        asked = [(process, process.member.handle.ask(method, *arguments, **keywords)) for process in processes]
-        self._members.await_all([(process.member, reply) for process, reply in asked])
+        """Call a method of each process, and return the replies; processes that have died are marked and left out."""
+        futures = [(process, process.member.handle.ask(method, *arguments, **keywords)) for process in processes]
+        self._members.await_all([(process.member, reply) for process, reply in futures])
         replies = []
-        for process, reply in asked:
+        for process, reply in futures:
             try:
                 replies.append(_Reply(process, reply.result()))
             except ConnectionError as error:

@@ -1,7 +1,7 @@
-"""The way from noise to data along a table of noise levels, and which of its steps are stochastic.
+"""Sampling path from noise to data along a table of noise levels, and the choice of its stochastic steps.
 
-Pure functions of a velocity, so that a test can give one; the engine (`flow_sampler`) has the model. The velocity is
-asked at exactly the noise levels of the table, which training asks it at too.
+All functions are pure functions of a velocity, so that tests can supply one; `flow_sampler` has the model. The velocity
+is evaluated at exactly the noise levels of the table, as it is in training.
 
 Shapes: B samples, N steps, dots for the dimensions of a latent.
 """
@@ -24,33 +24,33 @@ if TYPE_CHECKING:
     from cosmos_core.models.diffusion import DiffusionModel
 
 Velocity = Callable[[Tensor, Tensor], Tensor]
-"""Takes latents and the noise level of each sample."""
+"""Returns the velocity at latents and the noise level of each sample."""
 
 SHARED_NOISE = -1
-"""Stands for the number of a completion in the seed of noise that all of a group start from."""
+"""Value that replaces the completion number in the seed of the initial noise that all completions of a group share."""
 _WINDOWS, _GIVEN = 0x77696E, 0x676976
-"""Keep the draws of windows and of given frames apart from others of the same seed."""
+"""Offsets that separate the random numbers of windows and of conditioning frames from others with the same seed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """Where the samples of a batch went, on the CPU in float32."""
+    """Sampling path of a batch, on the CPU in float32."""
 
     latents: Tensor
-    """The last: clean ones."""
+    """The final, clean latents."""
     steps: tuple[int, ...]
-    """The stochastic steps that were kept; what follows has an entry for each."""
+    """The stochastic steps that were recorded; each of the lists below has one entry per step."""
     before: list[Tensor]
     after: list[Tensor]
     means: list[Tensor]
-    """Empty: they were not asked for."""
+    """Means of the transitions; empty if they were not requested."""
     log_probs: list[Tensor]
-    """B each."""
+    """Log-probability of each transition, shape B."""
     num_given_B: Tensor | None = None
-    """Frames that were given; None: none."""
+    """Number of conditioning frames of each sample, or None."""
 
     def drawn(self, b: int, pixels: Tensor, sigmas_N: Tensor, version: int) -> Drawn:
-        """Return sample `b` as a completion has it."""
+        """Return sample `b` of the path in the form that a completion holds."""
 
         def of_steps(kept: Sequence[Tensor]) -> Tensor | None:
             return torch.stack([each[b] for each in kept]) if kept else None
@@ -70,14 +70,15 @@ class Path:
 
 
 def table_of(model: DiffusionModel, settings: FlowSampling) -> Tensor:
-    """Return the noise levels of a sampler: those of the pipeline's scheduler, or of another table with its shift."""
+    """Return the noise levels of a sampler: from the pipeline's scheduler, or from a named schedule with the model's
+    shift."""
     if not settings.schedule:
         return model.set_scheduler_timestep(settings.num_steps)
     return flow.SCHEDULES[settings.schedule](settings.num_steps, model.shift)
 
 
 def stochastic_steps(sampling: FlowSampling, seed: int, step: int) -> range:
-    """Return the steps that are stochastic in train step `step`: never the last, whose noise would stay."""
+    """Return the stochastic sampling steps of train step `step`; never the last one, whose noise would remain."""
     last = sampling.num_steps - 1
     if not sampling.kernel:
         return range(0)
@@ -96,28 +97,28 @@ def _first(window: Window, seed: int, step: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """The first frames of each sample, which are clean from the start and never learned."""
+    """Conditioning frames: the first frames of each sample, which are clean from the start and not trained on."""
 
     latents: Tensor
     num_B: Tensor
 
     def put(self, x: Tensor) -> Tensor:
-        """Return latents with these frames in them."""
+        """Return latents in which the conditioning frames are inserted."""
         return torch.where(self.is_learned(x), x, self.latents.to(x))
 
     def is_learned(self, x: Tensor) -> Tensor:
-        """Return which frames of latents are not given, (B, 1, F, 1, 1)."""
+        """Return a mask of the frames that are not conditioning frames, (B, 1, F, 1, 1)."""
         frames_F = torch.arange(x.shape[2], device=x.device)
         return (frames_F[None] >= self.num_B.to(x.device)[:, None])[:, None, :, None, None]
 
 
 def num_given(bounds: tuple[int, int], most: int, seed: int, step: int, prompt_id: int) -> int:
-    """Return how many frames the rollouts of a prompt are given in a train step, at most `most`."""
+    """Return the number of conditioning frames for rollouts of a prompt in a train step, at most `most`."""
     low, high = (min(bound, most) for bound in bounds)
     return low + int(shuffled(high - low + 1, seed, step, prompt_id, _GIVEN)[0])
 
 
-def denoise(  # noqa: PLR0913 - what a way from noise to data is made of
+def denoise(  # noqa: PLR0913 - the parameters of a sampler
     velocity: Velocity,
     noise: Tensor,
     sigmas_N: Tensor,
@@ -126,20 +127,20 @@ def denoise(  # noqa: PLR0913 - what a way from noise to data is made of
     stochastic: range = range(0),
     given: Given | None = None,
 ) -> Path:
-    """Return the way from noise to clean latents.
+    """Return the sampling path from noise to clean latents.
 
     Args:
-        velocity: of the model, at latents in float32.
+        velocity: the model's velocity at latents in float32.
         noise: the latents at the first noise level, for unit variance.
-        sigmas_N: the table, N + 1 levels.
-        sampling: solver, kernel, and which steps to keep.
-        generators: one for each sample, for the noise of stochastic steps.
-        stochastic: these.
-        given: frames that are given; None: none.
+        sigmas_N: the table of N + 1 noise levels.
+        sampling: solver, kernel, and which steps to record.
+        generators: one generator per sample, for the noise of stochastic steps.
+        stochastic: the stochastic steps.
+        given: conditioning frames; None: none.
     """
     put = given.put if given else lambda x: x
     x, solver = put(noise.float()), Dpm2(sigmas_N)
-    found = Path(x, tuple(i for i in stochastic if i in sampling.trained_on), [], [], [], [])
+    path = Path(x, tuple(i for i in stochastic if i in sampling.trained_on), [], [], [], [])
     for i in range(len(sigmas_N) - 1):
         v = velocity(x, sigmas_N[i].expand(len(x))).float()
         if i not in stochastic:
@@ -149,20 +150,20 @@ def denoise(  # noqa: PLR0913 - what a way from noise to data is made of
         levels = Levels(sigmas_N[i], sigmas_N[i + 1], sigmas_N[1])
         step = transition(sampling.kernel, x, v, levels, sampling.eta)
         drawn = torch.stack([torch.randn(x.shape[1:], generator=generator) for generator in generators])
-        later = put(step.mean + step.std.to(x) * drawn.to(x))
-        if i in found.steps:
-            found.before.append(x.cpu())
-            found.after.append(later.cpu())
-            found.log_probs.append(log_prob(step, later, given.is_learned(x) if given else None).cpu())
+        next_x = put(step.mean + step.std.to(x) * drawn.to(x))
+        if i in path.steps:
+            path.before.append(x.cpu())
+            path.after.append(next_x.cpu())
+            path.log_probs.append(log_prob(step, next_x, given.is_learned(x) if given else None).cpu())
             if sampling.keeps_means:
-                found.means.append(step.mean.cpu())
-        x = later
-    kept = (found.before, found.after, found.means, found.log_probs)
-    return Path(put(x).cpu(), found.steps, *kept, given.num_B if given else None)
+                path.means.append(step.mean.cpu())
+        x = next_x
+    kept = (path.before, path.after, path.means, path.log_probs)
+    return Path(put(x).cpu(), path.steps, *kept, given.num_B if given else None)
 
 
 def guided(velocity: Velocity, unconditional: Velocity, rule: Callable[..., Any], scale: float) -> Velocity:
-    """Return the velocity of classifier-free guidance; up to a scale of 1 that of the prompt alone."""
+    """Return the velocity of classifier-free guidance; for a scale of at most 1, the velocity of the prompt alone."""
     if scale <= 1:
         return velocity
     return lambda x, sigma_B: rule(velocity(x, sigma_B), unconditional(x, sigma_B), scale)

@@ -1,11 +1,10 @@
-"""Rollouts of diffusion models: images and videos of prompts, drawn with the trainer's own denoiser.
+"""Rollout engine of diffusion models: samples images and videos of prompts with the trainer's denoiser.
 
-Samples of all prompts and completions are batched together, and divided over the data-parallel ranks one by one, so
-that each rank calls the denoiser equally often, as a sharded one needs. A completion depends on the weights, its prompt
-and its seed alone. There is nothing to load and nothing to put to sleep: the weights are those that are trained, or a
-named set of them.
+Samples of all prompts and completions form one batch, which is distributed over the data-parallel ranks sample by
+sample, so that each rank calls a sharded denoiser equally often. A completion depends only on the weights, its prompt
+and its seed. Loading and sleeping do nothing: the weights are the trained ones, or a named set of them.
 
-Not here: the steps (`flow_path`), the table of noise levels and the network's inputs (`models/diffusion.py`).
+Not here: the sampling steps (`flow_path`), the noise levels and the inputs of the network (`models/diffusion.py`).
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ from cosmos_core.types import Completion, Drawn, Group, Prompt, Sampling
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One completion to draw."""
+    """One completion to sample."""
 
     prompt: Prompt
     k: int
 
 
 class FlowSamplerEngine:
-    """Samples from the denoiser that is being trained."""
+    """Engine that samples from the denoiser that is being trained."""
 
     name = "flow_sampler"
     ranks_per_engine = 1
@@ -58,7 +57,7 @@ class FlowSamplerEngine:
         self._waiting: deque[tuple[Sequence[Prompt], Sampling, int]] = deque()
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
-        """See `Engine.submit`; what is submitted together is one batch."""
+        """Queue prompts, see `Engine.submit`; prompts that are submitted together form one batch."""
         if sampling.flow is None:
             raise ConfigError("rollout.backend = 'flow_sampler' cannot draw tokens")
         if sampling.flow.guidance_scale > 1 and self._source.null_text is None:
@@ -70,15 +69,15 @@ class FlowSamplerEngine:
             self._waiting.append((prompts, sampling, step))
 
     def completed(self) -> list[Group]:
-        """See `Engine.completed`; draws the oldest batch."""
+        """Sample the oldest batch; see `Engine.completed`."""
         if not self._waiting:
             return []
         prompts, sampling, step = self._waiting.popleft()
         rows = [_Row(prompt, k) for prompt in prompts for k in range(sampling.num_completions)]
-        most = len(prompts) * min(self._most_of_group or sampling.num_completions, sampling.num_completions)
+        rows_per_rank = len(prompts) * min(self._most_of_group or sampling.num_completions, sampling.num_completions)
         drawn: list[Drawn] = []
-        for start in range(0, len(rows), most * self._num_ranks):
-            drawn += self._of_forms(rows[start : start + most * self._num_ranks], sampling, step)
+        for start in range(0, len(rows), rows_per_rank * self._num_ranks):
+            drawn += self._of_forms(rows[start : start + rows_per_rank * self._num_ranks], sampling, step)
         count = sampling.num_completions
         return [
             Group(prompt, tuple(map(_completion, drawn[p * count : (p + 1) * count])), step)
@@ -86,16 +85,16 @@ class FlowSamplerEngine:
         ]
 
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> Loaded:
-        """See `Engine.load_weights`; the modules are the trainer's, so no tensor comes."""
+        """Record the version, see `Engine.load_weights`; no tensors are sent, because the modules are the trainer's."""
         self._version = version
         return Loaded(version, 0)
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """See `Engine.logprobs`; there are no tokens."""
+        """Raise an error: a diffusion model has no tokens. See `Engine.logprobs`."""
         raise AssertionError("a diffusion model has no tokens")
 
     def sleep(self, level: Literal[1, 2] = 1) -> None:
-        """See `Engine.sleep`; the trainer needs the weights."""
+        """Do nothing, because the trainer needs the weights; see `Engine.sleep`."""
 
     def wake(self) -> None:
         """See `Engine.wake`."""
@@ -108,9 +107,11 @@ class FlowSamplerEngine:
         return self._source.mesh.data.size() if self._source.mesh else 1
 
     def _of_forms(self, rows: Sequence[_Row], sampling: Sampling, step: int) -> list[Drawn]:
-        """Return what all ranks draw for these rows, in their order: those whose texts have one form are drawn
-        together, as embeddings that a data set brings may have other numbers of tokens. All ranks have all rows, so
-        all find the same forms."""
+        """Return the samples of these rows on all ranks, in their order.
+
+        Rows are grouped by the shapes of their embeddings, because embeddings from a dataset may differ in their number
+        of tokens. All ranks have all rows, so all form the same groups.
+        """
         forms: dict[tuple[Any, ...], list[int]] = {}
         for i, row in enumerate(rows):
             forms.setdefault(_form(row.prompt.embedding), []).append(i)
@@ -120,27 +121,29 @@ class FlowSamplerEngine:
         return [drawn[i] for i in range(len(rows))]
 
     def _of_ranks(self, rows: Sequence[_Row], sampling: Sampling, step: int) -> list[Drawn]:
-        """Return what all ranks draw for these rows, in their order; a rank without a row of its own draws the first,
-        so that all take part in each call of the denoiser."""
+        """Return the samples of these rows on all ranks, in their order.
+
+        A rank without a row of its own samples the first row, so that all ranks take part in each call of the denoiser.
+        """
         mesh = self._source.mesh
         if mesh is None:
             return self._draw(rows, sampling, step)
-        own = mesh.select_own(rows)
+        local_rows = mesh.select_own(rows)
         size = -(-len(rows) // self._num_ranks)
-        made = self._draw([*own, *[rows[0]] * (size - len(own))], sampling, step)[: len(own)]
-        of_ranks = mesh.all_gather_object(made)
+        samples = self._draw([*local_rows, *[rows[0]] * (size - len(local_rows))], sampling, step)[: len(local_rows)]
+        of_ranks = mesh.all_gather_object(samples)
         return [of_ranks[i % self._num_ranks][i // self._num_ranks] for i in range(len(rows))]
 
     def _given(self, rows: Sequence[_Row], sampling: Sampling, step: int, shape: Sequence[int]) -> Given | None:
-        """Return the frames that samples are given; None: none are.
+        """Return the conditioning frames of the samples, or None.
 
         Raises:
-            DataError: a clip has another size than what is drawn.
+            DataError: a clip has another size than the samples.
         """
         assert sampling.flow is not None
-        most = min(self._source.model.max_given, shape[1] - 1) if len(shape) == 4 else 0
+        most_frames = min(self._source.model.max_given, shape[1] - 1) if len(shape) == 4 else 0
         clips = [row.prompt.given for row in rows]
-        if not most or not sampling.flow.given_frames[1] or any(clip is None for clip in clips):
+        if not most_frames or not sampling.flow.given_frames[1] or any(clip is None for clip in clips):
             return None
         if wrong := next((clip for clip in clips if tuple(clip.shape) != tuple(shape)), None):
             raise DataError(
@@ -149,12 +152,12 @@ class FlowSamplerEngine:
                 f"policy.diffusers.flow_rl.max_conditional_frames to 0"
             )
         bounds = sampling.flow.given_frames
-        counts = [num_given(bounds, most, sampling.seed, step, row.prompt.id) for row in rows]
+        counts = [num_given(bounds, most_frames, sampling.seed, step, row.prompt.id) for row in rows]
         device = self._source.device
         return Given(torch.stack(clips).to(device), torch.tensor(counts, device=device))
 
     def _draw(self, rows: Sequence[_Row], sampling: Sampling, step: int) -> list[Drawn]:
-        """Return what this rank draws."""
+        """Return the samples of `rows`, computed on this rank."""
         assert sampling.flow is not None
         settings, model = sampling.flow, self._source.model
         sigmas_N = table_of(model, settings)
@@ -189,7 +192,8 @@ class FlowSamplerEngine:
 
 
 def decoded(model: Any, latents: Tensor) -> Tensor:
-    """Return latents as pixels, see `to_bytes`; on a GPU one by one, because a VAE takes gigabytes for each sample."""
+    """Decode latents to uint8 pixels, see `to_bytes`; on a GPU one by one, because a VAE needs gigabytes for each
+    sample."""
     size = 1 if latents.is_cuda else len(latents)
     return torch.cat([to_bytes(model.decode(each)) for each in latents.split(size)])
 
@@ -213,5 +217,5 @@ def _form(text: Mapping[str, Tensor]) -> tuple[Any, ...]:
 
 
 def _stacked(texts: Sequence[dict[str, Tensor]], device: torch.device) -> dict[str, Tensor]:
-    """Return embeddings of one shape with a dimension for the samples."""
+    """Stack embeddings of equal shape along a batch dimension."""
     return {name: torch.stack([text[name] for text in texts]).to(device) for name in texts[0]}

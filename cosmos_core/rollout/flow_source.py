@@ -1,4 +1,4 @@
-"""What engines of diffusion models draw with: the family, the trainer's denoiser, and its named weights."""
+"""Inputs of the engines of diffusion models: the model family, the trainer's denoiser, and its named weights."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FlowSource:
-    """What an engine draws with."""
+    """What an engine of a diffusion model samples with."""
 
     model: DiffusionModel
     predict: Callable[..., Tensor]
-    """The velocity of the trainer's denoiser: `(latents, sigma_B, text, num_given_B)`; it is 0 in given frames."""
+    """Returns the velocity of the trainer's denoiser, `(latents, sigma_B, text, num_given_B)`; 0 in conditioning
+    frames."""
     weights: Callable[[str], AbstractContextManager[None]]
-    """Has the denoiser compute with named weights inside a block, without dropout and gradients."""
+    """Returns a context manager in which the denoiser computes with named weights, without dropout and gradients."""
     device: torch.device
     mesh: Mesh | None = None
     null_text: dict[str, Tensor] | None = None
-    """The embedding of the empty prompt; None: guidance cannot be had."""
+    """The embedding of the empty prompt; None: guidance is unavailable."""

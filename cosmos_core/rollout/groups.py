@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class GroupSource(Protocol):
-    """Gives the scored groups of each train step."""
+    """Source of the scored groups of each train step."""
 
     @property
     def is_over(self) -> bool:
@@ -35,74 +35,78 @@ class GroupSource(Protocol):
         ...
 
     def next(self, step: int, num_groups: int | None = None) -> tuple[list[ScoredGroup], dict[str, float]]:
-        """Return the groups of train step `step`, counted from 0, and metrics about them; `num_groups`: how many, None:
-        as many as a step has."""
+        """Return the groups of train step `step`, counted from 0, and metrics about them.
+
+        `num_groups`: number of groups; None: those of one train step.
+        """
         ...
 
     def state_dict(self) -> dict[str, JsonValue]:
-        """Return what a checkpoint has to keep, so that no prompt is lost or trained twice."""
+        """Return the state that a checkpoint needs, so that no prompt is lost or trained on twice."""
         ...
 
     def load_state_dict(self, state: dict[str, JsonValue]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Restore the state that `state_dict` returned."""
         ...
 
 
 @dataclass(frozen=True)
 class StepGroups:
-    """Which groups a train step is the first to need, by their positions in the order of the prompts; a group may be
-    spread over several steps."""
+    """Mapping from train steps to groups, by the groups' positions in the order of the prompts.
+
+    A group belongs to the first step that needs it; its completions may extend over several steps.
+    """
 
     batch: int
-    """Completions of a train step."""
+    """Completions in a train step."""
     size: int = 1
-    """Completions of a group."""
+    """Completions in a group."""
 
     def first(self, step: int) -> int:
         """Return the position of the first group that no step before `step` needs."""
         return -(-step * self.batch // self.size)
 
     def count(self, step: int) -> int:
-        """Return how many groups `step` is the first to need."""
+        """Return the number of groups that belong to `step`."""
         return self.first(step + 1) - self.first(step)
 
     def step_of(self, position: int) -> int:
-        """Return the step that is the first to need the group at a position."""
+        """Return the step that the group at `position` belongs to."""
         return position * self.size // self.batch
 
 
 @dataclass
 class SyncGroupSource:
-    """Alternates generation and training, so that the newest weights generate every group."""
+    """Group source that alternates generation and training, so that the newest weights generate every group."""
 
     prompts: Callable[[int], Sequence[Prompt]]
-    """Gives the prompts of a train step, in order."""
+    """Returns the prompts of a train step, in order."""
     engine: Engine
     score: ScoreGroups
     sampling: Sampling
     progress: Progress
     batch_size: int
-    """Prompts that an engine has at a time."""
+    """Number of prompts that an engine processes at a time."""
     between: Callable[[int], None] = lambda step: None
-    """Called with the step after each batch; may raise to stop, because nothing of the step was trained yet."""
+    """Called with the step after each batch; may raise to stop, because nothing of the step has been trained on."""
     publish_every: int = 1
     """Train steps between two loads of weights."""
     is_over: ClassVar[bool] = False
-    """The steps are numbered: whoever asks knows the last."""
+    """False: the number of steps is fixed, so the caller knows when to end."""
 
     def next(self, step: int, num_groups: int | None = None) -> tuple[list[ScoredGroup], dict[str, float]]:
-        """Return the groups of train step `step`, or the first so many of them, generated and scored now."""
-        began = time.perf_counter()
+        """Generate and score the groups of train step `step`, or the first `num_groups` of them."""
+        start = time.perf_counter()
         self.engine.wake()
         groups = self.generated(self.prompts(step)[:num_groups], step, self.sampling)
         self.rest(step)
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - start
         scored = self.scored(groups)
-        times = _times(scored, seconds, time.perf_counter() - began)
+        times = _times(scored, seconds, time.perf_counter() - start)
         return scored, group_metrics(scored) | times | lag_metrics(scored, step)
 
     def generated(self, prompts: Sequence[Prompt], step: int, sampling: Sampling) -> list[Group]:
-        """Return the groups of these prompts, in their order."""
+        """Generate the groups of these prompts, and return them in the order of the prompts."""
         num_prompts = self.batch_size * num_ranks()
         self.progress.phase("generate")
         groups: list[Group] = []
@@ -113,8 +117,7 @@ class SyncGroupSource:
         return groups
 
     def rest(self, step: int) -> None:
-        """Let the engine sleep while step `step` is trained; its weights are given up where those of the update are the
-        next thing that it sees."""
+        """Let the engine sleep while step `step` is trained; it also frees its weights if an update of them follows."""
         self.engine.sleep(level=1 if (step + 1) % self.publish_every else 2)
 
     def scored(self, groups: Sequence[Group]) -> list[ScoredGroup]:
@@ -123,49 +126,50 @@ class SyncGroupSource:
         return self.score(groups)
 
     def state_dict(self) -> dict[str, JsonValue]:
-        """Return nothing: prompts and seeds are functions of the step."""
+        """Return an empty state: prompts and seeds are functions of the step."""
         return {}
 
     def load_state_dict(self, state: dict[str, JsonValue]) -> None:
-        """Take nothing; see `state_dict`."""
+        """Do nothing; see `state_dict`."""
 
 
 @dataclass(frozen=True)
 class Filter:
-    """Dynamic sampling (DAPO, arXiv 2503.14476): of no use are whole groups in which no completion differs."""
+    """Filter of dynamic sampling (DAPO, arXiv 2503.14476), which drops groups whose completions all have equal
+    rewards."""
 
     metrics: Sequence[str] = ()
     """Reward metrics that must differ; empty: the total reward."""
     max_retries: int = 0
-    """Most rounds after the first in one train step; 0: until the prompts end."""
+    """Maximum number of further rounds of generation in one train step; 0: until the prompts end."""
 
     def keeps(self, group: ScoredGroup) -> bool:
-        """Say whether the valid completions of a group differ in what they are filtered by."""
+        """Return whether the filtered metrics differ between valid completions of a group."""
         valid = [score for score in group.scores if score.value is not None]
-        known = [score for score in valid if all(name in score.metrics for name in self.metrics)]
-        found = {tuple(score.metrics[name] for name in self.metrics) or score.value for score in known}
-        return len(found) > 1
+        with_metrics = [score for score in valid if all(name in score.metrics for name in self.metrics)]
+        values = {tuple(score.metrics[name] for name in self.metrics) or score.value for score in with_metrics}
+        return len(values) > 1
 
     def most_sampled(self, num_groups: int) -> float:
-        """Return how many groups a step of `num_groups` may look at."""
+        """Return how many groups a train step of `num_groups` groups may sample."""
         return num_groups * (1 + self.max_retries) if self.max_retries else float("inf")
 
 
 @dataclass
 class FilteredGroupSource:
-    """Takes prompts in one order over all epochs. Groups of no use are dropped after all their members have ended, and
-    other prompts are drawn until the train step is full.
+    """Group source that drops groups without a learning signal and samples other prompts until the train step is full.
 
-    Prompts are drawn in their order and none twice in an epoch; how many were is the state.
+    A group is judged after all its completions have ended. Prompts are taken in their order over all epochs and none
+    twice in an epoch; the number of prompts taken is the state.
     """
 
     sync: SyncGroupSource
     take: Callable[[int, int], Sequence[Prompt]]
-    """Gives so many prompts from a position on, over all epochs; fewer where they end."""
+    """Returns `count` prompts from a position on, over all epochs; fewer at the end."""
     num_groups: int
-    """Of a train step, where its caller does not say it."""
+    """Number of groups in a train step, unless the caller of `next` sets another."""
     filter: Filter | None = Filter()
-    """None: every group is of use."""
+    """Filter that selects groups; None: every group is kept."""
     _drawn: int = 0
 
     @property
@@ -174,32 +178,39 @@ class FilteredGroupSource:
         return not self.take(self._drawn, 1)
 
     def next(self, step: int, num_groups: int | None = None) -> tuple[list[ScoredGroup], dict[str, float]]:
-        """Return the groups of train step `step`: fewer than asked for where prompts or rounds have ended, and none
-        where no group was of use."""
-        wanted = self.num_groups if num_groups is None else num_groups
+        """Return the groups of train step `step`, and metrics about them.
+
+        There are fewer groups than requested if prompts or rounds have ended, and none if no group was kept.
+        """
+        num_requested = self.num_groups if num_groups is None else num_groups
         most_rounds = self.filter.max_retries if self.filter else 0
         kept: list[ScoredGroup] = []
         sampled: list[ScoredGroup] = []
-        num_rounds, seconds, began = 0, 0.0, time.perf_counter()
+        num_rounds, seconds, start = 0, 0.0, time.perf_counter()
         times = Counter[int]()
-        drawn = self._drawn  # noted when the step is whole: who stops inside it draws the same prompts again
+        drawn = (
+            self._drawn
+        )  # saved at the end of the step: a run that stops within the step takes the same prompts again
         self.sync.engine.wake()
-        while len(kept) < wanted and not 0 < most_rounds < num_rounds:
-            prompts = self.take(drawn, wanted - len(kept))
+        while len(kept) < num_requested and not 0 < most_rounds < num_rounds:
+            prompts = self.take(drawn, num_requested - len(kept))
             if not prompts:
                 break
             drawn += len(prompts)
-            round_began = time.perf_counter()
+            round_start = time.perf_counter()
             groups = self._generated(prompts, step, times)
-            seconds += time.perf_counter() - round_began
+            seconds += time.perf_counter() - round_start
             scored = self.sync.scored(groups)
             sampled += scored
             check_scores(step, sampled, self.filter.metrics if self.filter else ())
             kept += [group for group in scored if self.filter is None or self.filter.keeps(group)]
             num_rounds += 1
-        if self.filter and len(kept) < wanted and not self.take(drawn, 1):
+        if self.filter and len(kept) < num_requested and not self.take(drawn, 1):
             logger.warning(
-                "step %d: the prompts of all epochs have ended with %d of %d groups of use", step + 1, len(kept), wanted
+                "step %d: the prompts of all epochs have ended with %d of %d groups of use",
+                step + 1,
+                len(kept),
+                num_requested,
             )
         self._drawn = drawn
         self.sync.rest(step)
@@ -207,55 +218,61 @@ class FilteredGroupSource:
             return [], {}
         return kept, {
             **group_metrics(sampled),
-            **_times(sampled, seconds, time.perf_counter() - began),
+            **_times(sampled, seconds, time.perf_counter() - start),
             **lag_metrics(kept or sampled, step),
             **(filtered_metrics(self.filter, sampled) | {"rollout/rounds": float(num_rounds)} if self.filter else {}),
         }
 
     def _generated(self, prompts: Sequence[Prompt], step: int, times: Counter[int]) -> list[Group]:
-        """Return the groups of prompts in their order; one that the step has drawn before, which `times` counts by
-        prompt, as in an earlier epoch, has other completions."""
+        """Return the groups of these prompts, in their order.
+
+        `times` counts how often the step has sampled each prompt, as at a boundary of epochs; a repeated prompt gets
+        other seeds.
+        """
         batches: dict[int, list[int]] = {}
         for i, prompt in enumerate(prompts):
             batches.setdefault(times[prompt.id], []).append(i)
             times[prompt.id] += 1
-        found: dict[int, Group] = {}
+        groups_by_index: dict[int, Group] = {}
         for number, indices in batches.items():
             sampling = drawn_again(self.sync.sampling, number)
-            found |= zip(indices, self.sync.generated([prompts[i] for i in indices], step, sampling), strict=True)
-        return [found[i] for i in range(len(prompts))]
+            groups_by_index |= zip(
+                indices, self.sync.generated([prompts[i] for i in indices], step, sampling), strict=True
+            )
+        return [groups_by_index[i] for i in range(len(prompts))]
 
     def state_dict(self) -> dict[str, JsonValue]:
-        """Return how many prompts were drawn."""
+        """Return the number of prompts that were taken."""
         return {"drawn": self._drawn}
 
     def load_state_dict(self, state: dict[str, JsonValue]) -> None:
-        """Go on behind the prompts that were drawn."""
+        """Continue after the prompts that were taken."""
         self._drawn = int(str(state["drawn"]))
 
 
 def check_scores(step: int, groups: Sequence[ScoredGroup], metrics: Sequence[str] = ()) -> None:
-    """Refuse groups of train step `step` that say nothing: other prompts would be scored no better. `metrics`: what
-    they are filtered by.
+    """Check that the rewards of train step `step` are usable; other prompts would not be scored any better.
+
+    `metrics`: the reward metrics that groups are filtered by.
 
     Raises:
-        RewardError: no completion has a valid reward, because a function raises; or none has one of the metrics.
+        RewardError: no completion has a valid reward because a reward function raises, or no reward reports a metric.
         StageFailed: no completion has a valid reward for another reason.
     """
     scores = [score for group in groups for score in group.scores]
     if all(score.value is None for score in scores):
         raise all_invalid(f"step {step + 1}: all {len(scores)} rewards are invalid", scores)
-    known = sorted({name for score in scores for name in score.metrics})
-    if unknown := [name for name in metrics if name not in known]:
+    names = sorted({name for score in scores for name in score.metrics})
+    if unknown := [name for name in metrics if name not in names]:
         raise RewardError(
             f"train.train_policy.filter_reward_metric: no reward reports {', '.join(map(repr, unknown))}; take of "
-            f"{', '.join(map(repr, known)) or 'none'}"
+            f"{', '.join(map(repr, names)) or 'none'}"
         )
 
 
 def turn_metrics(completions: Sequence[Completion]) -> dict[str, float]:
-    """Return means of assistant turns and tool calls per completion, and the share of calls that failed; nothing where
-    completions are no conversations."""
+    """Return the mean assistant turns and tool calls per completion, and the fraction of failed calls; empty without
+    turns."""
     turns = [turn for completion in completions for turn in completion.turns]
     if not turns:
         return {}
@@ -268,7 +285,8 @@ def turn_metrics(completions: Sequence[Completion]) -> dict[str, float]:
 
 
 def filtered_metrics(filter: Filter, sampled: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Return how many groups were sampled, and the shares that were dropped with equal rewards above and up to 0."""
+    """Return the number of sampled groups, and the fractions dropped with equal rewards above 0 and with equal rewards
+    up to 0."""
     equal = [max(valid) for group in sampled if (valid := _valid(group)) and not filter.keeps(group)]
     return {
         "rollout/sampled_groups": float(len(sampled)),
@@ -282,8 +300,8 @@ def _valid(group: ScoredGroup) -> list[float]:
 
 
 def lag_metrics(groups: Sequence[ScoredGroup], step: int) -> dict[str, float]:
-    """Return by how many train steps the weights that drew the groups of a step are older: the most, the mean, and how
-    many groups are of which age."""
+    """Return how many train steps older than `step` the sampling weights are: maximum, mean and number of groups by
+    age."""
     lags = [step - scored.group.version for scored in groups]
     return {
         "rollout/version_lag": float(max(lags)),
@@ -304,7 +322,7 @@ def _times(groups: Sequence[ScoredGroup], generating: float, all_seconds: float)
 
 
 def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Return means over valid completions, the number of invalid ones, and of text lengths in sampled tokens."""
+    """Return mean reward and its standard deviation, the number of invalid rewards, and lengths in sampled tokens."""
     scores = [score for group in groups for score in group.scores]
     values = np.array([score.value for score in scores if score.value is not None], dtype=np.float64)
     completions = [completion for group in groups for completion in group.group.completions]
@@ -319,12 +337,12 @@ def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     if len(values):
         metrics |= {"reward/mean": float(values.mean()), "reward/std": float(values.std())}
     metrics |= turn_metrics(completions)
-    # A reward that is called `mean` does not take the place of the mean of all.
+    # A reward function named `mean` must not overwrite the mean of all rewards.
     return {f"reward/{name}": mean for name, mean in reward_means(groups).items()} | metrics
 
 
 def reward_means(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Return the mean of each reward function, and of what it reports beside its value, where they have one."""
+    """Return the mean of each reward function and of each further metric that it reports."""
     scores = [score for group in groups for score in group.scores]
     names = sorted({name for score in scores for name in score.metrics})
     return {n: float(np.mean([score.metrics[n] for score in scores if n in score.metrics])) for n in names}

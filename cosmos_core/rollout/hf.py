@@ -1,10 +1,10 @@
-"""Rollout on transformers modules: for models and machines that vLLM does not serve.
+"""Rollout with transformers modules, for models and machines that vLLM does not support.
 
-A small sampling loop of our own rather than `generate`, because each completion needs a random generator of its own
-and the log-probabilities of the distribution that it was drawn from. No paged cache, no continuous batching: a batch
-runs until its last completion ends, and shrinks whenever half of its rows have ended.
+It has its own sampling loop instead of `generate`, because each completion needs its own random generator and the
+log-probabilities of the distribution that it was sampled from. It has no paged cache and no continuous batching: a
+batch runs until its last completion ends, and shrinks whenever half of its rows have ended.
 
-Shape legend: P prompts, K completions of each, R = P * K rows, B those that are still computed, T tokens, V vocabulary.
+Shape legend: P prompts, K completions of each, R = P * K rows, B rows still in progress, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -41,12 +41,14 @@ from cosmos_core.rollout.sample_tokens import sample_tokens
 from cosmos_core.types import Completion, Group, Prompt, Sampling
 
 _LEAST_ROOM = 64
-"""Tokens."""
+"""Minimum number of tokens by which the cache grows."""
 
 
 class HfEngine:
-    """Samples from the module that is being trained, so there is nothing to load and nothing to put to sleep; of a
-    mesh, whose modules each hold a part, from a replica."""
+    """Engine that samples from the trained module itself, so loading and sleeping do nothing.
+
+    With several ranks, whose modules are sharded, it samples from a replica of the model.
+    """
 
     name = "hf"
     ranks_per_engine = 1
@@ -67,26 +69,30 @@ class HfEngine:
         self._waiting: deque[tuple[Sequence[Prompt], Sampling, int]] = deque()
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
-        """See `Engine.submit`; what is submitted together is one batch."""
+        """Queue prompts, see `Engine.submit`; prompts that are submitted together form one batch."""
         check_prompts(prompts, self._max_model_len)
         if prompts:
             self._waiting.append((prompts, sampling, step))
 
     def completed(self) -> list[Group]:
-        """See `Engine.completed`; generates the oldest batch."""
+        """Generate the oldest batch; see `Engine.completed`."""
         if not self._waiting:
             return []
         prompts, sampling, step = self._waiting.popleft()
-        found: dict[int, Group] = {}
+        groups_by_index: dict[int, Group] = {}
         for indices in _alike(prompts):
             batch = self._completed([prompts[i] for i in indices], sampling, step)
-            found |= dict(zip(indices, batch, strict=True))
-        return [found[i] for i in range(len(prompts))]
+            groups_by_index |= dict(zip(indices, batch, strict=True))
+        return [groups_by_index[i] for i in range(len(prompts))]
 
     def _completed(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:
-        """Return the groups of prompts that are one batch, or of each as many completions at a time as may be."""
-        count, most = sampling.num_completions, self._most_of_group or sampling.num_completions
-        chunks = [self._rows(prompts, sampling, step, range(k, min(k + most, count))) for k in range(0, count, most)]
+        """Return the groups of prompts, generated as one batch or with a limited number of completions per group at a
+        time."""
+        count, chunk_size = sampling.num_completions, self._most_of_group or sampling.num_completions
+        chunks = [
+            self._rows(prompts, sampling, step, range(k, min(k + chunk_size, count)))
+            for k in range(0, count, chunk_size)
+        ]
         return [Group(p, tuple(row for chunk in chunks for row in chunk[i]), step) for i, p in enumerate(prompts)]
 
     def _rows(self, prompts: Sequence[Prompt], sampling: Sampling, step: int, ks: range) -> list[list[Completion]]:
@@ -109,20 +115,21 @@ class HfEngine:
         return [rows[i : i + len(ks)] for i in range(0, len(rows), len(ks))]
 
     def abort(self) -> None:
-        """Forget what is in flight."""
+        """Discard all queued prompts."""
         self._waiting.clear()
 
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> Loaded:
-        """See `Engine.load_weights`; no tensor comes when the module is the trainer's."""
+        """Copy weights into the replica, see `Engine.load_weights`; no tensors are sent if the module is the
+        trainer's."""
         self._version = version
         if self.weight_format == "shared":
             return Loaded(version, 0)
-        own = self._model.state_dict()
+        state = self._model.state_dict()
         with torch.no_grad():
             for name, tensor in self._receiver.tensors(buckets):
-                if name not in own or own[name].shape != tensor.shape:
+                if name not in state or state[name].shape != tensor.shape:
                     raise StageFailed(f"weight sync: {name} of shape {tuple(tensor.shape)} is not in the replica")
-                own[name].copy_(tensor)
+                state[name].copy_(tensor)
         return self._receiver.loaded(version)
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
@@ -130,21 +137,21 @@ class HfEngine:
         input_ids = torch.tensor([list(token_ids)], device=self._model.device)
         inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
         with self._inference():
-            found: list[float] = Scorer(self._model)(inputs, torch.arange(len(token_ids) - 1))["logprobs"].tolist()
-        return found
+            logprobs: list[float] = Scorer(self._model)(inputs, torch.arange(len(token_ids) - 1))["logprobs"].tolist()
+        return logprobs
 
     def sleep(self, level: Literal[1, 2] = 1) -> None:
-        """See `Engine.sleep`; the module stays where it is."""
+        """Do nothing; the module stays in memory. See `Engine.sleep`."""
 
     def wake(self) -> None:
-        """See `Engine.wake`; there is nothing to do."""
+        """Do nothing; see `Engine.wake`."""
 
     def close(self) -> None:
-        """See `Engine.close`; memory is freed with the last reference."""
+        """Do nothing; memory is freed with the last reference. See `Engine.close`."""
 
     @contextmanager
     def _inference(self) -> Iterator[None]:
-        """Switch dropout off, and the recomputation of gradient checkpointing, which forbids a cache."""
+        """Context manager without dropout and gradients, and without gradient checkpointing, which excludes a cache."""
         model, was_training = self._model, self._model.training
         model.eval()
         try:
@@ -156,7 +163,7 @@ class HfEngine:
     def _sample(
         self, prompts: Sequence[Prompt], sampling: Sampling, step: int, ks: range
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return tokens and log-probabilities RT, of which those beyond each row's length R mean nothing."""
+        """Return tokens RT, log-probabilities RT and lengths R; entries beyond the length of a row are undefined."""
         device, k = self._model.device, len(ks)
         input_ids_PT, mask_PT = self._left_padded(prompts)
         budget_B = (self._max_model_len - mask_PT.sum(-1)).clamp(max=sampling.max_tokens).repeat_interleave(k)
@@ -166,7 +173,7 @@ class HfEngine:
         cache = _roomy(DynamicCache(config=self._model.config))
         placed = {"attention_mask": mask_PT, **(shown or {"position_ids": positions_PT})}
         logits_PV = self._forward(input_ids_PT, cache, placed)
-        cache.batch_repeat_interleave(k)  # a group's prompt is read once
+        cache.batch_repeat_interleave(k)  # the prompt of a group is computed once
         logits_BV, mask_BT = logits_PV.repeat_interleave(k, 0), mask_PT.repeat_interleave(k, 0)
         positions_B = positions_PT[:, -1].repeat_interleave(k)
         seen_BV = _seen(input_ids_PT, mask_PT, logits_PV.shape[-1]).repeat_interleave(k, 0)
@@ -176,7 +183,7 @@ class HfEngine:
         tokens_RT = torch.zeros(len(rows_B), int(budget_B.max()), dtype=torch.long, device=device)
         logprobs_RT, lengths_R = torch.zeros_like(tokens_RT, dtype=torch.float32), budget_B.clone()
         alive_B = torch.ones_like(budget_B, dtype=torch.bool)
-        # A model that places its images itself remembers something of each row.
+        # A model that computes positions of images itself keeps state for each row.
         may_shrink = not shown and all(type(layer) is _RoomyLayer for layer in cache.layers)
         for t in range(tokens_RT.shape[1]):
             logprobs_BV = processed_logprobs(logits_BV, seen_BV, sampling)
@@ -191,7 +198,9 @@ class HfEngine:
                 break
             seen_BV.scatter_(-1, tokens_B.unsqueeze(-1), True)
             mask_BT = torch.cat([mask_BT, mask_BT.new_ones(len(mask_BT), 1)], dim=-1)
-            positions_B = positions_B + alive_B  # an ended row keeps its position: a table of positions may be full
+            positions_B = (
+                positions_B + alive_B
+            )  # a finished row keeps its position, which must not exceed the position table
             if may_shrink and 2 * alive_B.sum() <= len(alive_B):
                 kept_B = alive_B.nonzero().squeeze(-1)
                 cache.batch_select_indices(kept_B)
@@ -199,7 +208,7 @@ class HfEngine:
                     each[kept_B] for each in (tokens_B, seen_BV, mask_BT, positions_B)
                 )
                 rows_B, budget_B, alive_B = rows_B[kept_B], budget_B[kept_B], alive_B[kept_B]
-            # A model that places its images wants to count on by itself, which no padding disturbs then.
+            # A model with images continues its positions itself; such batches have no padding.
             placed = {} if shown else {"attention_mask": mask_BT, "position_ids": positions_B.unsqueeze(-1)}
             logits_BV = self._forward(tokens_B.unsqueeze(-1), cache, placed)
         return tokens_RT, logprobs_RT, lengths_R
@@ -213,14 +222,14 @@ class HfEngine:
         return torch.tensor(rows, device=device), torch.tensor(mask, device=device)
 
     def _shown(self, prompts: Sequence[Prompt], input_ids_PT: Tensor) -> dict[str, Tensor]:
-        """Return the images of prompts as inputs of the model, which alone knows the positions of rows with images."""
+        """Return the images of prompts as model inputs; the model computes the positions of such rows itself."""
         if not prompts[0].images:
             return {}
         assert self._vision is not None, "opened without a processor"
         ids = [np.array(prompt.token_ids, dtype=np.int64) for prompt in prompts]
         rows = [
-            Sample(own, np.zeros_like(own, dtype=np.uint8), images=prompt.images)
-            for own, prompt in zip(ids, prompts, strict=True)
+            Sample(token_ids, np.zeros_like(token_ids, dtype=np.uint8), images=prompt.images)
+            for token_ids, prompt in zip(ids, prompts, strict=True)
         ]
         inputs, dtype = self._vision.inputs(rows, input_ids_PT.cpu()), self._model.dtype
         return {
@@ -229,13 +238,13 @@ class HfEngine:
         }
 
     def _forward(self, input_ids: Tensor, cache: DynamicCache, placed: Mapping[str, Tensor]) -> Tensor:
-        """Return the logits of the last position of each row; `placed`: masks, positions and images."""
+        """Return the logits at the last position of each row; `placed` holds masks, positions and images."""
         output = self._model(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **placed)
         return output.logits[:, -1]
 
 
 class _RoomyLayer(DynamicLayer):
-    """Keys and values with room behind them, so that a token is written there and what is before it is not copied."""
+    """Cache layer with preallocated room, so that appending a token does not copy the earlier keys and values."""
 
     _rooms: tuple[Tensor, Tensor] | None = None
 
@@ -264,7 +273,7 @@ class _RoomyLayer(DynamicLayer):
 
 
 def _with_room(before: Tensor | None, states: Tensor, size: int) -> Tensor:
-    """Return a tensor for so many tokens that begins with those before."""
+    """Return a tensor for `size` tokens that begins with the tokens of `before`."""
     room = states.new_empty(*states.shape[:-2], size, states.shape[-1])
     if before is not None and before.numel():
         room[..., : before.shape[-2], :] = before
@@ -272,14 +281,17 @@ def _with_room(before: Tensor | None, states: Tensor, size: int) -> Tensor:
 
 
 def _roomy(cache: DynamicCache) -> DynamicCache:
-    """Replace the layers of plain attention; sliding windows and states of fixed size stay."""
+    """Replace the plain attention layers of a cache; sliding windows and fixed-size states stay."""
     cache.layers = [_RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
 
 
 def _alike(prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Return which prompts are one batch: those of text; of those with images such as need no padding, among which a
-    model could not tell the positions of its images."""
+    """Return the indices of prompts that can share a batch.
+
+    Prompts of text share one batch. Prompts with images share a batch if they need no padding, because with padding the
+    model could not compute the positions of its images.
+    """
     batches: dict[tuple[int, int], list[int]] = {}
     for i, prompt in enumerate(prompts):
         key = (len(prompt.images), len(prompt.token_ids) if prompt.images else 0)
@@ -288,8 +300,10 @@ def _alike(prompts: Sequence[Prompt]) -> list[list[int]]:
 
 
 def _replica(settings: EngineSettings) -> PreTrainedModel:
-    """Load a whole model beside a part of the trainer's. It has an adapter where nothing else is trained; otherwise it
-    is the plain model, into which adapters come merged."""
+    """Load a complete model as a replica of the trainer's sharded model.
+
+    It has an adapter if only an adapter is trained; else it is the plain model, and adapters are sent merged.
+    """
     trained = settings.model
     replica = load_model(settings.folder, revision=getattr(trained.config, "_commit_hash", None), dtype=trained.dtype)
     if is_adapter_alone(trained):
@@ -301,8 +315,9 @@ def _replica(settings: EngineSettings) -> PreTrainedModel:
 def processed_logprobs(logits_BV: Tensor, seen_BV: Tensor, sampling: Sampling) -> Tensor:
     """Return log-probabilities after repetition penalty, temperature, top-k and top-p, in vLLM's order: BV, float32.
 
-    `seen_BV` marks the tokens of prompt and completion so far; positive logits of these are divided by the penalty,
-    negative ones multiplied (CTRL, arXiv 1909.05858). At temperature 0 only the penalty applies.
+    `seen_BV` marks the tokens of the prompt and the completion so far. Their positive logits are divided by the
+    penalty, and their negative logits are multiplied by it (CTRL, arXiv 1909.05858). At temperature 0 only the penalty
+    applies.
     """
     logits_BV = logits_BV.float()
     if sampling.repetition_penalty != 1.0:
@@ -324,7 +339,7 @@ def processed_logprobs(logits_BV: Tensor, seen_BV: Tensor, sampling: Sampling) -
 
 
 def _uniforms(prompts: Sequence[Prompt], sampling: Sampling, step: int, ks: range) -> Tensor:
-    """Draw one uniform number per token, from a generator of each completion's own: RT, float64."""
+    """Return one uniform number per token, from a generator for each completion: RT, float64."""
     rows = []
     for prompt in prompts:
         for k in ks:
@@ -334,6 +349,6 @@ def _uniforms(prompts: Sequence[Prompt], sampling: Sampling, step: int, ks: rang
 
 
 def _seen(input_ids_PT: Tensor, mask_PT: Tensor, vocab_size: int) -> Tensor:
-    """Mark the tokens that a prompt holds, padding left out: PV."""
+    """Return a mask PV of the vocabulary entries that each prompt contains, without padding."""
     counts_PV = torch.zeros(len(input_ids_PT), vocab_size, dtype=mask_PT.dtype, device=input_ids_PT.device)
     return counts_PV.scatter_add_(-1, input_ids_PT, mask_PT) > 0

@@ -1,7 +1,8 @@
-"""The engines of a fleet, as the first rank knows them, and the thread that talks to them.
+"""Pool of the engines of a fleet on the first rank, and the thread that communicates with them.
 
-It hands prompts to the engines that have least to do, collects groups, ends what hangs, and gives others what a dead
-engine had in flight. Who started the processes starts them again; one that is new gets no prompts until it has weights.
+The thread sends prompts to the least loaded engines, collects groups, kills engines that hang, and reassigns requests
+of dead engines. The process that started an engine restarts it; a restarted engine gets no prompts until it has
+weights.
 """
 
 from __future__ import annotations
@@ -27,77 +28,85 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
 _OPEN_SECONDS = 1200.0
-"""Until an engine is open: a large model is read from a slow disk; or until the only one is back."""
+"""Time limit for opening an engine, which may read a large model from a slow disk, and for restarting the only
+engine."""
 _RETRY_SECONDS = 0.5
 _MOST_DEATHS = 3
-"""Of one engine, with no group between them; more are no accident."""
+"""Maximum number of deaths of one engine without a group in between; more are treated as a permanent failure."""
 
 
 class LostWeights(StageFailed):
-    """No engine has the weights any more that a request asks for."""
+    """Raised if no engine holds the weights any more that a request needs."""
 
 
 class Handle(Protocol):
-    """How a replica is reached; see `Replica` for the methods."""
+    """Remote handle of a replica; see `Replica` for its methods."""
 
     def ask(self, method: str, *arguments: Any, shared: Any = None, **keywords: Any) -> Future[Any]:
-        """Call a method of the replica; a `ConnectionError` says that its process has died. `shared`: what `put`
-        returned, handed over as the last argument."""
+        """Call a method of the replica; a `ConnectionError` in the future means that its process has died.
+
+        `shared`: a value that `put` returned, passed as the last argument.
+        """
         ...
 
     def put(self, value: Any) -> Any:
-        """Return what stands for a value in `ask`, so that it is sent once and not to each replica."""
+        """Return a reference to a value for `ask`, so that the value is transferred once instead of once per
+        replica."""
         ...
 
     def kill(self) -> None:
-        """End the process; another one takes its place."""
+        """Kill the process; the process manager starts another one."""
         ...
 
 
 @dataclass(frozen=True)
 class _Request:
-    """A group that somebody waits for."""
+    """Request for one group."""
 
     prompt: Prompt
     sampling: Sampling
     step: int
     group: Future[Group] = field(compare=False)
     version: int | None = None
-    """Of the weights that alone may generate it; None: any."""
+    """Version of the weights that must generate the group; None: any version."""
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """Return what a group says of its request. Requests that differ in their seeds alone have the same."""
+        """Return the key by which a group is matched with its request; requests that differ only in seeds have equal
+        keys."""
         return self.step, self.prompt.id, self.sampling.num_completions
 
 
 @dataclass
 class Member:
-    """An engine, as the first rank knows it."""
+    """State of one engine on the first rank."""
 
     handle: Handle
     description: Description | None = None
-    """None: it is not open yet."""
+    """Description of the engine; None until it is open."""
     version: int | None = None
-    """Of its weights; None: not one that was sent."""
+    """Version of the engine's weights; None if no version was sent to it."""
     num_deaths: int = 0
-    """Since it last gave a group."""
+    """Number of deaths since the engine last returned a group."""
     in_flight: dict[tuple[int, int, int], _Request] = field(default_factory=dict)
-    """By their keys: another one with the same waits."""
+    """Requests in flight, by key; a second request with the same key waits."""
     reply: Future[Any] | None = None
-    """Of the question that it is asked now: what it is, or what is done; None: it is on its way, and asked later."""
+    """Pending reply to `begin` or `completed`; None: the engine was unreachable and is contacted again later."""
     died: float = -math.inf
-    """When it was last found dead."""
+    """Time when the engine was last seen dead."""
     lost: ConnectionError | None = None
-    """By which somebody else has found it dead; it is not used until it is open again."""
+    """Error by which another thread saw that the engine is dead; the engine is unused until it is open again."""
     passes: int = 0
     moved: float = 0.0
-    """When it was last seen to do something."""
+    """Time of the last observed progress."""
 
 
 class Members:
-    """The engines of a fleet. `most_groups` is what one gets at a time; what makes no pass for `patience` seconds is
-    ended; `beat` is called while somebody waits."""
+    """Pool of the engines of a fleet.
+
+    `most_groups`: maximum number of groups in flight in one engine. An engine without a forward pass for `patience`
+    seconds is killed. `beat` is called during waits to report that the stage is alive.
+    """
 
     def __init__(
         self,
@@ -111,64 +120,71 @@ class Members:
         self._session = uuid.uuid4().hex
         self._waiting: deque[_Request] = deque()
         self._pinned: deque[_Request] = deque()
-        """Requests for one version of the weights, behind all others."""
+        """Requests for one version of the weights; they come after all others."""
         self._unheard: queue.SimpleQueue[tuple[Member, Description | None, ConnectionError]] = queue.SimpleQueue()
-        """Of members that did not get what was submitted."""
+        """Members that did not receive a submission, with their description at that time and the error."""
         self._problem: Exception | None = None
         self.lock = threading.RLock()
         self.known: dict[Handle, Member] = {}
         self.is_loading = False
-        """Engines get weights, and make no passes."""
+        """Whether engines are loading weights and so make no passes."""
         self.is_closed = False
         self.num_restarts = 0
-        """Engines that died or hung since the start."""
+        """Number of engines that died or hung since the start."""
 
     def start(self) -> None:
-        """Begin to talk to the engines."""
+        """Start the thread that communicates with the engines."""
         threading.Thread(target=self._run, daemon=True, name="fleet").start()
 
     def check(self) -> None:
-        """Raise what ended the thread, if anything did."""
+        """Raise the error that ended the thread, if any."""
         if self._problem is not None:
             raise self._problem
 
     def request(
         self, prompt: Prompt, sampling: Sampling, step: int, *, is_urgent: bool, version: int | None = None
     ) -> Future[Group]:
-        """Ask for one group, before all others or behind them; from any thread. `version`: of the weights that alone
-        may generate it; it is a `LostWeights` where no engine has them any more."""
-        asked = _Request(prompt, sampling, step, Future(), version)
+        """Request one group, before all waiting requests or after them; may be called from any thread.
+
+        `version`: the version of the weights that must generate it; the future gets `LostWeights` if no engine has it
+        any more.
+        """
+        new_request = _Request(prompt, sampling, step, Future(), version)
         with self.lock:
             if self._problem is not None:
-                asked.group.set_exception(self._problem)
+                new_request.group.set_exception(self._problem)
             elif version is not None:
-                self._pinned.append(asked)
+                self._pinned.append(new_request)
             else:
-                (self._waiting.appendleft if is_urgent else self._waiting.append)(asked)
-        return asked.group
+                (self._waiting.appendleft if is_urgent else self._waiting.append)(new_request)
+        return new_request.group
 
     def opened(self) -> list[Member]:
-        """Return those that are open."""
+        """Return the engines that are open."""
         with self.lock:
             return [member for member in self.known.values() if member.description and not member.lost]
 
     def ready(self) -> list[Member]:
-        """Return those that have weights."""
+        """Return the engines that have weights."""
         with self.lock:
             return [member for member in self.known.values() if member.version is not None and not member.lost]
 
     def lose(self, member: Member, description: Description | None, error: ConnectionError) -> None:
-        """Do not use a member that was found dead by a reply to somebody else, before this thread finds it too;
-        `description`: the member's when it was asked, since another process may have taken its place."""
+        """Stop using a member whose death another thread saw first.
+
+        `description`: the member's description when the call was made, since the process may have been replaced since.
+        """
         with self.lock:
             if member.description is description and description is not None:
                 member.lost = error
 
     def await_all(self, asked: Sequence[tuple[Member, Future[Any]]]) -> None:
-        """Wait until each has replied or failed, saying meanwhile that we are alive; a member that neither replies nor
-        makes a pass for as long as we have patience is ended."""
-        began = time.monotonic()
-        moved = {id(member): (began, member.passes) for member, _ in asked}
+        """Wait until each engine has replied or failed, reporting that the stage is alive meanwhile.
+
+        An engine that neither replies nor makes a pass for `patience` seconds is killed.
+        """
+        start = time.monotonic()
+        moved = {id(member): (start, member.passes) for member, _ in asked}
         while waiting := [(member, reply) for member, reply in asked if not reply.done()]:
             self.check()
             wait([reply for _, reply in waiting], timeout=POLL_SECONDS)
@@ -204,7 +220,7 @@ class Members:
                         request.group.set_exception(error)
 
     def _adopt(self) -> None:
-        """Begin to talk to engines that are new, and forget those that were taken away."""
+        """Add new engines to the pool, and remove engines that were taken away."""
         present = list(self._handles())
         for handle in present:
             if handle not in self.known:
@@ -219,7 +235,7 @@ class Members:
         member.reply = member.handle.ask("begin", self._session)
 
     def _put_back(self, member: Member) -> None:
-        """Let others have what a member had in flight, before everything else."""
+        """Put the requests of a member back at the front of their queues."""
         requests = list(reversed(member.in_flight.values()))
         self._waiting.extendleft(each for each in requests if each.version is None)
         self._pinned.extendleft(each for each in requests if each.version is not None)
@@ -240,7 +256,7 @@ class Members:
                 member.moved = now
             return
         try:
-            found = member.reply.result()
+            result = member.reply.result()
         except ConnectionError as error:
             is_on_its_way = isinstance(error, ConnectionRefusedError) and member.description is None
             if is_on_its_way and (now - member.died < _OPEN_SECONDS or self.opened()):
@@ -249,10 +265,10 @@ class Members:
             self._replace(member, error)
             return
         if member.description is None:
-            member.description, member.moved = found, now
-            logger.info("rollout engine %s, process %d, is open", found.name, found.pid)
+            member.description, member.moved = result, now
+            logger.info("rollout engine %s, process %d, is open", result.name, result.pid)
         else:
-            groups, passes = found
+            groups, passes = result
             if passes != member.passes or groups or not member.in_flight:
                 member.passes, member.moved = passes, now
             elif not self.is_loading and now - member.moved > self.patience:
@@ -265,10 +281,10 @@ class Members:
         member.reply = member.handle.ask("completed", self._session, POLL_SECONDS)
 
     def _replace(self, member: Member, error: ConnectionError) -> None:
-        """Go on with the process that takes the place of a dead one.
+        """Reopen a member whose process has died and is being replaced.
 
         Raises:
-            StageFailed: too many have died one after the other.
+            StageFailed: the engine died too often without returning a group.
         """
         member.died = time.monotonic()
         self.num_restarts, member.num_deaths = self.num_restarts + 1, member.num_deaths + 1
@@ -287,14 +303,14 @@ class Members:
             request.group.set_result(group)
 
     def _hand_out(self) -> None:
-        """Give waiting prompts to the engines that have least to do."""
+        """Send waiting requests to the least loaded engines."""
         ready = self.ready()
         self._hand_to(ready, self._waiting)
         if not self._pinned or self.is_loading:
             return
         of_version = [member for member in ready if member.version == self._pinned[0].version]
         self._hand_to(of_version, self._pinned)
-        # Where no engine has newer ones either, the next that opens gets these.
+        # If no engine has a newer version, the next engine that opens gets this version.
         if not of_version and any((member.version or 0) > (self._pinned[0].version or 0) for member in ready):
             while self._pinned:
                 lost = self._pinned.popleft()
@@ -311,13 +327,16 @@ class Members:
                 member.moved = time.monotonic()
             batch = _taken(queue, most, member.in_flight)
             prompts, sampling, step = [request.prompt for request in batch], batch[0].sampling, batch[0].step
-            refused = member.handle.ask("submit", self._session, prompts, sampling, step)
-            refused.add_done_callback(partial(self._refuse, member, member.description, batch))
+            submission = member.handle.ask("submit", self._session, prompts, sampling, step)
+            submission.add_done_callback(partial(self._refuse, member, member.description, batch))
 
     def _refuse(
         self, member: Member, description: Description | None, batch: Sequence[_Request], reply: Future[Any]
     ) -> None:
-        """Tell of requests that an engine does not take; in a thread of Ray's that `kill` waits for in our lock."""
+        """Pass on the error of a submission to its requests.
+
+        Runs in a thread of Ray, for which `kill` waits while holding the lock, so it must not take the lock.
+        """
         error = reply.exception()
         if isinstance(error, ConnectionError):
             self._unheard.put((member, description, error))
@@ -328,8 +347,10 @@ class Members:
 
 
 def _taken(queue: deque[_Request], most: int, in_flight: dict[tuple[int, int, int], _Request]) -> list[_Request]:
-    """Take requests that can be submitted together, and put them in flight: some engines generate together what they
-    get together."""
+    """Move requests that can be submitted together from the queue into `in_flight`, and return them.
+
+    All have one step and sampling, because some engines generate a submission as one batch.
+    """
     first = queue[0]
     batch: list[_Request] = []
     while queue and len(batch) < most:

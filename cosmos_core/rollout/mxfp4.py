@@ -1,6 +1,7 @@
-"""Experts in MXFP4, the format of gpt-oss checkpoints, which vLLM computes with where a checkpoint has it: blocks of 32
-values of 4 bits (E2M1) that share a scale, a power of two (OCP Microscaling Formats 1.0). Engines that hold it get
-weights of the trainer rounded to it.
+"""Quantization of experts to MXFP4, the format of gpt-oss checkpoints, for engines that hold experts in this format.
+
+Blocks of 32 values of 4 bits (E2M1) share a scale, a power of two (OCP Microscaling Formats 1.0). vLLM computes in
+MXFP4 if the checkpoint does, so the trainer's weights are rounded to it.
 
 Shape legend: E experts, I inputs, O outputs, N blocks of a row.
 """
@@ -17,35 +18,40 @@ FORMAT = "mxfp4"
 _BLOCK = 32
 _EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 _LARGEST_EXPONENT = 2
-"""Of a value: the largest are 4 and 6."""
+"""Exponent of the largest values, 4 and 6."""
 _BIAS = 127
 _MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-"""Between the values 0, 0.5, 1, 1.5, 2, 3, 4 and 6; one that lies there is rounded to the even of the two."""
+"""Midpoints between the values 0, 0.5, 1, 1.5, 2, 3, 4 and 6; a midpoint is rounded to the even neighbour."""
 
 
 def has_mxfp4(config: PretrainedConfig) -> bool:
-    """Return whether a checkpoint with this config.json holds its experts in MXFP4."""
+    """Return whether a checkpoint with this config.json stores its experts in MXFP4."""
     quantization = getattr(config, "quantization_config", None) or {}
-    found = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
-    return str(getattr(found, "value", found)) == FORMAT
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
+    return str(getattr(method, "value", method)) == FORMAT
 
 
 def with_mxfp4(bucket: Bucket) -> Bucket:
-    """Return a bucket in which experts are as in such a checkpoint: `NAME_blocks`, `NAME_scales`."""
-    found: Bucket = []
+    """Return a bucket whose experts are stored as in such a checkpoint: `NAME_blocks`, `NAME_scales`."""
+    quantized_bucket: Bucket = []
     for name, tensor in bucket:
         if name.endswith(_EXPERTS):
             blocks, scales = quantized(tensor.transpose(-1, -2))
-            found += [(f"{name}_blocks", blocks), (f"{name}_scales", scales)]
+            quantized_bucket += [(f"{name}_blocks", blocks), (f"{name}_scales", scales)]
         else:
-            found.append((name, tensor))
-    return found
+            quantized_bucket.append((name, tensor))
+    return quantized_bucket
 
 
 def quantized(weight_EOI: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the nearest MXFP4 weight: uint8 E x O x N x 16, two values in each byte, the first in its lower half, and
-    uint8 E x O x N, exponents of the scales plus 127."""
-    experts = [_quantized(weight_OI) for weight_OI in weight_EOI]  # one at a time, since codes are as large as floats
+    """Return the nearest MXFP4 weight as blocks and scales.
+
+    Blocks are uint8 E x O x N x 16 with two values in each byte, the first in the lower half. Scales are uint8 E x O x
+    N, the exponents plus 127.
+    """
+    experts = [
+        _quantized(weight_OI) for weight_OI in weight_EOI
+    ]  # one expert at a time, since intermediate codes are as large as floats
     return torch.stack([blocks for blocks, _ in experts]), torch.stack([scales for _, scales in experts])
 
 
@@ -56,7 +62,9 @@ def _quantized(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     exponents_ON = torch.where(largest_ON > 0, exponents_ON, -_BIAS).clamp(-_BIAS, _BIAS)
     scaled = torch.ldexp(values, -exponents_ON.unsqueeze(-1))
     middles = torch.tensor(_MIDDLES, device=scaled.device)
-    middles[1::2] = torch.nextafter(middles[1::2], torch.zeros_like(middles[1::2]))  # up, to the even one above
+    middles[1::2] = torch.nextafter(
+        middles[1::2], torch.zeros_like(middles[1::2])
+    )  # round these midpoints up, to the even neighbour
     codes = torch.bucketize(scaled.abs().contiguous(), middles, out_int32=True) + 8 * torch.signbit(scaled)
     codes = codes.to(torch.uint8)
     return codes[..., 0::2] | (codes[..., 1::2] << 4), (exponents_ON + _BIAS).to(torch.uint8)

@@ -1,7 +1,7 @@
-"""How the trainer's weights reach a rollout engine: whole tensors in buckets, one bucket in memory at a time.
+"""Weight sync from the trainer to a rollout engine: complete tensors in buckets, one bucket in memory at a time.
 
-No rank holds a copy of the model for it, and nothing is hashed: an engine acknowledges how many tensors it took, and a
-probe compares log-probabilities. What an engine does with a bucket is its own business (`Engine.load_weights`).
+No rank holds a second copy of the model, and weights are not hashed: the engine acknowledges the number of loaded
+tensors, and a probe compares log-probabilities. `Engine.load_weights` decides what happens to a bucket.
 """
 
 from __future__ import annotations
@@ -25,11 +25,15 @@ from cosmos_core.rollout.base import Bucket, Engine, WeightFormat, storage_of
 from cosmos_core.rollout.fleet import Fleet
 
 BUCKET_BYTES = 256 << 20
-"""Of the trainer's dtype; on several ranks two halves. A module whose weights are larger, as an embedding may be, is a
-bucket of its own."""
+"""Size of a bucket in the trainer's dtype; on several ranks it consists of two halves.
+
+A module whose weights are larger, such as an embedding, is a bucket of its own.
+"""
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
-"""Mean absolute difference of log-probabilities that rounding explains, by the dtype of the engine; a tensor under the
-wrong name costs whole nats."""
+"""Mean absolute difference of log-probabilities that rounding can cause, by the dtype of the engine.
+
+Exchanged tensors cause differences of whole nats.
+"""
 _PROBE_TOKENS = 16
 
 
@@ -38,36 +42,36 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class WeightPublisher:
-    """Sends the weights of a model to an engine; on several ranks all call it together.
+    """Publisher of the weights of a model to an engine; on several ranks all call its methods together.
 
-    An engine that is started again gets a publisher of its own, so that its first load is probed.
+    A new engine needs a new publisher, so that its first load is probed.
     """
 
     engine: Engine
     model: PreTrainedModel
-    """The trainer's, of which this rank may hold a part."""
+    """The trainer's model; with sharding this rank holds a part."""
     probe_logprobs: Callable[[Sequence[int]], Tensor]
-    """Gives the log-probability of each token after the first, at temperature 1, by the trainer's own forward pass."""
+    """Returns the log-probability of each token after the first, at temperature 1, by the trainer's forward pass."""
     dtype: torch.dtype
-    """What the engine computes in."""
+    """Dtype that the engine computes in."""
     whole: PreTrainedModel | None = None
-    """The same model on the meta device, as it was before it was split; None: the model is whole."""
+    """The same model on the meta device before it was sharded; None: `model` is complete."""
     probe_interval: int = 50
-    """Versions between two probes; the first load is probed too, and the first after each level of sleep."""
+    """Versions between two probes; the first load, and the first load after each level of sleep, are probed too."""
     transfer_dtype: torch.dtype | None = None
-    """What weights are cast to on their way; None: they travel as they are."""
+    """Dtype that weights are cast to before they are sent; None: no cast."""
     bucket_bytes: int = BUCKET_BYTES
     _proven: set[int] = field(default_factory=set)
-    """Levels of sleep after which a load was probed; 0: without any."""
+    """Levels of sleep after which a load was probed; 0: a load without sleep."""
     _weights: _Weights | None = None
 
     def publish(self, version: int) -> dict[str, float]:
-        """Load the present weights into the engine, as `version`, and return metrics.
+        """Load the current weights into the engine as version `version`, and return metrics.
 
         Raises:
-            StageFailed: the engine did not take all tensors, or does not compute what the trainer computes.
+            StageFailed: the engine did not load all tensors, or its log-probabilities differ from the trainer's.
         """
-        began = time.perf_counter()
+        start = time.perf_counter()
         num_sent = num_bytes = 0
 
         def counted() -> Iterator[Bucket]:
@@ -81,7 +85,7 @@ class WeightPublisher:
 
         if self.engine.weight_format == "shared":
             self.engine.load_weights(version, ())
-            seconds = time.perf_counter() - began
+            seconds = time.perf_counter() - start
             return {"sync/version": float(version), "sync/bytes": 0.0, "time/sync": seconds}
         if self._weights is None:
             self._weights = _Weights(self.model, self.whole, self.engine.weight_format, self.bucket_bytes)
@@ -97,7 +101,7 @@ class WeightPublisher:
         if slept not in self._proven or has_new or is_due:
             self._probe(version)
         self._proven.add(slept)
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - start
         return {"sync/version": float(version), "sync/bytes": float(num_bytes), "time/sync": seconds}
 
     def _cast(self, tensor: Tensor) -> Tensor:
@@ -109,12 +113,12 @@ class WeightPublisher:
         return tolerance_of(self.dtype, self.transfer_dtype)
 
     def _probe(self, version: int) -> None:
-        """Compare the log-probabilities of trainer and engine; of several, those that have these weights."""
+        """Compare the log-probabilities of the trainer with those of each engine that has these weights."""
         token_ids = probe_tokens(self.model.config.get_text_config().vocab_size)
         expected = self.probe_logprobs(token_ids).detach().cpu().float()
-        of_all = self.engine.all_logprobs(token_ids, version) if isinstance(self.engine, Fleet) else None
-        for found in [self.engine.logprobs(token_ids)] if of_all is None else of_all:
-            self._compare(expected, torch.tensor(found), version)
+        engine_logprobs = self.engine.all_logprobs(token_ids, version) if isinstance(self.engine, Fleet) else None
+        for logprobs in [self.engine.logprobs(token_ids)] if engine_logprobs is None else engine_logprobs:
+            self._compare(expected, torch.tensor(logprobs), version)
 
     def _compare(self, expected: Tensor, found: Tensor, version: int) -> None:
         difference = (expected - found).abs().mean().item()
@@ -128,29 +132,29 @@ class WeightPublisher:
 
 
 def tolerance_of(dtype: torch.dtype, transfer_dtype: torch.dtype | None) -> float:
-    """Return the mean absolute difference of log-probabilities that rounding explains."""
+    """Return the mean absolute difference of log-probabilities that rounding can cause."""
     return max(_TOLERANCE[each] for each in (dtype, transfer_dtype) if each is not None)
 
 
 def probe_tokens(vocab_size: int) -> list[int]:
-    """Return a short sequence spread over the vocabulary, to be scored by trainer and engine."""
+    """Return a short sequence of tokens over the vocabulary, to be scored by trainer and engine."""
     return [(7919 * (i + 1)) % vocab_size for i in range(_PROBE_TOKENS)]  # a prime stride: no token twice in a row
 
 
 @dataclass
 class _Unit:
-    """Weights that have to be in one bucket: of one module and its neighbours.
+    """Weights that must be in one bucket: those of one module and its neighbours.
 
-    An engine fuses neighbours (query, key and value) and holds on to the first until the last is there; adapters are
-    merged, and experts taken apart, from several tensors.
+    Engines fuse neighbours (query, key and value) and keep the first until the last arrives. Merging adapters and
+    splitting fused experts also needs several tensors.
     """
 
     tensors: dict[str, Full] = field(default_factory=dict)
-    """What has to be gathered, by its key in the state dict."""
+    """Tensors to gather, by key in the state dict."""
     plain: dict[str, str] = field(default_factory=dict)
-    """Name without an adapter to key; tied weights have two names and one key."""
+    """State-dict key of each name without an adapter; tied weights have two names and one key."""
     adapted: dict[str, Any] = field(default_factory=dict)
-    """Layers whose adapter is to be merged, by name."""
+    """Layers whose adapter is merged, by name."""
 
     @property
     def num_bytes(self) -> int:
@@ -158,21 +162,23 @@ class _Unit:
 
 
 class _Weights:
-    """The weights of a model in buckets, under the names that engines know."""
+    """The weights of a model in buckets, under the names that engines use."""
 
     def __init__(
         self, model: PreTrainedModel, whole: PreTrainedModel | None, form: WeightFormat, bucket_bytes: int
     ) -> None:
         self._model, self._form = model, form
         units = _factors(whole or model) if form == "adapter" else _units(whole or model)
-        # Of a mesh, one half of a bucket is read while the other is gathered.
+        # On a mesh, one half of a bucket is read while the other half is gathered.
         self._units = _packed(units, bucket_bytes if whole is None else bucket_bytes // 2)
         most_bytes = max(sum(unit.num_bytes for unit in units) for units in self._units)
         self._gatherer = Gatherer(model.state_dict(keep_vars=True), most_bytes) if whole is not None else None
 
     def buckets(self) -> Iterator[Bucket]:
-        """Yield all weights that the engine takes; a bucket is made when it is asked for, and its memory is used again
-        after that."""
+        """Yield all weights that the engine loads.
+
+        A bucket is created when it is requested, and its memory is reused after that.
+        """
         state = self._model.state_dict(keep_vars=True)
         if self._gatherer is not None:
             self._gatherer.tensors = state
@@ -181,14 +187,14 @@ class _Weights:
 
     @torch.no_grad()
     def _bucket(self, units: Sequence[_Unit], state: dict[str, Tensor]) -> Bucket:
-        wanted = {key: full for unit in units for key, full in unit.tensors.items()}
-        full = {key: state[key].detach() for key in wanted} if self._gatherer is None else self._gatherer.full(wanted)
-        found: dict[str, Tensor] = {}
+        tensors = {key: full for unit in units for key, full in unit.tensors.items()}
+        full = {key: state[key].detach() for key in tensors} if self._gatherer is None else self._gatherer.full(tensors)
+        weights: dict[str, Tensor] = {}
         for unit in units:
             for name, layer in unit.adapted.items():
                 full |= _merged(name, layer, None if self._gatherer is None else full)
-            found |= {name: full[key] for name, key in unit.plain.items()}
-        return list((revert_weight_conversion(self._model, found) if self._form == "checkpoint" else found).items())
+            weights |= {name: full[key] for name, key in unit.plain.items()}
+        return list((revert_weight_conversion(self._model, weights) if self._form == "checkpoint" else weights).items())
 
 
 def _units(whole: PreTrainedModel) -> list[_Unit]:
@@ -201,7 +207,7 @@ def _units(whole: PreTrainedModel) -> list[_Unit]:
         name = names.get(key, "")
         layer = next((layer for layer in layers if key.startswith(f"{layer}.")), "")
         first = first_keys.setdefault(state[key], key)
-        if first != key:  # tied: whole when the other is
+        if first != key:  # tied: belongs to the unit of the first name
             unit = unit_of[first]
         else:
             unit = units.setdefault(layer.rpartition(".")[0] if layer else _parent(name or key), _Unit())
@@ -215,19 +221,19 @@ def _units(whole: PreTrainedModel) -> list[_Unit]:
 
 
 def _factors(whole: PreTrainedModel) -> list[_Unit]:
-    """The factors of the adapter, under their keys in the state dict."""
+    """Return a unit for each factor of the adapter, under its key in the state dict."""
     state, names = whole.state_dict(keep_vars=True), plain_names(whole)
     factors = [key for key, name in names.items() if not name]
     return [_Unit({key: Full(state[key].shape, state[key].dtype)}, {key: key}) for key in factors]
 
 
 def _parent(name: str) -> str:
-    """The module around the one that a weight is of."""
+    """Return the parent of the module that a weight belongs to."""
     return name.rpartition(".")[0].rpartition(".")[0]
 
 
 def _packed(units: Sequence[_Unit], bucket_bytes: int) -> list[list[_Unit]]:
-    """Put units together while they fit into a bucket, in their order."""
+    """Group units into buckets of at most `bucket_bytes`, in their order."""
     buckets: list[list[_Unit]] = []
     room = 0
     for unit in units:
@@ -240,10 +246,13 @@ def _packed(units: Sequence[_Unit], bucket_bytes: int) -> list[list[_Unit]]:
 
 
 def _merged(name: str, layer: Any, full: dict[str, Tensor] | None) -> dict[str, Tensor]:
-    """The weights of a layer with its adapter in them; `full`: the layer itself has no data, these are its tensors."""
+    """Return the weights of a layer with its adapter merged.
+
+    `full`: gathered tensors, if the layer itself is on the meta device.
+    """
     if full is not None:
         layer = copy.deepcopy(layer)
-        own = {key: full[f"{name}.{key}"] for key in layer.state_dict()}
-        layer.load_state_dict(own, assign=True)
+        layer_state = {key: full[f"{name}.{key}"] for key in layer.state_dict()}
+        layer.load_state_dict(layer_state, assign=True)
     with merged(layer):
         return {f"{name}.base_layer.{key}": p.data for key, p in layer.get_base_layer().named_parameters()}

@@ -1,4 +1,4 @@
-"""Which engine a recipe gets: `rollout.backend` names a file of this folder, or a class of a user's own.
+"""Engine registry: `rollout.backend` names a file of this folder, or a user-defined class.
 
 The engine of `rollout/some_name.py` is its class `SomeNameEngine`.
 """
@@ -20,15 +20,15 @@ logger = logging.getLogger(__name__)
 
 
 def make_engine(settings: EngineSettings) -> Engine:
-    """Make the engine of `rollout.backend`; on several ranks one on each.
+    """Make the engine of `rollout.backend`; with several ranks, one on each.
 
-    Where the library of an engine cannot be imported, `hf` takes its place, with one warning. Random states, thread
-    count, signal handlers and environment stay as they were.
+    If the library of an engine cannot be imported, `hf` is the fallback, with a warning. Random states, thread count,
+    signal handlers and environment are unchanged.
 
     Raises:
-        ConfigError: there is no such engine, or it refuses the model or the settings.
+        ConfigError: there is no such engine, or it does not support the model or the settings.
     """
-    if settings.flow is not None:  # divides samples over the ranks itself
+    if settings.flow is not None:  # the engine distributes samples over the ranks itself
         name = settings.rollout.backend
         return _called(name if is_import_path(name) else _path(name), settings)
     text_config = settings.model.config.get_text_config()
@@ -38,10 +38,10 @@ def make_engine(settings: EngineSettings) -> Engine:
             "rollout: sequences end at the model's %d positions, not at %d", positions, settings.max_model_len
         )
         settings = replace(settings, max_model_len=positions)
-    own = _own_engine(settings)
+    engine = _own_engine(settings)
     if settings.rollout.multi_turn_config.enable:
-        own = Turns(own, settings)
-    return own if is_alone() else DataParallel(own)
+        engine = Turns(engine, settings)
+    return engine if is_alone() else DataParallel(engine)
 
 
 def _own_engine(settings: EngineSettings) -> Engine:

@@ -1,7 +1,7 @@
-"""A rollout engine in a process of its own: it generates while others train, and takes weights between two passes.
+"""Rollout engine in a separate process, which generates while others train and loads weights between two passes.
 
-Whoever has it calls its methods from any thread; the engine itself is touched by one thread alone, which generates
-until it is told something else. Nothing here knows how the process came to be, or who calls.
+Methods may be called from any thread. Only one thread uses the engine; it generates until a command arrives. This
+module does not depend on how the process was started or on who calls it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from cosmos_core.types import Group, Prompt, Sampling
 logger = logging.getLogger(__name__)
 
 _LOAD_SECONDS = 600.0
-"""At least, until the next bucket of a load comes; the trainer may be gone."""
+"""Minimum time limit for the next bucket of a load; the trainer may have died."""
 _PATIENCES = 4
-"""So many times what the trainer gives an engine: others may hang meanwhile, and are ended first."""
+"""Time limit for the next bucket as a multiple of the trainer's engine timeout, which other engines may use up
+first."""
 
 
 class Description(NamedTuple):
-    """What a replica says of itself."""
+    """Description of a replica."""
 
     name: str
     weight_format: WeightFormat
@@ -44,25 +45,25 @@ class Packed(NamedTuple):
 
     data: np.ndarray[Any, np.dtype[np.uint8]]
     layout: list[tuple[str, str, tuple[int, ...], int, int]]
-    """Of each tensor its name, dtype, shape, first and last byte."""
+    """Name, dtype, shape, first byte and end byte of each tensor."""
 
 
 _ABANDONED = Packed(np.empty(0, np.uint8), [])
-"""In the place of a bucket that will not come."""
-_ALIGNMENT = 16  # bytes; a tensor that is seen in an array of bytes begins at a multiple of its element's
+"""Marks, in place of a bucket, that no further bucket will come."""
+_ALIGNMENT = 16  # bytes; a view of a byte array as a wider dtype must be aligned to the element size
 
 
 @dataclass
 class _Load:
-    """Weights on their way."""
+    """A weight load in progress."""
 
     buckets: queue.Queue[Packed | None]
-    """None: there are no more."""
+    """Buckets to load; None: the load is complete."""
     done: Future[Loaded]
     seconds: float
-    """Until the next bucket comes, or is taken."""
+    """Time limit for the next bucket to arrive or to be loaded."""
     is_taken: bool = False
-    """The engine loads what comes, or will once it has nothing else to do."""
+    """Whether the engine loads the buckets now, or will do so after the commands before it."""
 
 
 class Replica:
@@ -81,8 +82,7 @@ class Replica:
         threading.Thread(target=self._run, args=(open_engine,), daemon=True).start()
 
     def begin(self, session: str) -> Description:
-        """Wait until the engine is open; from now on only this session is served, and what others have submitted is
-        forgotten.
+        """Wait until the engine is open, and start a session; requests of earlier sessions are discarded.
 
         Raises:
             CosmosError: the engine cannot be opened.
@@ -98,7 +98,7 @@ class Replica:
             with self._ended:
                 self._session, self._groups = session, []
 
-        if self._load is not None and not self._load.done.done():  # by a trainer that has died
+        if self._load is not None and not self._load.done.done():  # a load of a trainer that has died
             if self._load.is_taken:
                 self._load.buckets.put(_ABANDONED, timeout=self._load.seconds)
             self._load = None
@@ -106,7 +106,7 @@ class Replica:
         return description
 
     def submit(self, session: str, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
-        """See `Engine.submit`; refused prompts raise here.
+        """Submit prompts to the engine, see `Engine.submit`; invalid prompts raise here.
 
         Raises:
             ConnectionError: see `completed`.
@@ -120,11 +120,12 @@ class Replica:
         self._do(submit)
 
     def completed(self, session: str, seconds: float) -> tuple[list[Group], int]:
-        """Return the groups that are done, waiting at most so long for one, and the passes that the engine has made,
-        which tell one that works from one that hangs.
+        """Wait at most `seconds` for a group; return the groups that are done, and the number of passes made so far.
+
+        The number of passes distinguishes a working engine from one that hangs.
 
         Raises:
-            ConnectionError: the session began in another process, which has died between two questions, or has ended.
+            ConnectionError: the session is over, or it began in an earlier process that has died.
         """
         with self._ended:
             self._ended.wait_for(lambda: self._groups or session != self._session, seconds)
@@ -137,8 +138,11 @@ class Replica:
             raise ConnectionError("the process in which the session began has died")
 
     def begin_load(self, version: int, *, background: bool, patience: float) -> None:
-        """Expect the buckets of a version; `background`: generate until the last has come, and load them at once.
-        `patience`: seconds after which the trainer ends an engine that does not reply."""
+        """Prepare to receive the buckets of a version.
+
+        `background`: continue generating until the last bucket has arrived, then load all. `patience`: seconds after
+        which the trainer kills an engine that does not reply.
+        """
         assert self._load is None or self._load.done.done(), "one load at a time"
         seconds = max(_LOAD_SECONDS, _PATIENCES * patience)
         self._load = load = _Load(queue.Queue(0 if background else 1), Future(), seconds, is_taken=not background)
@@ -146,12 +150,14 @@ class Replica:
             self._commands.put(lambda engine: self._take(engine, load, version))
 
     def bucket(self, packed: Packed) -> None:
-        """Take the next bucket."""
+        """Receive the next bucket."""
         load = self._begun()
         load.buckets.put(packed, timeout=load.seconds)
 
     def end_load(self, version: int, *, background: bool, waits: bool) -> Loaded:
-        """Say that the last bucket has come, and wait until all are loaded; `waits`: until nothing is in flight first.
+        """End the load after the last bucket, and wait until all weights are loaded.
+
+        `waits`: load only when no request is in flight any more.
 
         Raises:
             StageFailed: see `Engine.load_weights`.
@@ -164,20 +170,20 @@ class Replica:
         return load.done.result()
 
     def _begun(self) -> _Load:
-        """Return the load that has begun.
+        """Return the load in progress.
 
         Raises:
-            ConnectionError: it began in another process, which has died.
+            ConnectionError: the load began in an earlier process, which has died.
         """
         if self._load is None:
             raise ConnectionError("the process in which the load began has died")
         return self._load
 
     def logprobs(self, version: int, token_ids: Sequence[int]) -> list[float]:
-        """See `Engine.logprobs`.
+        """Return the log-probabilities of tokens under weights of `version`; see `Engine.logprobs`.
 
         Raises:
-            ConnectionError: the engine has not the weights of that version, because it is a new one.
+            ConnectionError: the engine does not have weights of that version, because it was restarted.
         """
         if version != self._version:
             raise ConnectionError(f"the engine has weights of version {self._version}")
@@ -192,13 +198,13 @@ class Replica:
         self._do(lambda engine: engine.wake())
 
     def _do(self, call: Callable[[Engine], Any]) -> Any:
-        """Return what a call gives between two passes of the engine."""
+        """Call a function with the engine between two of its passes, and return the result."""
         done: Future[Any] = Future()
 
         def run(engine: Engine) -> None:
             try:
                 done.set_result(call(engine))
-            except Exception as error:  # noqa: BLE001 - whoever asked has to know, whatever it is
+            except Exception as error:  # noqa: BLE001 - raised again in the caller
                 done.set_exception(error)
 
         self._commands.put(run)
@@ -217,7 +223,7 @@ class Replica:
             self._generate(_step_of(engine))
 
     def _generate(self, step: Callable[[], list[Group]]) -> None:
-        """Run the engine once; a pass that fails takes the process down, and with it what is in flight."""
+        """Run the engine once; if the pass fails, the process exits, and its requests are lost."""
         try:
             groups = step()
         except Exception:
@@ -231,8 +237,8 @@ class Replica:
                 self._ended.notify_all()
 
     def _take(self, engine: Engine, load: _Load, version: int, *, drained: bool = False) -> None:
-        """Load what comes; `drained`: once nothing is in flight."""
-        while drained and self._in_flight:  # pass by pass, by which the trainer sees that it works
+        """Load the buckets of `load`; with `drained`, first generate until no request is in flight."""
+        while drained and self._in_flight:  # the trainer sees progress by the number of passes
             self._generate(_step_of(engine))
         try:
             loaded = engine.load_weights(version, _buckets(load))
@@ -243,7 +249,7 @@ class Replica:
 
 
 def packed(bucket: Bucket) -> Packed:
-    """Return a bucket as one array on the host, in which tied weights are once."""
+    """Return a bucket as one array in host memory; tied weights are stored once."""
     index, size = [], 0
     starts: dict[Hashable, int] = {}
     for name, tensor in bucket:
@@ -251,15 +257,15 @@ def packed(bucket: Bucket) -> Packed:
         end = start + tensor.numel() * tensor.element_size()
         index.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start, end))
         size = max(size, -(-end // _ALIGNMENT) * _ALIGNMENT)
-    found = Packed(np.empty(size, np.uint8), index)
-    for (_, tensor), (_, own) in zip(bucket, unpacked(found), strict=True):
+    bucket_array = Packed(np.empty(size, np.uint8), index)
+    for (_, tensor), (_, view) in zip(bucket, unpacked(bucket_array), strict=True):
         if starts.pop(storage_of(tensor), None) is not None:
-            own.copy_(tensor.detach())
-    return found
+            view.copy_(tensor.detach())
+    return bucket_array
 
 
 def unpacked(bucket: Packed) -> Bucket:
-    """Return the tensors of a bucket, which share its memory and are not to be written to."""
+    """Return the tensors of a bucket as views of its memory, which must not be written to."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         flat = torch.from_numpy(bucket.data)
@@ -270,7 +276,7 @@ def unpacked(bucket: Packed) -> Bucket:
 
 
 def _step_of(engine: Engine) -> Callable[[], list[Group]]:
-    """Return what runs an engine for as short as it can."""
+    """Return the method that runs an engine for the shortest time: `step`, or else `completed`."""
     step: Callable[[], list[Group]] = getattr(engine, "step", engine.completed)
     return step
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 
 def sample_tokens(logprobs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
-    """Invert the cumulative distribution at one uniform number per row, in float64: token ids B."""
+    """Return one token id per row (shape B), by inverting the cumulative distribution at a uniform number in
+    float64."""
     cumulative_BV = logprobs_BV.double().exp().cumsum(-1)
     targets_B1 = uniforms_B.unsqueeze(-1) * cumulative_BV[:, -1:]
     return torch.searchsorted(cumulative_BV, targets_B1, right=True).squeeze(-1)
@@ -19,8 +20,8 @@ def sample_tokens(logprobs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
 def use_uniform_sampling(worker: object) -> None:
     """Make a vLLM worker sample with `sample_tokens`; called on each rank.
 
-    vLLM draws one exponential number per token of the vocabulary from each generator, row by row, which takes a fifth
-    of the time of a decoding step on CPU.
+    By default vLLM draws one exponential number per vocabulary entry and row, which takes a fifth of the time of a
+    decoding step on CPU.
     """
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 

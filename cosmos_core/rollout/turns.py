@@ -1,11 +1,11 @@
-"""Conversations of several turns: the policy calls tools, reads what they say and goes on, until it calls none.
+"""Multi-turn rollouts: the policy calls tools, reads their results and continues until it makes no call.
 
-`Turns` is an engine around another, which draws the tokens. What was drawn is kept as it is: the next turn's prompt are
-the ids so far and those of the tools' text, never a rendering of the conversation. The tools of the turns that an inner
-engine gives back together are called beside each other, and what it still draws waits for them: a turn's neighbours in
-a batch do not depend on how fast a tool is, so a resumed run draws the same tokens.
+`Turns` wraps an engine, which samples the tokens. Sampled tokens are kept as they are: the next turn's prompt consists
+of the ids so far and those of the tools' text, never of a new rendering of the conversation. Tools of turns that the
+inner engine returns together are called concurrently, and other turns wait for them. So the batch of a turn does not
+depend on the speed of a tool, and a resumed run samples the same tokens.
 
-A sampled turn is a segment with mask 1, the tools' text one with mask 0.
+A sampled turn is a segment with mask 1; the text of tools is a segment with mask 0.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cosmos_core.types import Completion, Group, Prompt, Sampling, Segment, Turn
 
 @dataclass
 class _Unfinished:
-    """A group of which some conversations go on."""
+    """A group in which some conversations have not ended."""
 
     prompt: Prompt
     sampling: Sampling
@@ -34,7 +34,7 @@ class _Unfinished:
     done: dict[int, Completion] = field(default_factory=dict)
 
     def whole(self) -> Group | None:
-        """Return the group when all its conversations have ended."""
+        """Return the group if all its conversations have ended, else None."""
         if len(self.done) < self.sampling.num_completions:
             return None
         return Group(self.prompt, tuple(self.done[k] for k in range(self.sampling.num_completions)), self.step)
@@ -42,36 +42,38 @@ class _Unfinished:
 
 @dataclass
 class _Conversation:
-    """Completion `k` of a group, so far."""
+    """Completion `k` of a group, as far as it was generated."""
 
     group: _Unfinished
     k: int
     segments: list[Segment] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     num_turns: int = 0
-    """Of the policy."""
+    """Number of turns of the policy."""
     calls: list[ToolCall] = field(default_factory=list)
-    """Of the newest of them."""
+    """Tool calls of the policy's newest turn."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Return all tokens behind the prompt."""
+        """Return all tokens after the prompt."""
         return tuple(token for segment in self.segments for token in segment.token_ids)
 
     @property
     def room(self) -> int:
-        """Return how many tokens it may still have."""
+        """Return how many more tokens the completion may have."""
         return self.group.sampling.max_tokens - sum(len(segment.token_ids) for segment in self.segments)
 
     def end(self, reason: Literal["stop", "length"]) -> None:
-        """Hand the completion over to its group."""
+        """Add the finished completion to its group."""
         text = next(turn.text for turn in reversed(self.turns) if turn.role == "assistant")
         self.group.done[self.k] = Completion(tuple(self.segments), reason, text, tuple(self.turns))
 
 
 class Turns(Around):
-    """An `Engine` of conversations, with `step` and `abort` where the inner engine has them. Conversations go on with
-    new weights, in the middle of a turn too."""
+    """Multi-turn `Engine`, with `step` and `abort` if the inner engine has them.
+
+    Conversations continue with new weights, also within a turn.
+    """
 
     def __init__(self, inner: Any, settings: EngineSettings) -> None:
         super().__init__(inner)
@@ -91,7 +93,7 @@ class Turns(Around):
             self._text = ToolText(settings.tokenizer, chat, self._stop_ids)
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
-        """See `Engine.submit`; the first turns of a group are asked for together."""
+        """Submit prompts, see `Engine.submit`; the first turns of a group are requested together."""
         self._inner.submit(prompts, sampling, step)
         for prompt in prompts:
             self._first[prompt.id, step].append(sampling)
@@ -109,21 +111,21 @@ class Turns(Around):
         super().close()
 
     def _gone_on(self, groups: Sequence[Group]) -> list[Group]:
-        """Go on with the conversations of turns that have ended; return the groups that are done."""
+        """Continue the conversations whose turns have ended; return the groups that are done."""
         ended = [pair for group in groups for pair in self._taken(group)]
         unfinished = {id(conversation.group): conversation.group for conversation, _ in ended}
         self._go_on([conversation for conversation, is_over in ended if not is_over])
         return [whole for group in unfinished.values() if (whole := group.whole()) is not None]
 
     def _abort(self) -> None:
-        """Forget what is in flight."""
+        """Discard all requests in flight."""
         inner: Any = self._inner
         inner.abort()
         self._first.clear()
         self._continued.clear()
 
     def _taken(self, group: Group) -> list[tuple[_Conversation, bool]]:
-        """Return the conversations of turns that have ended, with these turns, and whether they are over."""
+        """Return the conversations whose turns are in `group`, with these turns added, and whether each has ended."""
         conversation = self._continued.pop(group.prompt.id, None)
         if conversation is not None:
             return [(conversation, self._add(conversation, group.completions[0]))]
@@ -135,12 +137,12 @@ class Turns(Around):
         return [(each, self._add(each, turn)) for each, turn in zip(started, group.completions, strict=True)]
 
     def _add(self, conversation: _Conversation, turn: Completion) -> bool:
-        """Add a turn of the policy; return whether the conversation is over."""
+        """Add a turn of the policy; return whether the conversation has ended."""
         room = conversation.room
         is_cut = turn.finish_reason == "length" or turn.num_sampled > room
         segments = _first_tokens(turn.segments, room)
         text = turn.text
-        if turn.num_sampled > room:  # its neighbours had more
+        if turn.num_sampled > room:  # other conversations of the submission had room for more
             ids = [token for segment in segments for token in segment.token_ids]
             text = str(self._tokenizer.decode(ids, skip_special_tokens=True))
         conversation.segments += segments
@@ -153,59 +155,61 @@ class Turns(Around):
         return True
 
     def _calls(self, turn: Sequence[Segment]) -> list[ToolCall]:
-        """Return the calls of a turn; some tokenizers take the marks of calls for special tokens."""
+        """Return the tool calls in a turn; decoded with special tokens, since some tokenizers mark calls with them."""
         ids = [token for segment in turn for token in segment.token_ids]
         return parse_calls(str(self._tokenizer.decode(ids, skip_special_tokens=False)))
 
     def _go_on(self, conversations: Sequence[_Conversation]) -> None:
-        """Call the tools of these conversations, and ask for their next turns."""
+        """Call the tools of these conversations, and submit their next turns."""
         results = iter(self._runner.results([call for each in conversations for call in each.calls]))
-        asked: dict[tuple[Sampling, int], list[tuple[Prompt, int]]] = defaultdict(list)
+        prompts_by_settings: dict[tuple[Sampling, int], list[tuple[Prompt, int]]] = defaultdict(list)
         for conversation in conversations:
-            told = [(call.name or "unknown", next(results)) for call in conversation.calls]
-            if (prompt := self._next_prompt(conversation, told)) is None:
+            named_results = [(call.name or "unknown", next(results)) for call in conversation.calls]
+            if (prompt := self._next_prompt(conversation, named_results)) is None:
                 conversation.end("length")
                 continue
             self._continued[prompt.id] = conversation
-            asked[conversation.group.sampling, conversation.group.step].append((prompt, conversation.room))
-        for (sampling, step), prompts in asked.items():
-            # One submission for all, since it may be one batch; who has less room is cut when the turn comes back.
+            prompts_by_settings[conversation.group.sampling, conversation.group.step].append(
+                (prompt, conversation.room)
+            )
+        for (sampling, step), prompts in prompts_by_settings.items():
+            # One submission, since it may be one batch; a turn with less room is truncated when it comes back.
             longest = max(room for _, room in prompts)
             each = replace(sampling, num_completions=1, max_tokens=longest)
             self._inner.submit([prompt for prompt, _ in prompts], each, step)
 
     def _next_prompt(self, conversation: _Conversation, told: Sequence[tuple[str, ToolResult]]) -> Prompt | None:
-        """Add what tools said, and return what the next turn completes; None: that leaves no room for a turn."""
+        """Add the results of tools, and return the prompt of the next turn; None if no room is left for a turn."""
         conversation.turns += [Turn("tool", result.text, result.is_error) for _, result in told]
         ids = self._text.ids(told)
         group = conversation.group
-        so_far = (*group.prompt.token_ids, *conversation.token_ids, *ids)
-        if len(ids) >= conversation.room or len(so_far) >= self._max_model_len:
+        all_ids = (*group.prompt.token_ids, *conversation.token_ids, *ids)
+        if len(ids) >= conversation.room or len(all_ids) >= self._max_model_len:
             return None
         version = conversation.segments[-1].version
         conversation.segments.append(Segment(ids, False, (), version))
         number, attempt = conversation.num_turns, 0
         while (id_ := turn_id(group.prompt.id, group.step, conversation.k, number, attempt)) in self._continued:
             attempt += 1
-        return replace(group.prompt, id=id_, token_ids=so_far)
+        return replace(group.prompt, id=id_, token_ids=all_ids)
 
 
 def turn_id(prompt_id: int, step: int, k: int, turn: int, attempt: int = 0) -> int:
-    """Return what a turn after the first is called in the inner engine: its seeds are made of it (`request_seed`), so
-    they are a function of run seed, step, prompt, completion and turn.
+    """Return the prompt id of a later turn in the inner engine.
 
-    `attempt`: how many of that name are in flight, as when a prompt is submitted twice for one step.
+    Seeds are derived from it (`request_seed`), so they are a function of run seed, step, prompt, completion and turn.
+    `attempt`: number of requests in flight with the same values, as when a prompt is submitted twice for one step.
     """
     digest = hashlib.sha256(f"turn/{prompt_id}/{step}/{k}/{turn}/{attempt}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
 def _first_tokens(segments: Sequence[Segment], count: int) -> list[Segment]:
-    """Return the first so many tokens of sampled segments; a turn without any is an empty one, which has a version."""
-    found = []
+    """Return the first `count` tokens of sampled segments; an empty turn is one empty segment, which has a version."""
+    kept = []
     for segment in segments:
         ids = segment.token_ids[: max(0, count)]
         count -= len(ids)
         if ids:
-            found.append(Segment(ids, True, segment.logprobs[: len(ids)], segment.version))
-    return found or [Segment((), True, (), segments[0].version)]
+            kept.append(Segment(ids, True, segment.logprobs[: len(ids)], segment.version))
+    return kept or [Segment((), True, (), segments[0].version)]

@@ -1,9 +1,10 @@
-"""Rollout with vLLM in this process, on a GPU or with the CPU build: the trainer's own, or one beside it (`replica`).
+"""Rollout with vLLM in this process, on a GPU or with the CPU build: the trainer's process, or a separate one
+(`replica`).
 
-In the trainer's process weights are handed over by reference and no child can outlive the stage; an engine beside it
-may have ranks of its own (`vllm_ranks`). vLLM changes much of the process that it starts in; `process_kept` undoes
-that. vLLM's own weight transfer (NCCL, CUDA IPC) is not here. What concerns GPUs alone (sleep levels, CUDA graphs) was
-never run on one, and prompts with images were never given to it.
+In the trainer's process, weights are passed by reference and no child process can outlive the stage. An engine in a
+separate process may have ranks of its own (`vllm_ranks`). `process_kept` undoes what vLLM changes in its process.
+vLLM's own weight transfer (NCCL, CUDA IPC) is not used. Code for GPUs only (sleep levels, CUDA graphs) was never run on
+one, and prompts with images were never run at all.
 """
 
 from __future__ import annotations
@@ -47,35 +48,36 @@ logger = logging.getLogger(__name__)
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",  # a dozen warnings at each start are about servers and kernels, not about a recipe
+    "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings at each start concern servers and kernels, not recipes
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
 }
 _CPU_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # bound threads would be the trainer's threads too
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding would also affect the trainer's threads
 }
 _OWN_GPU_ENVIRONMENT = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
-"""For ranks that see one GPU each: these look for their peers under numbers of their own."""
+"""For ranks that see one GPU each: these features expect to see the GPUs of their peers."""
 _WEIGHTS, _KV_CACHE = "weights", "kv_cache"
 _CPU_PASS_TOKENS = 4096
-"""Most of one forward pass."""
+"""Maximum number of tokens in one forward pass on CPU."""
 
 
 @dataclass
 class _Unfinished:
-    """A group of which some completions are not done."""
+    """A group in which some completions are not done."""
 
     prompt: Prompt
     num_completions: int
     step: int
     completions: dict[int, Completion] = field(default_factory=dict)
     earlier: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    """Of each completion that weights have changed under: its tokens until then, and the version that drew them."""
+    """Per completion, the number of tokens sampled by the end of each earlier version of the weights, and the
+    version."""
 
 
 class VllmEngine:
-    """One vLLM `LLM`, with one request per completion, so that each has a seed of its own."""
+    """One vLLM `LLM` with one request per completion, so that each completion has its own seed."""
 
     name = "vllm"
 
@@ -88,9 +90,9 @@ class VllmEngine:
         self._vision, self._is_apart = settings.vision, settings.is_apart
         self._version = 0
         self._asleep: list[str] = []
-        """What has no memory until it is woken, by vLLM's names."""
+        """vLLM's names of the allocations that are released until they are woken."""
         self.slept: Literal[0, 1, 2] = 0
-        """Level of the deepest sleep since the last load; 0: there was none."""
+        """Level of the deepest sleep since the last load; 0: none."""
         self._receiver = Receiver()
         self._as_held: Callable[[Bucket], Bucket] = with_mxfp4 if _holds_mxfp4(settings) else list
         self._in_flight: dict[str, tuple[_Unfinished, int]] = {}
@@ -132,9 +134,9 @@ class VllmEngine:
         ]
         with process_kept():
             if not self._in_flight:
-                self._llm.reset_prefix_cache()  # what was asked before must not decide which kernels run now
+                self._llm.reset_prefix_cache()  # earlier requests must not influence which kernels run
             ids = self._llm.enqueue(tokens, parameters, lora_request=self._request, use_tqdm=False)
-        # What comes back has the number of the request alone; vLLM appends random characters to it inside.
+        # Outputs have the number only, without the random suffix that vLLM appends to request ids internally.
         self._in_flight |= {id_.partition("-")[0]: request for id_, request in zip(ids, requests, strict=True)}
 
     def completed(self) -> list[Group]:
@@ -145,25 +147,25 @@ class VllmEngine:
         return done
 
     def step(self) -> list[Group]:
-        """Run one forward pass, if anything is in flight; return the groups that are done with it."""
+        """Run one forward pass if anything is in flight; return the groups that are done."""
         done, self._ended_aside = self._ended_aside, []
         if self._in_flight and not done:
-            # An engine with a process of its own has nobody to keep it for, and this is once per token.
+            # In a separate process there is nothing to preserve, and this code runs once per token.
             with nullcontext() if self._is_apart else process_kept():
                 done = [group for output in self._llm.llm_engine.step() for group in self._ended(output)]
         return done
 
     def abort(self) -> None:
-        """Forget what is in flight."""
+        """Discard all requests in flight."""
         with process_kept():
             self._llm.llm_engine.abort_request(list(self._in_flight))
         self._in_flight, self._ended_aside = {}, []
 
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> Loaded:
-        """See `Engine.load_weights`; tied weights must come under both names.
+        """Load weights, see `Engine.load_weights`; tied weights must be sent under both names.
 
-        vLLM takes one tensor at a time, and keeps those of a layer until it has all of them. Of what is in flight the
-        keys and values are computed again, so that each token is drawn from one version's distribution.
+        vLLM keeps the tensors of a layer until it has all of them. Keys and values of requests in flight are computed
+        again, so that each token is sampled from the distribution of one version.
         """
         self._wake(_WEIGHTS)
         with process_kept():
@@ -171,7 +173,7 @@ class VllmEngine:
                 self._reload(buckets)
             else:
                 self._adapter.load(self._llm, self._receiver.tensors(buckets))
-        self._wake(_KV_CACHE)  # not before: a load needs memory beside the weights
+        self._wake(_KV_CACHE)  # not earlier: a load needs memory in addition to the weights
         with process_kept():
             self._llm.reset_prefix_cache(reset_running_requests=bool(self._in_flight))
             for state in self._llm.llm_engine.output_processor.request_states.values():
@@ -181,7 +183,7 @@ class VllmEngine:
         return self._receiver.loaded(version)
 
     def _reload(self, buckets: Iterable[Bucket]) -> None:
-        """Replace all weights; a load that fails half-way is forgotten, or the next would be taken for its rest."""
+        """Replace all weights; a failed load is discarded, since vLLM would treat the next load as its remainder."""
         try:
             received = map(self._as_held, self._receiver.buckets(buckets))
             if self._has_ranks:
@@ -194,7 +196,7 @@ class VllmEngine:
             raise
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """See `Engine.logprobs`; what is in flight goes on meanwhile."""
+        """Return the log-probabilities of tokens, see `Engine.logprobs`; requests in flight continue meanwhile."""
         parameters = self._vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         prompt = self._vllm.TokensPrompt(prompt_token_ids=list(token_ids))
         with process_kept():
@@ -210,8 +212,11 @@ class VllmEngine:
         return [logprobs[token].logprob for token, logprobs in scored]
 
     def sleep(self, level: Literal[1, 2] = 1) -> None:
-        """See `Engine.sleep`; level 1 moves the weights to the host, and the CPU build has nothing to give back. Base
-        weights below an adapter do not come again, so they are kept."""
+        """Release GPU memory, see `Engine.sleep`; level 1 moves the weights to the host, and on CPU nothing is
+        released.
+
+        With an adapter, level 2 is reduced to 1, because the base weights are not sent again.
+        """
         if torch.cuda.is_available() and not self._asleep:
             level = level if self._adapter is None else 1
             self._llm.sleep(level=level)
@@ -224,7 +229,7 @@ class VllmEngine:
         self._wake(_KV_CACHE)
 
     def _wake(self, name: str) -> None:
-        """Give a part its memory again, which vLLM takes from the device and not from what torch has cached."""
+        """Reallocate the memory of `name`; torch's cache is emptied first, since vLLM allocates from the device."""
         if name in self._asleep:
             torch.cuda.empty_cache()
             self._llm.wake_up(tags=[name])
@@ -238,11 +243,11 @@ class VllmEngine:
 
     @property
     def _request(self) -> Any:
-        """What requests are told of the adapter; None: there is none."""
+        """Return the adapter request that generation requests carry, or None."""
         return self._adapter.request if self._adapter else None
 
     def _ended(self, request: Any) -> Iterator[Group]:
-        """Take the completion of a request that has ended, and give its group if that was the last of it."""
+        """Add the completion of a finished request to its group, and yield the group if it is complete."""
         if not request.finished:
             return
         group, k = self._in_flight.pop(request.request_id)
@@ -262,7 +267,7 @@ class VllmEngine:
             yield Group(group.prompt, ordered, group.step)
 
     def _tokens_prompt(self, prompt: Prompt) -> Any:
-        """Return a prompt as vLLM takes it: it expands images itself, so it is given the tokens before that."""
+        """Return a prompt in vLLM's format; since vLLM expands images itself, the ids are those before expansion."""
         if not prompt.images:
             return self._vllm.TokensPrompt(prompt_token_ids=list(prompt.token_ids))
         ids = self._tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
@@ -284,7 +289,7 @@ class VllmEngine:
 
 
 def _set_environment() -> None:
-    """Before vLLM is imported; what a user set wins."""
+    """Set vLLM's environment variables before it is imported; variables that the user has set are kept."""
     for name, value in (_ENVIRONMENT if torch.cuda.is_available() else _ENVIRONMENT | _CPU_ENVIRONMENT).items():
         os.environ.setdefault(name, value)
 
@@ -294,26 +299,27 @@ def _import_vllm() -> Any:
         import vllm
         from vllm.platforms import current_platform
 
-    # Our own log set-up keeps vLLM from reading this variable.
+    # vLLM does not read this variable once logging is configured.
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
     if not torch.cuda.is_available():
-        # The rank of each sampled token, which nobody reads, would be compiled: 10 s and a C++ compiler.
+        # Computing token ranks, which are unused, would be compiled: 10 s and a C++ compiler.
         current_platform.simple_compile_backend = "eager"
     return vllm
 
 
 def _check_head_size(model: PreTrainedModel, folder: str) -> None:
-    """Refuse at the start what vLLM's CPU attention would crash on in the first request."""
+    """Raise a `ConfigError` for a head size that vLLM's CPU attention does not support, before the first request
+    crashes."""
     if torch.cuda.is_available():
         return
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     config = model.config.get_text_config()
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    known = CPUAttentionBackend.get_supported_head_sizes()
-    if size not in known:
+    supported = CPUAttentionBackend.get_supported_head_sizes()
+    if size not in supported:
         raise ConfigError(
-            f"vLLM on CPU has no attention for head_dim = {size} of {folder!r}, only for {known}; "
+            f"vLLM on CPU has no attention for head_dim = {size} of {folder!r}, only for {supported}; "
             "set rollout.backend = 'hf'"
         )
 
@@ -331,11 +337,11 @@ def _engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "dtype": str(settings.dtype).removeprefix("torch."),
         "max_model_len": settings.max_model_len,
         "tensor_parallel_size": rollout.parallelism.tp_size,
-        "enforce_eager": rollout.enforce_eager or not has_gpu,  # there are no CUDA graphs to capture on CPU
-        # Beside a process group of the trainer's, the engine of each rank makes groups of its own.
+        "enforce_eager": rollout.enforce_eager or not has_gpu,  # CUDA graphs need a GPU
+        # If the trainer has a process group, the engine of each rank creates groups of its own.
         "distributed_executor_backend": "uni" if is_alone() else "external_launcher",
-        "logprobs_mode": "processed_logprobs",  # of the distribution that a token was drawn from
-        "generation_config": "vllm",  # a model's own sampling defaults must not mix with the recipe's
+        "logprobs_mode": "processed_logprobs",  # of the distribution that tokens are sampled from
+        "generation_config": "vllm",  # else the model's sampling defaults would apply where the recipe sets nothing
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
@@ -363,7 +369,7 @@ def _engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     if has_gpu:
         arguments |= {"gpu_memory_utilization": rollout.gpu_memory_utilization, "enable_sleep_mode": True}
     else:
-        # Behind a prompt that is read in two passes vLLM sets a request's generator back, which those on CPU refuse.
+        # After a chunked prefill vLLM rewinds the request's generator, which CPU generators do not support.
         arguments |= {
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(_CPU_PASS_TOKENS, settings.max_model_len),

@@ -1,7 +1,7 @@
-"""A LoRA adapter in vLLM: the engine holds the base weights, and each version of the policy is the factors alone.
+"""LoRA adapter in vLLM: the engine holds the base weights, and each version of the policy consists of the factors only.
 
-vLLM multiplies by one scale, of the adapter; here the scale of each layer is a part of its factor B. Not here: what an
-adapter has beside factors on linear layers (`models.lora.is_adapter_alone`), which travels merged.
+vLLM has one scale for the whole adapter, so the scale of each layer is multiplied into its factor B. Adapters with more
+than factors of linear layers (`models.lora.is_adapter_alone`) are sent merged.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from cosmos_core.rollout.base import EngineSettings
 
 _NAME, _ID = "policy", 1
 _LAYERS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-"""Ends of the names of layers that vLLM knows in every family of decoders."""
+"""Suffixes of layer names to which vLLM applies adapters in every family of decoders."""
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Largest ranks that vLLM has room for, one of which is chosen when it starts."""
+"""Maximum ranks that vLLM supports, one of which is chosen when it starts."""
 
 
 class VllmAdapter:
@@ -32,34 +32,34 @@ class VllmAdapter:
         self._scales = scales_of(settings.model)
         self._rank = _rank(settings)
         self.request: Any = None
-        """What requests are told to compute with; None: no version has come yet, and the base weights are the policy's.
-        """
+        """vLLM's request object for the adapter; None until a version is loaded, while the policy equals the base
+        weights."""
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Return what the engine is started with."""
+        """Return the adapter arguments of the vLLM engine."""
         return {"enable_lora": True, "max_loras": 1, "max_lora_rank": next(r for r in _RANKS if r >= self._rank)}
 
     def load(self, llm: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Put the factors in the place of those before; vLLM reads them from a file, which is gone afterwards."""
+        """Replace the factors by those of a new version; vLLM reads them from a temporary file."""
         from vllm.lora.request import LoRARequest
 
-        found = {}
+        weights = {}
         for key, tensor in tensors:
             layer, factor = factor_of(key)
             scaled = tensor.detach().cpu().float() * (self._scales[layer] if factor == "B" else 1.0)
-            found[f"base_model.model.{layer}.lora_{factor}.weight"] = scaled.contiguous()
+            weights[f"base_model.model.{layer}.lora_{factor}.weight"] = scaled.contiguous()
         modules = sorted({layer.rpartition(".")[2] for layer in self._scales})
         config = {"r": self._rank, "lora_alpha": self._rank, "target_modules": modules, "bias": "none"}
         with tempfile.TemporaryDirectory(prefix="cosmos-adapter-") as folder:
-            save_file(found, Path(folder) / "adapter_model.safetensors")
+            save_file(weights, Path(folder) / "adapter_model.safetensors")
             (Path(folder) / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
             llm.llm_engine.add_lora(LoRARequest(_NAME, _ID, folder, load_inplace=True))
         self.request = LoRARequest(_NAME, _ID, folder)
 
 
 def adapter_of(settings: EngineSettings) -> VllmAdapter | None:
-    """Return how an engine takes the adapter of its policy alone; None: there is none, or it comes merged."""
+    """Return the adapter of an engine that loads only the factors; None: no adapter, or it is sent merged."""
     if not is_adapter_alone(settings.model) or settings.vision is not None:
         return None
     if settings.rollout.parallelism.tp_size > 1 or settings.rollout.quantization != "none":
@@ -75,7 +75,7 @@ def _rank(settings: EngineSettings) -> int:
 
 
 def _is_served(settings: EngineSettings) -> bool:
-    """Whether vLLM's own class of the model takes adapters."""
+    """Return whether vLLM's class of the model supports adapters."""
     from vllm.model_executor.models import ModelRegistry, supports_lora
 
     names = settings.model.config.architectures or [type(settings.model).__name__]

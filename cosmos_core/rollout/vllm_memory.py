@@ -1,8 +1,8 @@
-"""The shared memory in which vLLM's ranks on CPU exchange tensors, and its names in /dev/shm.
+"""Names in /dev/shm of the shared memory with which vLLM's CPU ranks exchange tensors.
 
-vLLM names it after how the ranks met. With a launcher other than its own that is `env://` for everyone: two runs on a
-machine would write into each other's memory, and after a kill nothing starts any more ("create shm in SHMManager
-failed. errno: 17"), because only a process that ends by itself takes its name away.
+vLLM derives the name from how the ranks were initialized, which with an external launcher is always `env://`. Two runs
+on a machine would write into each other's memory, and after a kill no engine could start ("create shm in SHMManager
+failed. errno: 17"), because only a process that exits normally removes the name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 @contextmanager
 def own_names() -> Iterator[None]:
-    """While the ranks of the trainer's process group start an engine over themselves: names that no other has."""
+    """Context manager that gives the shared memory of the ranks' engine a unique name while the engine starts."""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
     token = [secrets.token_hex(8)]
@@ -36,8 +36,10 @@ def own_names() -> Iterator[None]:
 
 
 def drop_name() -> None:
-    """Take away the name of what this rank shares, once an engine has started and every rank has opened it: the
-    memory then ends with the last process that uses it, however that ends."""
+    """Unlink the name of this rank's shared memory once an engine has started and all ranks have opened it.
+
+    The memory is then freed with the last process that uses it, however that process ends.
+    """
     from vllm.distributed.parallel_state import get_tp_group
 
     module = getattr(get_tp_group().device_communicator, "dist_module", None)

@@ -1,4 +1,4 @@
-"""The process that vLLM shares with the trainer: what vLLM changes in it is undone."""
+"""Context managers that undo what vLLM changes in the process that it shares with the trainer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 @contextmanager
 def process_group_kept() -> Iterator[None]:
-    """Keep the trainer's process group, which an engine that shuts down would destroy with its own."""
+    """Keep the trainer's process group, which an engine would destroy together with its own when it shuts down."""
     destroy = torch.distributed.destroy_process_group
     torch.distributed.destroy_process_group = lambda group=None: group and destroy(group)
     try:
@@ -27,9 +27,9 @@ def process_group_kept() -> Iterator[None]:
 def process_kept() -> Iterator[None]:
     """Undo what vLLM does to its process: random states, threads, signal handlers, environment.
 
-    It seeds every generator at the start and draws from torch's global one in each step; it replaces
-    `torch.set_num_threads` by a function that refuses; and it puts libraries into LD_PRELOAD for its children, which
-    would reach the children of the trainer. Its own variables stay, because it reads them again.
+    It seeds every generator at the start and advances torch's global generator in each step. It replaces
+    `torch.set_num_threads` by a function that refuses calls. It adds libraries to LD_PRELOAD for its children, which
+    would affect the trainer's children. Its own variables stay, because vLLM reads them again.
     """
     python_state, numpy_state = random.getstate(), np.random.get_state()
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()

@@ -1,8 +1,8 @@
-"""An engine of vLLM whose ranks are processes of its own: one apart from the trainer has no others to be spread over.
+"""vLLM engine of a separate process with tensor-parallel ranks, which are child processes.
 
-vLLM starts them, on the GPUs that the engine's process was given, and talks to them over queues of its own, on which
-weights travel too, bucket by bucket. Ranks and engine end together: whoever started the engine starts another one. On
-GPUs this was never run.
+vLLM starts the ranks on the GPUs of the engine's process and communicates over its own queues, which also carry the
+weights, bucket by bucket. Ranks and engine end together; the process manager then starts another engine. This was never
+run on GPUs.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from cosmos_core.rollout.replica import Packed, packed, unpacked
 from cosmos_core.rollout.vllm_memory import drop_name
 
 _ENVIRONMENT = {
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # what is forked beside threads may wait for a lock that nobody holds
-    "GLOO_SOCKET_IFNAME": "lo",  # they are on one machine
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked child of a process with threads may deadlock on a lock
+    "GLOO_SOCKET_IFNAME": "lo",  # all ranks are on one machine
 }
 _CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
-"""For the reason of `vllm._import_vllm`, which is not called in a rank."""
+"""Disables compilation in ranks, which do not call `vllm._import_vllm`."""
 
 
 def has_ranks(settings: EngineSettings) -> bool:
@@ -30,20 +30,20 @@ def has_ranks(settings: EngineSettings) -> bool:
 
 
 def ranks_arguments(*, is_cpu: bool) -> dict[str, Any]:
-    """Return what vLLM is started with, and prepare the environment that its ranks inherit."""
+    """Return vLLM's arguments for an engine with ranks, and set the environment that the ranks inherit."""
     for name, value in (_ENVIRONMENT | _CPU_ENVIRONMENT if is_cpu else _ENVIRONMENT).items():
         os.environ.setdefault(name, value)
     return {"distributed_executor_backend": "mp", "worker_extension_cls": f"{__name__}.{RankExtension.__name__}"}
 
 
 def end_together(llm: Any) -> None:
-    """Let this process end when a rank dies, and the ranks when this process does."""
+    """Make this process exit when a rank dies, and the ranks exit when this process does."""
     llm.llm_engine.model_executor.register_failure_callback(lambda: os._exit(1))
     llm.collective_rpc("end_with", args=(os.getpid(),))
 
 
 def load_on_ranks(llm: Any, buckets: Iterable[Bucket]) -> None:
-    """Replace the weights of all ranks, each of which takes what it computes with."""
+    """Replace the weights of all ranks; each rank loads its shards of them."""
     llm.collective_rpc("begin_weights")
     for bucket in buckets:
         llm.collective_rpc("take_weights", args=(packed(bucket),))
@@ -51,7 +51,7 @@ def load_on_ranks(llm: Any, buckets: Iterable[Bucket]) -> None:
 
 
 def forget_weights(worker: Any) -> None:
-    """Give up a load that was cut off, of which vLLM would take the next for the rest; called in each rank."""
+    """Discard an incomplete load, of which vLLM would treat the next load as the remainder; called in each rank."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
@@ -60,18 +60,18 @@ def forget_weights(worker: Any) -> None:
 
 
 class RankExtension:
-    """What a rank can beside what vLLM's own can, which it is mixed into."""
+    """Methods that are mixed into vLLM's worker class in each rank."""
 
     vllm_config: Any
     model_runner: Any
 
     def end_with(self, pid: int) -> None:
-        """Have the kernel end this process with its parent, whatever it waits for, and nothing stay behind."""
+        """Let the kernel end this process with its parent, and unlink its shared memory so that none remains."""
         die_with_parent(pid)
         drop_name()
 
     def begin_weights(self) -> None:
-        """Expect all weights, as `GPUModelRunner.reload_weights` does."""
+        """Prepare to load all weights, as `GPUModelRunner.reload_weights` does."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
@@ -79,13 +79,13 @@ class RankExtension:
             initialize_layerwise_reload(self.model_runner.get_model())
 
     def take_weights(self, bucket: Packed) -> None:
-        """Take the next bucket."""
+        """Load the next bucket."""
         from vllm.config import set_current_vllm_config
 
         with set_current_vllm_config(self.vllm_config):
             self.model_runner.get_model().load_weights(unpacked(bucket))
 
     def end_weights(self) -> None:
-        """Compute with what has come."""
+        """Finish the load."""
         forget_weights(self)
         self.model_runner.reset_encoder_cache()

@@ -1,5 +1,4 @@
-"""Exponential moving average of the trained weights, a set of `NamedWeights` that is validated and exported in their
-place."""
+"""Exponential moving average of the trained weights, a set of `NamedWeights` that is validated and exported instead."""
 
 from __future__ import annotations
 

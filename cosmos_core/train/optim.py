@@ -148,8 +148,10 @@ def forget_moments(optimizer: torch.optim.Optimizer) -> None:
     for state in optimizer.state.values():
         for value in state.values():
             if isinstance(value, torch.Tensor):
-                shard = local(value)
-                shard.copy_(torch.zeros(shard.shape, device=shard.device))  # 8-bit moments do not implement `zero_`
+                local_value = local(value)
+                local_value.copy_(
+                    torch.zeros(local_value.shape, device=local_value.device)
+                )  # 8-bit moments do not implement `zero_`
 
 
 def _rates(train: TrainConfig) -> dict[str, float]:
