@@ -1,9 +1,9 @@
-"""How the rewards of a group become the advantages of its completions: one function for each `algo` of
-`[train.train_policy]`.
+"""Advantages from the rewards of a group: one function for each `algo` of `[train.train_policy]`.
 
 Rewards are float64 on the CPU. An invalid reward (None, NaN, infinite) has the advantage None: its completion is
-dropped and the others of its group are compared among themselves. A group whose valid rewards are all equal, or that
-has only one, has exactly 0 for each: found by equality, because rounding makes the std of equal rewards non-zero.
+dropped, and the others of its group are compared with each other. A group whose valid rewards are all equal, or that
+has only one, has advantages of exactly 0; the test is equality, because rounding makes the std of equal rewards
+non-zero.
 
 Shapes: G completions of a group.
 """
@@ -19,7 +19,7 @@ from cosmos_core.errors import RewardError
 
 STD_EPSILON = 1e-6
 _VARIANCE_EPSILON = 1e-8
-"""Of `whitened`, as in verl and OpenRLHF."""
+"""Added to the variance in `whitened`, as in verl and OpenRLHF."""
 _GDPO_EPSILON = 1e-4
 
 Groups = Sequence[Sequence[float | None]]
@@ -34,12 +34,12 @@ def advantages(
 ) -> tuple[list[list[float | None]], dict[str, int]]:
     """Return the advantage of each reward by the rule `algo`, a key of `RULES`, and counts.
 
-    Without `normalise_std` the rule `grpo` only subtracts the mean. `num_tokens`: learned tokens of each completion,
+    Without `normalise_std` the rule `grpo` only subtracts the mean. `num_tokens`: trained tokens of each completion,
     over which REINFORCE++ whitens; None: one each. Counts: `groups`, `constant_groups` (two or more equal rewards),
-    `single_groups` (one valid reward), `empty_groups` (none), and `invalid` completions.
+    `single_groups` (one valid reward), `empty_groups` (no valid reward), and `invalid` completions.
 
     Raises:
-        RewardError: the rule cannot take rewards like these.
+        RewardError: the rule does not support such rewards.
     """
     valid = [[r for r in rewards if r is not None and math.isfinite(r)] for rewards in groups]
     rule = _centred if algo == "grpo" and not normalise_std else RULES[algo]
@@ -47,15 +47,15 @@ def advantages(
     if algo.startswith("reinforce++"):
         tokens = num_tokens or [[1] * len(rewards) for rewards in groups]
         lengths = [
-            [n for r, n in zip(rewards, own, strict=True) if r is not None and math.isfinite(r)]
-            for rewards, own in zip(groups, tokens, strict=True)
+            [n for r, n in zip(rewards, values_of_group, strict=True) if r is not None and math.isfinite(r)]
+            for rewards, values_of_group in zip(groups, tokens, strict=True)
         ]
         flat = iter(whitened(np.concatenate([*credited, np.zeros(0)]), np.concatenate([*lengths, np.zeros(0)])))
         credited = [np.array([next(flat) for _ in each]) for each in valid]
-    found = [iter(values_G) for values_G in credited]
+    iterators = [iter(values_G) for values_G in credited]
     values = [
-        [float(next(own)) if r is not None and math.isfinite(r) else None for r in rewards]
-        for rewards, own in zip(groups, found, strict=True)
+        [float(next(values_of_group)) if r is not None and math.isfinite(r) else None for r in rewards]
+        for rewards, values_of_group in zip(groups, iterators, strict=True)
     ]
     return values, {
         "groups": len(valid),
@@ -67,8 +67,11 @@ def advantages(
 
 
 def whitened(values_N: np.ndarray, counts_N: np.ndarray) -> np.ndarray:
-    """Return (value - mean) / sqrt(sample variance + 1e-8), each value counted so many times; exactly 0 where all that
-    count are equal (REINFORCE++, arXiv 2501.03262, equation 10, with the estimator of verl)."""
+    """Return (value - mean) / sqrt(sample variance + 1e-8), with each value weighted by its count.
+
+    The result is exactly 0 if all values with a count above 0 are equal (REINFORCE++, arXiv 2501.03262, equation 10,
+    with the estimator of verl).
+    """
     if _is_constant(values_N[counts_N > 0]):
         return np.zeros_like(values_N)
     mean = np.average(values_N, weights=counts_N)
@@ -82,31 +85,31 @@ def _is_constant(rewards_G: np.ndarray) -> bool:
 
 
 def _centred(groups: list[np.ndarray]) -> list[np.ndarray]:
-    """r - mean (Dr. GRPO, arXiv 2503.20783)."""
+    """Return r - mean (Dr. GRPO, arXiv 2503.20783)."""
     return [np.zeros_like(r_G) if _is_constant(r_G) else r_G - r_G.mean() for r_G in groups]
 
 
 def _grpo(groups: list[np.ndarray]) -> list[np.ndarray]:
-    """(r - mean) / (population std + 1e-6) (GRPO, arXiv 2402.03300)."""
+    """Return (r - mean) / (population std + 1e-6) (GRPO, arXiv 2402.03300)."""
     return [
         c_G / (r_G.std() + STD_EPSILON) if c_G.any() else c_G for c_G, r_G in zip(_centred(groups), groups, strict=True)
     ]
 
 
 def _rloo(groups: list[np.ndarray]) -> list[np.ndarray]:
-    """r - mean of the others (RLOO, arXiv 2402.14740)."""
+    """Return r - mean of the others (RLOO, arXiv 2402.14740)."""
     return [c_G * len(c_G) / max(1, len(c_G) - 1) for c_G in _centred(groups)]
 
 
 def _batch_std(groups: list[np.ndarray]) -> list[np.ndarray]:
-    """(r - mean of the group) / (population std of all rewards of the step + 1e-6) (arXiv 2508.08221)."""
+    """Return (r - mean of the group) / (population std of all rewards of the step + 1e-6) (arXiv 2508.08221)."""
     everything = np.concatenate([*groups, np.zeros(0)])
     std = everything.std() if everything.size else 0.0
     return [c_G / (std + STD_EPSILON) for c_G in _centred(groups)]
 
 
 def _max_rl(groups: list[np.ndarray]) -> list[np.ndarray]:
-    """(r - mean) / mean, for rewards of 0 and 1 (MaxRL, arXiv 2602.02710)."""
+    """Return (r - mean) / mean, for rewards of 0 and 1 (MaxRL, arXiv 2602.02710)."""
     least = min((r_G.min() for r_G in groups if r_G.size), default=0.0)
     if least < 0:
         raise RewardError(
@@ -117,18 +120,19 @@ def _max_rl(groups: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def gdpo_advantages(rewards: Sequence[Groups], weights: Sequence[float]) -> list[list[float | None]]:
-    """Return the advantages of GDPO (arXiv 2601.05242), with the estimators of TRL: the values of each reward function,
-    a member of `rewards`, become (r - mean) / (sample std + 1e-4) in their group, and so does their weighted sum over
-    the step.
+    """Return the advantages of GDPO (arXiv 2601.05242), with the estimators of TRL.
 
-    A completion without a value of some function has None.
+    The values of each reward function, an element of `rewards`, become (r - mean) / (sample std + 1e-4) in their group,
+    and so does their weighted sum over the step. A completion without a value of some function has the advantage None.
     """
-    valid = [[all(r is not None and math.isfinite(r) for r in each) for each in zip(*own, strict=True)]
-             for own in zip(*rewards, strict=True)]  # fmt: skip
+    valid = [[all(r is not None and math.isfinite(r) for r in each) for each in zip(*values_of_group, strict=True)]
+             for values_of_group in zip(*rewards, strict=True)]  # fmt: skip
     sums = [np.zeros(sum(row)) for row in valid]
     for groups, weight in zip(rewards, weights, strict=True):
-        for sum_G, own, row in zip(sums, groups, valid, strict=True):
-            kept_G = np.array([r for r, is_valid in zip(own, row, strict=True) if is_valid], dtype=np.float64)
+        for sum_G, values_of_group, row in zip(sums, groups, valid, strict=True):
+            kept_G = np.array(
+                [r for r, is_valid in zip(values_of_group, row, strict=True) if is_valid], dtype=np.float64
+            )
             sum_G += weight * _standardised(kept_G)
     flat = iter(_standardised(np.concatenate([*sums, np.zeros(0)])))
     return [[float(next(flat)) if is_valid else None for is_valid in row] for row in valid]
@@ -149,4 +153,5 @@ RULES: dict[str, Callable[[list[np.ndarray]], list[np.ndarray]]] = {
     "reinforce++-baseline": _centred,
     "maxrl": _max_rl,
 }
-"""What is made of the rewards of all groups; the advantages of both REINFORCE++ are then `whitened` over tokens."""
+"""Functions from the rewards of all groups to advantages; those of both REINFORCE++ rules are then `whitened` over
+tokens."""

@@ -1,8 +1,8 @@
-"""What the loop and an algorithm say to each other; the loop never asks which algorithm is running.
+"""Interface between the training loop and an algorithm; the loop is independent of the algorithm.
 
-A feed gives samples, an algorithm turns them into `Update`s (one optimizer step each), and the trainer runs an
-update's micro-batches through the model and its `loss`. An algorithm of a user's own is a subclass of `Algorithm` in a
-file that `train.train_policy.trainer_type = "file.py:Class"` names.
+A feed returns samples, an algorithm turns them into `Update`s (one optimizer step each), and the trainer runs the
+micro-batches of an update through the model and the update's `loss`. A user-defined algorithm is a subclass of
+`Algorithm` in a file that `train.train_policy.trainer_type = "file.py:Class"` names.
 
 Shapes: B samples, S predicted tokens.
 """
@@ -32,13 +32,13 @@ from cosmos_core.types import Sampling, ScoredGroup
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What a micro-batch adds to its update."""
+    """Loss and metrics of one micro-batch."""
 
     value: Tensor
-    """Already divided by the update's denominator: micro-batches are summed, never averaged."""
+    """Loss, already divided by the update's denominator: values of micro-batches are summed, never averaged."""
     metrics: Metrics
     values: dict[str, Tensor] = field(default_factory=dict)
-    """Values of each token whose quantiles are reported: name to a flat tensor."""
+    """Per-token values whose quantiles are reported: name to a flat tensor."""
 
 
 LossFunction = Callable[[MicroBatch], Loss]
@@ -46,38 +46,44 @@ LossFunction = Callable[[MicroBatch], Loss]
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One optimizer step."""
+    """Samples and loss of one optimizer step."""
 
     samples: Sequence[Any]
     loss: LossFunction
-    """Knows its denominator, which was fixed over all samples before the first backward."""
+    """Returns the loss of a micro-batch; its denominator is fixed over all samples before the first backward pass."""
     wants: AnyWants = None
-    """What the model computes for the loss, in the adapter's own type; None: log-probabilities of a token model, the
-    velocity of a diffusion model."""
+    """Outputs that the model computes for the loss, in the adapter's own type.
+
+    None: log-probabilities for a token model, the velocity for a diffusion model.
+    """
     has_constant_gradient: bool = False
-    """Whether the derivative of the loss by each log-probability is the same whatever the log-probabilities are: it
-    saves a second run of the head."""
+    """Whether the derivative of the loss with respect to the log-probabilities does not depend on them.
+
+    This saves a second run of the output head.
+    """
     compares: tuple[str, ...] = ()
-    """Named weights under which the wanted outputs are computed too, before the policy's and without gradient; a
-    micro-batch has them as `NAME/OUTPUT`, such as `old/velocity`."""
+    """Named weights under which the outputs are also computed, before the policy's and without gradient.
+
+    A micro-batch has these outputs as `NAME/OUTPUT`, for example `old/velocity`.
+    """
     data: Update | None = None
-    """A data term: other samples with a loss of their own, in the same optimizer step."""
+    """A data term: other samples with their own loss in the same optimizer step."""
 
 
 class View(Protocol):
-    """What an algorithm may ask the trainer for."""
+    """Methods of the trainer that an algorithm may call."""
 
     def evaluate(
         self, samples: Sequence[Any], wants: AnyWants = None, *, weights: str = "policy", size: int | None = None
     ) -> list[dict[str, Tensor]]:
-        """Return the wanted outputs of each sample under named weights, without gradient and dropout.
+        """Return the requested outputs of each sample under named weights, without gradient and dropout.
 
-        `size` samples per forward pass; None: `mini_batch`.
+        `size`: samples in a forward pass; None: `mini_batch`.
         """
         ...
 
     def reset(self, weights: str, *, optimizer: bool = False) -> None:
-        """Make named weights what the policy is now; `optimizer`: and forget the optimizer's moments."""
+        """Set named weights to the policy's current weights; `optimizer`: also reset the optimizer's moments."""
         ...
 
     def follow(self, weights: str, fraction: float) -> None:
@@ -86,38 +92,49 @@ class View(Protocol):
 
 
 class Algorithm:
-    """A credit rule and a loss. What it needs of the rest is declared by its parameter class, `AlgorithmConfig`."""
+    """Base class of algorithms: a credit rule and a loss. The parameter class `AlgorithmConfig` declares other
+    requirements."""
 
     teacher: DistillationConfig | None = None
-    """What is said of the model that `View.evaluate` asks as `teacher`; None: there is none."""
+    """Settings of the teacher, the model that `View.evaluate` runs as `teacher`; None: there is no teacher."""
 
     max_tokens: int
-    """The most tokens of a sequence, `policy.model_max_length`."""
+    """Maximum number of tokens in a sequence, `policy.model_max_length`."""
     diffusers: DiffusersConfig = DiffusersConfig()
-    """How a diffusion model draws and is trained."""
+    """Settings for sampling from and training a diffusion model."""
     null_text: Mapping[str, Tensor] | None = None
-    """Of a diffusion model, the embedding of the empty prompt."""
+    """Diffusion models: the embedding of the empty prompt."""
     data_term: Callable[[int, int], Update] | None = None
-    """Of a diffusion model gives the data term of a train step and of an optimizer step, both counted from 0: real data
-    that is learned beside rollouts; None: none is. That of text is `data_term.WithDataTerm`."""
+    """Diffusion models: returns the data term, real data that is trained on together with rollouts; None: no data term.
+
+    Its arguments are the numbers of the train step and of the optimizer step, counted from 0. For text models see
+    `data_term.WithDataTerm`.
+    """
 
     def __init__(self, config: Any, custom: Mapping[str, Any] = {}, sampling: Sampling | None = None) -> None:
-        """Take the parameters; the recipe's `[custom]` table, for an algorithm of a user's own; and how completions are
-        drawn, None without rollouts."""
+        """Store the settings.
+
+        Args:
+            config: the parameters of the algorithm.
+            custom: the recipe's `[custom]` table, for user-defined algorithms.
+            sampling: the sampling settings of completions; None: no rollouts.
+        """
         self.config: AlgorithmConfig = config
         self.custom, self.sampling = custom, sampling
 
     def credit(self, groups: Sequence[ScoredGroup]) -> tuple[list[Sample], dict[str, float]]:
-        """Return what is learned of scored groups, and metrics about it."""
+        """Return the samples to train on, made of scored groups, and metrics about them."""
         raise AssertionError(f"{type(self).__name__} does not learn from rollouts")
 
     def updates(self, samples: Sequence[Any], view: View) -> Iterator[Update]:
-        """Yield the optimizer steps of one train step; `view` has the weights of the moment of the call."""
+        """Yield the optimizer steps of one train step; `view` evaluates with the weights at the time of the call."""
         raise AssertionError(f"{type(self).__name__} has no updates")
 
     def measure(self, chunks: Iterable[Sequence[Any]], view: View, size: int) -> dict[str, float]:
-        """Return metrics of held-out samples: token-mean loss in nats, perplexity, and the share of labels that are the
-        likeliest token. `size` samples per forward pass."""
+        """Return metrics of held-out samples: loss in nats per token, perplexity, and top-1 accuracy of the labels.
+
+        `size`: samples in a forward pass.
+        """
         loss_sum, num_top, num_tokens = 0.0, 0.0, 0
         for samples in chunks:
             rows = view.evaluate(samples, Wants(is_top=True), size=size)
@@ -133,24 +150,29 @@ class Algorithm:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint has to keep: JSON values and tensors."""
+        """Return the state to checkpoint, as JSON values and tensors."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Restore the state that `state_dict` returned."""
 
 
 def equal_batches(num_samples: int, size: int | None) -> list[slice]:
-    """Return the optimizer batches of a train step: as few as hold at most `size` samples each (None: all), of sizes
-    that differ by at most 1. A remainder alone would be a whole step of the optimizer for a few samples."""
+    """Return the optimizer batches of a train step, as few as possible with at most `size` samples each (None: one
+    batch).
+
+    Their sizes differ by at most 1, because a small remainder would get a whole optimizer step for a few samples.
+    """
     count = -(-num_samples // (size or max(1, num_samples)))
     bounds = [-(-i * num_samples // count) for i in range(count + 1)] if count else []
     return [slice(*each) for each in pairwise(bounds)]
 
 
 def aligned(rows: Sequence[Tensor], like_BS: Tensor) -> Tensor:
-    """Return rows of different lengths as one padded rectangle of the shape, dtype and device of `like_BS`, with the
-    dimensions that each token of a row has."""
+    """Return rows of different lengths padded to the shape of `like_BS`, in its dtype and on its device.
+
+    Further dimensions of a row's tokens are kept.
+    """
     out_BS = like_BS.new_zeros((*like_BS.shape, *rows[0].shape[1:]))
     for b, row in enumerate(rows):
         out_BS[b, : len(row)] = row
@@ -158,7 +180,7 @@ def aligned(rows: Sequence[Tensor], like_BS: Tensor) -> Tensor:
 
 
 def weights_by_metric(config: AlgorithmConfig) -> dict[str, float]:
-    """Return the weight of each reward function, a reward service's too, by the name that scores have for its value."""
+    """Return the weight of each local or remote reward function, by the name of its metric in scores."""
     if config.remote_rewards is not None:
         return {name: function.weight for function, name in config.remote_rewards.metric_names.items()}
     names = metric_names(config.rewards)

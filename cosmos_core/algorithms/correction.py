@@ -1,15 +1,15 @@
-"""Importance weights for tokens that were not drawn from the policy: pi_old / mu, truncated (TIS) or masked.
+"""Importance weights for tokens that were not sampled from the policy: pi_old / mu, truncated (TIS) or masked.
 
-pi_old is the trainer's policy before the update, mu the distribution that the engine drew from. They differ by
-rounding, by the age of the weights, and where sampling changes the distribution: under top-p and top-k the engine's
-log-probabilities are normalised over the kept tokens, so pi_old / mu is the mass of these, and under a repetition
-penalty it is the quotient of the two softmaxes.
+pi_old is the trainer's policy before the update, and mu is the distribution that the engine sampled from. They differ
+by rounding, by the age of the weights, and where sampling changes the distribution. Under top-p and top-k the engine's
+log-probabilities are normalised over the kept tokens, so pi_old / mu is the kept mass; under a repetition penalty it is
+the quotient of the two softmaxes.
 
-What the weights repair. A sum over tokens drawn from mu, weighted by pi_old / mu, has the expectation of the same sum
-under pi_old over the tokens that mu can draw. A repetition penalty leaves all of them: no bias but that of the cap.
-top-p and top-k leave out a tail that no weight brings back: the bias of a token's gradient is at most the tail's mass,
-1 - top_p, times the largest |advantage x gradient of the log-probability| in it. Without the weights each kept token
-counts 1 / kept mass times too much, and the gradient is that of the truncated policy.
+A sum over tokens sampled from mu, weighted by pi_old / mu, has the expectation of the same sum under pi_old over the
+tokens that mu can sample. A repetition penalty keeps all tokens, so the only bias is that of the cap. top-p and top-k
+remove a tail that no weight restores: the bias of a token's gradient is at most the tail's mass, 1 - top_p, times the
+largest |advantage x gradient of the log-probability| in it. Without weights, each kept token counts 1 / kept mass times
+too much, and the gradient is that of the truncated policy.
 
 Shapes: B sequences, T tokens.
 """
@@ -28,18 +28,17 @@ from cosmos_core.algorithms.aggregate import Metrics, masked, token_metric
 from cosmos_core.algorithms.kl import MAX_LOG_RATIO, k3
 
 CAP = 2.0
-"""Usual cap of truncated importance sampling; top-p and top-k alone never reach 1."""
+"""Usual cap of truncated importance sampling; ratios that come only from top-p and top-k never exceed 1."""
 
 _MEAN_EPSILON = 1e-8
-"""Added to the tokens of a sequence in `self_normalised`, as in verl."""
+"""Added to the number of tokens of a sequence in `self_normalised`, as in verl."""
 
 Rule = Literal["none", "truncate", "mask", "sequence-truncate", "sequence-mask"]
 
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """Which weights tokens get that were drawn from another policy; w = pi_old / mu of a token, W = its product over
-    a sequence.
+    """Rule for the importance weights of tokens; w = pi_old / mu of a token, W is the product of w over a sequence.
 
     `none`: 1. `truncate` (TIS): min(w, high). `mask` (IcePop): w between `low` and `high`, else 0. `sequence-truncate`:
     min(W, high) for each token. `sequence-mask`: W between `low` and `high`, else 0 (arXiv 2512.23075). Products
@@ -50,27 +49,26 @@ class Correction:
     low: float = 0.0
     high: float = CAP
     geometric: tuple[float, float] | None = None
-    """Sequences whose geometric mean of w is outside get weight 0, such as (0.99, 1.01); None: none."""
+    """Range such as (0.99, 1.01); sequences whose geometric mean of w is outside get weight 0. None: no such rule."""
     mean_k3: float | None = None
-    """Sequences whose mean of w - 1 - log w over tokens, the k3 estimate of KL(mu || pi_old), is above this get weight
-    0; None: none."""
+    """Bound of the mean of w - 1 - log w over tokens, the k3 estimate of KL(mu || pi_old); sequences above it get
+    weight 0."""
     max_k3: float | None = None
-    """The same for the largest of a sequence."""
+    """Bound of the maximum of w - 1 - log w over tokens; sequences above it get weight 0."""
     scale: float = 1.0
-    """What weights are divided by: their mean, where they are self-normalised."""
+    """Divisor of the weights: their mean if they are self-normalised."""
 
 
 @torch.no_grad()
 def importance_weights(
     old_logprobs_BT: Tensor, rollout_logprobs_BT: Tensor, mask_BT: Tensor, correction: Correction = Correction()
 ) -> tuple[Tensor, Metrics]:
-    """Return the weight of each token where the mask is 1, else 0; and metrics over the mask.
+    """Return the weight of each token where the mask is 1, else 0, and metrics over the mask.
 
-    Weights multiply the policy term of the loss alone, never a KL term, and the denominator of the loss stays. A token
-    whose log-probability under mu is not finite has weight 0; those of rollouts are no longer in the mask, nor in the
-    denominator (`grpo.sample_of`). Metrics: the mean weight and its mean square (mean^2 /
-    square is the effective share of the tokens), the shares that were beyond `high`, that were refused, and that were
-    not finite.
+    Weights apply only to the policy term of the loss, never to a KL term, and the denominator of the loss is unchanged.
+    A token whose log-probability under mu is not finite has weight 0; for rollouts such tokens are already excluded
+    from the mask and the denominator (`grpo.sample_of`). Metrics: the mean weight and its mean square (mean^2 / square
+    is the effective fraction of the tokens), and the fractions of tokens above `high`, rejected, and not finite.
     """
     mask_BT = mask_BT.bool()
     is_finite_BT = rollout_logprobs_BT.isfinite()
@@ -107,9 +105,11 @@ def importance_weights(
 
 
 def self_normalised(correction: Correction, rows: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Correction:
-    """Return the correction whose weights have the mean 1 over all learned tokens, by the rules for sequences over all
-    sequences, of a step, before sequences are left out. Each row has the log-probabilities of a sample under the old
-    policy, those of its rollout, and the mask, T each."""
+    """Return the correction scaled so that weights have the mean 1 over the trained tokens of a step.
+
+    With sequence rules the mean is over sequences. It is taken before sequences are rejected. Each row has the
+    log-probabilities of a sample under the old policy, those of its rollout, and the mask, shape T each.
+    """
     plain = replace(correction, geometric=None, mean_k3=None, max_k3=None)
     total, count = 0.0, 0
     for old_T, rollout_T, mask_T in rows:

@@ -1,7 +1,7 @@
-"""A data term for rollouts of text: the loss of SFT on rows of a data set, in every optimizer step of any algorithm.
+"""Data term for rollouts of text: the SFT loss on rows of a dataset, added to every optimizer step of an algorithm.
 
-Which rows a step learns is a function of its number, which is all that a checkpoint has to keep. The data term of
-diffusion models is `train.drawing.data_term`.
+The rows of an optimizer step are a function of its number, the only state in a checkpoint. The data term of diffusion
+models is `train.drawing.data_term`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from cosmos_core.types import ScoredGroup
 
 
 def sft_term(samples: Sequence[Sample], weight: float) -> Update:
-    """Return `weight` times the token mean of -log p over all learned tokens of the samples; the metric `data/nll` is
-    without the weight."""
+    """Return an update with `weight` times the mean of -log p over all trained tokens of the samples.
+
+    The metric `data/nll` excludes the weight.
+    """
     total = denominator("token-mean", [sample.num_learned for sample in samples])
 
     def loss(micro: MicroBatch) -> Loss:
@@ -31,10 +33,10 @@ def sft_term(samples: Sequence[Sample], weight: float) -> Update:
 
 
 class WithDataTerm(Algorithm):
-    """Another algorithm, each of whose optimizer steps learns rows beside its samples."""
+    """Algorithm that adds a data term to each optimizer step of another algorithm."""
 
     def __init__(self, algorithm: Algorithm, term: Callable[[int], Update]) -> None:
-        """`term` gives the data term of an optimizer step by its number, counted from 0 over all train steps."""
+        """Wrap `algorithm`; `term` returns the data term of an optimizer step, counted from 0 over all train steps."""
         super().__init__(algorithm.config, algorithm.custom, algorithm.sampling)
         self.teacher, self.diffusers = algorithm.teacher, algorithm.diffusers
         self._algorithm, self._term = algorithm, term
@@ -45,7 +47,7 @@ class WithDataTerm(Algorithm):
         return self._algorithm.credit(groups)
 
     def updates(self, samples: Sequence[Any], view: View) -> Iterator[Update]:
-        """Yield the optimizer steps of the algorithm, with the rows of each."""
+        """Yield the optimizer steps of the wrapped algorithm, each with its data term."""
         for update in self._algorithm.updates(samples, view):
             number, self._num_updates = self._num_updates, self._num_updates + 1
             yield replace(update, data=self._term(number))
@@ -59,6 +61,7 @@ class WithDataTerm(Algorithm):
         return {"algorithm": self._algorithm.state_dict(), "num_updates": self._num_updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Algorithm.load_state_dict`; the checkpoint may be of a training without a data term."""
+        """Restore the state, see `Algorithm.load_state_dict`; also accepts the state of a training without a data
+        term."""
         self._algorithm.load_state_dict(state.get("algorithm", state))
         self._num_updates = int(state.get("num_updates", 0))

@@ -1,6 +1,6 @@
-"""DDRL (arXiv 2512.04332): FlowGRPO with the diffusion loss on real data as its regulariser.
+"""DDRL (arXiv 2512.04332): FlowGRPO with the diffusion loss on real data as a regularizer.
 
-The data term is that of any algorithm (`flow_rl.FlowRl.data_term`); here is only that this one always has it.
+The data term is the one of `flow_rl.FlowRl.data_term`; DDRL only makes it mandatory.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""DiffusionNFT (arXiv 2509.16117): samples of the old policy are learned along the forward process.
+"""DiffusionNFT (arXiv 2509.16117): trains on samples of the old policy along the forward process.
 
-Each sample is put to some of the noise levels of its sampler, with fresh noise; the policy learns to denoise good ones
-and, mirrored at the old policy, to leave bad ones; groups of equal rewards count with an optimality of 1/2, as in the
-reference implementation. Then the old policy follows. What is learned is in
-`flow_objectives`, advantages are made in `flow_credit`.
+Fresh noise is added to each sample at some of the noise levels of its sampler. The policy is trained towards good
+samples and, mirrored at the old policy, away from bad ones. Groups of equal rewards count with an optimality of 1/2, as
+in the reference implementation. The old policy then follows the policy. The loss is in `flow_objectives`, advantages
+are in `flow_credit`.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ class DiffusionNft(FlowRl):
         return Update(samples, loss, compares=(OLD, *self._compares))
 
     def after_step(self, view: View) -> None:
-        """Let the old policy follow."""
+        """Move the old policy towards the policy."""
         view.follow(OLD, 1 - old_decay(self.diffusers.weight_copy_decay_type, self._num_updates))
 
     def _samples(self, rollout: FlowRollout) -> list[SeededSample]:
-        """Return a completion at some of the noise levels of its sampler, in an order that its seed decides."""
+        """Return a completion at some of its sampler's noise levels, selected by its seed."""
         sigmas = rollout.drawn.sigmas[:-1]
         count = int(self.diffusers.timesteps_fraction * len(sigmas))
-        chosen = drawn_order(len(sigmas), rollout.seed)[:count]
+        selected = drawn_order(len(sigmas), rollout.seed)[:count]
         return [
             SeededSample(
                 rollout.drawn.latents,
@@ -78,13 +78,16 @@ class DiffusionNft(FlowRl):
                 (rollout.seed + 1 + i) & _SEED_BITS,
                 rollout.drawn.num_given,
             )
-            for i in chosen
+            for i in selected
         ]
 
 
 def old_decay(kind: int, num_updates: int) -> float:
-    """Return how much of itself the old policy keeps when it follows after `num_updates` optimizer steps: nothing (0),
-    a share that grows to a half (1), or nothing for 75 steps and then one that grows to 0.999 (2)."""
+    """Return the fraction of its weights that the old policy keeps when it follows the policy.
+
+    `kind` 0: 0. `kind` 1: grows with `num_updates`, the number of optimizer steps, to 0.5. `kind` 2: 0 for 75 optimizer
+    steps, then it grows to 0.999.
+    """
     if kind == 1:
         return min(0.001 * num_updates, 0.5)
     return 0.0 if kind == 0 or num_updates < 75 else min(0.0075 * (num_updates - 75), 0.999)

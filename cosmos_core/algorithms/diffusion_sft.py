@@ -1,6 +1,6 @@
-"""Supervised flow matching: the network learns the velocity from data to noise at drawn noise levels.
+"""Supervised flow matching: the network is trained on the velocity between data and noise at random noise levels.
 
-Not here: drawing noise, levels and dropped prompts (`data/flow_sample.py`), and putting noise onto latents, which the
+Not here: sampling of noise, levels and dropped prompts (`data/flow_sample.py`), and adding noise to latents, which the
 adapter does.
 
 Shapes: B samples, dots for the dimensions of a latent.
@@ -21,8 +21,7 @@ from cosmos_core.models.flow import velocity
 
 
 def flow_error(predicted: Tensor, target: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean square of predicted minus target velocity of each sample, over what is not given: B, at least
-    float32."""
+    """Return the mean squared error of the predicted velocity over trained frames, per sample: B, at least float32."""
     wide = torch.promote_types(predicted.dtype, torch.float32)
     weights = mask.to(wide).expand_as(predicted).flatten(1)
     squares = (predicted.to(wide) - target.to(wide)).square().flatten(1)
@@ -30,8 +29,10 @@ def flow_error(predicted: Tensor, target: Tensor, mask: Tensor) -> Tensor:
 
 
 def flow_loss(micro: MicroBatch, num_samples: int) -> Loss:
-    """Return the weighted sum of the samples' errors divided by the number of samples of the whole update: what SFT
-    learns, and what a data term adds to any other loss."""
+    """Return the weighted sum of the samples' errors, divided by the number of samples of the whole update.
+
+    It is the loss of SFT, and also the data term that other algorithms add.
+    """
     error_B = flow_error(
         micro.outputs["velocity"], velocity(micro.outputs["latents"], micro.outputs["noise"]), micro.mask
     )
@@ -42,14 +43,14 @@ def flow_loss(micro: MicroBatch, num_samples: int) -> Loss:
 
 
 class DiffusionSft(Algorithm):
-    """One update per step: the mean over all its samples."""
+    """Supervised flow matching: one update per train step, with the mean loss over all its samples."""
 
     def updates(self, samples: Sequence[FlowSample], view: View) -> Iterator[Update]:
         """Yield one optimizer step with all samples."""
         yield Update(samples, lambda micro: flow_loss(micro, len(samples)))
 
     def measure(self, chunks: Iterable[Sequence[FlowSample]], view: View, size: int) -> dict[str, float]:
-        """Return the mean error of held-out samples, at noise levels of their own that never change."""
+        """Return the mean error of held-out samples, at fixed noise levels of their own."""
         total, count = 0.0, 0
         for samples in chunks:
             for sample, row in zip(samples, view.evaluate(samples, size=size), strict=True):

@@ -1,20 +1,20 @@
-"""On-policy distillation: a teacher judges the completions that the policy drew (arXiv 2306.13649).
+"""On-policy distillation: a teacher scores the completions that the policy sampled (arXiv 2306.13649).
 
 The loss is the expected divergence of policy and teacher over the policy's own completions, summed over tokens. Its
-gradient has two parts: how the divergence of a token's distribution changes at a given prefix, and how drawing a token
-changes the divergences that come after it. Both are here:
+gradient has two terms: how the divergence of a token's distribution changes at a fixed prefix, and how sampling a token
+changes the divergences after it. Both are implemented:
 
-- Of the drawn tokens alone (`top_k = 0`): -(log pi_old - log T) of a token is added to its advantage, and times
-  `kl_discount_factor`, its square, ... that of the tokens after it. With a factor of 1 the policy gradient is that of
-  the reverse KL of the completion; with 0 that of each token's reverse KL at its prefix.
-- Of K tokens (`top_k = K`): the generalised Jensen-Shannon divergence D of the two distributions is a term of the loss
-  with its own gradient; with a factor the advantage of a token falls by the D of those after it.
+- For the sampled tokens only (`top_k = 0`): -(log pi_old - log T) of a token is added to its advantage, and those of
+  the tokens after it times `kl_discount_factor`, its square, and so on. With a factor of 1 the policy gradient is that
+  of the reverse KL of the completion; with 0, that of each token's reverse KL at its prefix.
+- For K tokens (`top_k = K`): the generalised Jensen-Shannon divergence D of the two distributions is a loss term with
+  its own gradient; with a factor, the advantage of a token falls by the D of the tokens after it.
 
-Two things differ from Cosmos-RL, and its forms are not offered. There -D is the advantage of the drawn token, which
-pushes down whatever was drawn where the two differ, the teacher's favourite too, and is no gradient of D. And there
-the probabilities of the K tokens alone enter: they do not sum to 1, and such a D has its minimum elsewhere than at the
-teacher. Here all other tokens together are one more event, so that D is a divergence (a lower bound of that over the
-whole vocabulary, and equal to it where K is all of it).
+Two forms of Cosmos-RL are not supported. It uses -D as the advantage of the sampled token, which lowers the probability
+of any sampled token where the distributions differ, even of the teacher's favourite, and is no gradient of D. And it
+uses only the probabilities of the K tokens: they do not sum to 1, and the minimum of such a D is not at the teacher.
+Here all other tokens form one more event, so that D is a divergence. It is a lower bound of the divergence over the
+whole vocabulary, and equals it if K is the vocabulary.
 
 Shapes: B samples, S predicted tokens, K token ids, E = K + 1 events.
 """
@@ -40,27 +40,27 @@ from cosmos_core.models.teacher import TEACHER
 
 @dataclass(frozen=True, slots=True)
 class Distilled:
-    """What a teacher adds to the loss of a micro-batch."""
+    """Contribution of the teacher to the loss of a micro-batch."""
 
     advantages_BS: Tensor | None
-    """To be added to the advantage of each token; None: nothing is."""
+    """Values to add to the advantage of each token; None: nothing is added."""
     loss_BS: Tensor | None
-    """To be added to the loss of each token, with gradient; None: nothing is."""
+    """Values to add to the loss of each token, with gradient; None: nothing is added."""
     metrics: Metrics
 
 
 def distilled(
     config: DistillationConfig, policy_BS: Tensor, teacher_BS: Tensor, mask_BS: Tensor, drawn_BS: Tensor
 ) -> Distilled:
-    """Return what is learned of a teacher.
+    """Return the contribution of a teacher to the loss.
 
     Args:
         config: weight, divergence and discount.
-        policy_BS: log-probabilities of the drawn tokens before the train step; with `top_k` BSK: of the chosen ids now,
-            with gradient.
-        teacher_BS: the teacher's, of the same shape.
-        mask_BS: 1 at learned tokens.
-        drawn_BS: 1 where the policy drew it; what nobody drew has its own penalty alone.
+        policy_BS: log-probabilities of the sampled tokens before the train step; with `top_k`, current ones of the
+            selected ids, BSK with gradient.
+        teacher_BS: the teacher's log-probabilities, of the same shape.
+        mask_BS: 1 at trained tokens.
+        drawn_BS: 1 where the policy sampled the token; other tokens get only their own penalty.
     """
     if not config.top_k:
         penalty_BS = masked(policy_BS.detach() - teacher_BS, mask_BS)
@@ -77,18 +77,18 @@ def distilled(
 
 
 def future(values_BS: Tensor, discount: float) -> Tensor:
-    """Return of each token the sum of discount^n times the value n tokens later, n = 1, 2, ..."""
+    """Return for each token the sum over n = 1, 2, ... of discount^n times the value n tokens later."""
     total_BS, reach = values_BS, 1
-    while discount and reach < values_BS.shape[1]:  # it covers `reach` tokens, then twice as many
+    while discount and reach < values_BS.shape[1]:  # `total_BS` covers `reach` tokens, then twice as many
         total_BS = total_BS + discount**reach * pad(total_BS[:, reach:], (0, reach))
         reach *= 2
     return discount * pad(total_BS[:, 1:], (0, 1))
 
 
 def with_rest(logprobs_BSK: Tensor) -> Tensor:
-    """Return log-probabilities of K ids with that of all other tokens together: BSE, at least float32.
+    """Return the log-probabilities of K ids, with the total of all other tokens appended: BSE, at least float32.
 
-    What the dtype cannot tell from 0 is its epsilon, without gradient.
+    A total below the dtype's epsilon is replaced by the epsilon, without gradient.
     """
     wide_BSK = logprobs_BSK.to(torch.promote_types(logprobs_BSK.dtype, torch.float32))
     rest_BS1 = -wide_BSK.exp().sum(-1, keepdim=True)
@@ -96,7 +96,7 @@ def with_rest(logprobs_BSK: Tensor) -> Tensor:
 
 
 def jensen_shannon(policy_BSE: Tensor, teacher_BSE: Tensor, beta: float) -> Tensor:
-    """Return the generalised Jensen-Shannon divergence over the last dimension, of log-probabilities.
+    """Return the generalised Jensen-Shannon divergence over the last dimension, from log-probabilities.
 
     With M = (1 - beta) S + beta T of policy S and teacher T: beta KL(T | M) + (1 - beta) KL(S | M); for beta = 0 the
     forward KL(T | S), for beta = 1 the reverse KL(S | T).
@@ -116,24 +116,27 @@ def _kl(one_BSE: Tensor, other_BSE: Tensor) -> Tensor:
 def ask_teacher(
     config: DistillationConfig, samples: Sequence[Sample], view: View, wants: Wants
 ) -> tuple[list[Sample], list[Tensor]]:
-    """Return the samples with the ids that they are compared over, and the teacher's log-probabilities of each: of its
-    tokens, or with `top_k` of these ids."""
-    asked, budget = list(samples), config.max_token_len_per_mini_batch
+    """Return the samples with the token ids to compare, and the teacher's log-probabilities of each sample.
+
+    These are the log-probabilities of its tokens, or with `top_k` of the selected ids.
+    """
+    prepared, budget = list(samples), config.max_token_len_per_mini_batch
     size = config.mini_batch if budget is None else None
     if not config.top_k:
-        rows = view.evaluate(within_budget(asked, budget), wants, weights=TEACHER, size=size)
-        return asked, [row["logprobs"] for row in rows]
+        rows = view.evaluate(within_budget(prepared, budget), wants, weights=TEACHER, size=size)
+        return prepared, [row["logprobs"] for row in rows]
     wants = replace(wants, entropy="", top_k=config.top_k)
     if not config.trainer_token_ids_from_teacher:
-        asked = _with_ids(asked, view.evaluate(asked, wants))
-    rows = view.evaluate(within_budget(asked, budget), wants, weights=TEACHER, size=size)
+        prepared = _with_ids(prepared, view.evaluate(prepared, wants))
+    rows = view.evaluate(within_budget(prepared, budget), wants, weights=TEACHER, size=size)
     if config.trainer_token_ids_from_teacher:
-        asked = _with_ids(asked, rows)
-    return asked, [row["top_logprobs"] for row in rows]
+        prepared = _with_ids(prepared, rows)
+    return prepared, [row["top_logprobs"] for row in rows]
 
 
 def including_prompt(sample: Sample, num_prompt: int) -> Sample:
-    """Return the sample with all tokens of its prompt learned that have a token before them; nobody drew them."""
+    """Return the sample with the tokens of its prompt after the first also trained on; the policy did not sample
+    them."""
     mask = sample.loss_mask.copy()
     mask[1:num_prompt] = 1
     rollout = sample.rollout_logprobs
@@ -144,7 +147,7 @@ def including_prompt(sample: Sample, num_prompt: int) -> Sample:
 
 
 def _with_ids(samples: Sequence[Sample], rows: Sequence[dict[str, Tensor]]) -> list[Sample]:
-    """Return the samples with the `top_ids` of rows, which have one for every predicted token."""
+    """Return the samples with the `top_ids` of `rows`, which have ids for every predicted token."""
     return [
         replace(sample, top_ids=row["top_ids"].cpu().numpy()[sample.loss_mask[1:] == 1])
         for sample, row in zip(samples, rows, strict=True)

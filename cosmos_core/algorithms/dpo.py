@@ -1,8 +1,10 @@
-"""Direct preference optimisation (arXiv 2305.18290) and its relatives: the chosen response above the rejected one.
+"""Direct preference optimization (DPO, arXiv 2305.18290) and its variants: the chosen response is ranked above the
+rejected.
 
-The reward of a response is beta times its log-probability less that under the reference, which is fixed, or without a
-reference beta times its log-probability. Formulas and names of the losses are those of TRL; all of a list are computed
-from the same log-probabilities. Not here: forward passes, and those of the reference (`train/reference.py`).
+The reward of a response is beta times the difference between its log-probability under the policy and under the fixed
+reference, or without a reference beta times its log-probability. Formulas and names of the losses are those of TRL. All
+losses of a list share the same log-probabilities. Not here: forward passes, and those of the reference
+(`train/reference.py`).
 
 Shapes: B sequences, T tokens, P pairs.
 """
@@ -23,33 +25,33 @@ from cosmos_core.data.sample import Sample
 from cosmos_core.models.base import MicroBatch
 
 _LEAST_LOGP = 1e-12
-"""The odds of a response that is certain are infinite."""
+"""Lower bound of -log p, because the odds of a certain response are infinite."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Sums of log-probabilities over the learned tokens of each pair's responses, P each."""
+    """Sums of log-probabilities over the trained tokens of each pair's responses, shape P each."""
 
     chosen: Tensor
     rejected: Tensor
     reference_chosen: Tensor
-    """Of the reference; zeros: there is none."""
+    """Sums under the reference policy; zeros without a reference."""
     reference_rejected: Tensor
     chosen_tokens: Tensor
-    """Number of learned tokens."""
+    """Number of trained tokens."""
     rejected_tokens: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Denominators:
-    """What the sums of an optimizer step are divided by."""
+    """Denominators of the loss of an optimizer step."""
 
     pairs: float
     chosen_tokens: float
 
 
 def preference_loss(pairs: Compared, config: DpoLossConfig, total: Denominators) -> tuple[Tensor, Metrics]:
-    """Return the loss of some of a step's pairs, and metrics to add up."""
+    """Return the loss of some of a step's pairs, and metrics to be summed."""
     chosen_P = config.beta * (pairs.chosen - pairs.reference_chosen)
     rejected_P = config.beta * (pairs.rejected - pairs.reference_rejected)
     loss = pairs.chosen.new_zeros(())
@@ -81,7 +83,7 @@ def _robust(pairs: Compared, chosen_P: Tensor, rejected_P: Tensor, config: DpoLo
 
 
 def _per_token(pairs: Compared, chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
-    """Return the difference of two values, each divided by the tokens of its response."""
+    """Return the difference of two values, each divided by the number of tokens of its response."""
     return chosen_P / pairs.chosen_tokens.clamp(min=1) - rejected_P / pairs.rejected_tokens.clamp(min=1)
 
 
@@ -95,7 +97,7 @@ def _simpo(pairs: Compared, chosen_P: Tensor, rejected_P: Tensor, config: DpoLos
 
 
 def _orpo(pairs: Compared, chosen_P: Tensor, rejected_P: Tensor, config: DpoLossConfig) -> Tensor:
-    """Of the odds p / (1 - p), p the geometric mean of the tokens' probabilities."""
+    """Return the ORPO loss of the odds p / (1 - p), where p is the geometric mean of the tokens' probabilities."""
     log_odds = []
     for logps_P, tokens_P in ((pairs.chosen, pairs.chosen_tokens), (pairs.rejected, pairs.rejected_tokens)):
         mean_P = (logps_P / tokens_P.clamp(min=1)).clamp(max=-_LEAST_LOGP)
@@ -115,19 +117,19 @@ _PAIR_LOSSES: dict[str, Callable[[Compared, Tensor, Tensor, DpoLossConfig], Tens
     "simpo": _simpo,
     "orpo": _orpo,
 }
-"""The loss of each pair, by its rewards."""
+"""Functions that return the loss of each pair from its rewards, by name of the loss."""
 
 
 def step_denominators(samples: Sequence[Sample]) -> Denominators:
-    """Return the denominators of a step, whose samples are chosen and rejected in turn."""
+    """Return the denominators of a step, whose samples alternate between chosen and rejected."""
     tokens = denominator("token-mean", [sample.num_learned for sample in samples[::2]])
     return Denominators(max(1.0, len(samples) / 2), tokens)
 
 
 class Dpo(Algorithm):
-    """DPO as an algorithm of the loop: one update per step, mean over all its pairs.
+    """DPO: one update per train step, with the mean loss over all its pairs.
 
-    Samples come in pairs, the chosen before the rejected, and both are in one micro-batch.
+    The chosen sample of a pair comes before the rejected one, and both are in the same micro-batch.
     """
 
     config: DpoConfig
@@ -144,13 +146,13 @@ class Dpo(Algorithm):
             reference_B = logps_B.new_tensor([sample.reference_logprob for sample in micro.samples])
             chosen_P, rejected_P = [rows[i] for i in chosen], [rows[i + 1] for i in chosen]
             each = (logps_B, reference_B, micro.mask_BS.sum(-1).to(logps_B))
-            pairs = Compared(*(values_B[own] for values_B in each for own in (chosen_P, rejected_P)))
+            pairs = Compared(*(values_B[rows_of_side] for values_B in each for rows_of_side in (chosen_P, rejected_P)))
             return Loss(*preference_loss(pairs, self.config.dpo, total))
 
         yield Update(samples, loss)
 
     def measure(self, chunks: Iterable[Sequence[Sample]], view: View, size: int) -> dict[str, float]:
-        """Return loss, mean rewards, and the share of pairs whose chosen response has the higher one."""
+        """Return the loss, the mean rewards, and the fraction of pairs whose chosen response has the higher reward."""
         logps, references, tokens = [], [], []
         for samples in chunks:
             rows = view.evaluate(samples, size=2 * size)

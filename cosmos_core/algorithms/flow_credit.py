@@ -1,7 +1,7 @@
-"""How the rewards of drawn images and videos become advantages, and what is watched meanwhile.
+"""Advantages from the rewards of sampled images and videos, and monitoring for reward hacking.
 
-Rewards are float64 on the CPU. Groups whose rewards are all equal are counted; the algorithm says whether they are left
-out. Not here: what is learned of an advantage (`flow_objectives`).
+Rewards are float64 on the CPU. Groups whose rewards are all equal are counted; the algorithm decides whether they are
+excluded. Not here: the loss that uses an advantage (`flow_objectives`).
 
 Shapes: G completions of a group.
 """
@@ -28,34 +28,36 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class FlowRollout:
-    """A drawn image or video, and what it is worth."""
+    """A sampled image or video with its advantage."""
 
     drawn: Drawn
     prompt: Prompt
     advantage: float
     seed: int
-    """Of what training draws for it."""
+    """Seed of the random numbers that training uses for it."""
 
     @property
     def latents(self) -> Tensor:
-        """Return the clean latents, by which its cost is counted."""
-        found: Tensor = self.drawn.latents
-        return found
+        """Return the clean latents, whose size determines the cost of the sample."""
+        clean_latents: Tensor = self.drawn.latents
+        return clean_latents
 
 
 @dataclass(frozen=True, slots=True)
 class CreditSettings:
-    """How rewards are compared."""
+    """Settings of the normalization of rewards."""
 
     over: Literal["batch", "group"] = "batch"
-    """Whether the standard deviation is that of all rewards of the train step, or of each group."""
+    """Whether the standard deviation is taken over all rewards of the train step or over each group."""
     divides: bool = True
-    """False: advantages are differences to the mean of the group."""
+    """Whether to divide by the standard deviation; False: advantages are differences to the mean of the group."""
     each: Mapping[str, float] = field(default_factory=dict)
-    """Weights of the reward functions, by the names of their metrics, where each is normalised by itself before they
-    are summed; empty: the weighted sum of their values is normalised."""
+    """Weights of reward functions that are normalized individually before summing, by the names of their metrics.
+
+    Empty: the weighted sum of rewards is normalized.
+    """
     keeps_equal: bool = False
-    """Whether the completions of a group of equal rewards have the advantage 0; False: None."""
+    """Whether completions of a group with equal rewards have the advantage 0; False: None."""
 
 
 def flow_advantages(
@@ -63,14 +65,14 @@ def flow_advantages(
 ) -> tuple[list[list[float | None]], dict[str, float]]:
     """Return the advantage of each completion, (reward - mean of its prompt) / (std + 1e-4), and metrics.
 
-    None: its reward is invalid, or all of its group are equal and `keeps_equal` is not set.
+    None: its reward is invalid, or all rewards of its group are equal and `keeps_equal` is not set.
     """
     totals = [[score.value for score in scores] for scores in groups]
     valid = [[value for value in values if value is not None and math.isfinite(value)] for values in totals]
-    found = _normalised_each(groups, settings) if settings.each else _normalised(totals, settings)
-    is_constant = [not any(row) for row in found]
+    normalised = _normalised_each(groups, settings) if settings.each else _normalised(totals, settings)
+    is_constant = [not any(row) for row in normalised]
     kept: list[list[float | None]] = [
-        [None] * len(row) if is_constant[g] and not settings.keeps_equal else row for g, row in enumerate(found)
+        [None] * len(row) if is_constant[g] and not settings.keeps_equal else row for g, row in enumerate(normalised)
     ]
     num_valid = sum(bool(values) for values in valid)
     return kept, {
@@ -81,7 +83,7 @@ def flow_advantages(
 
 
 def _normalised_each(groups: Sequence[Sequence[Score]], settings: CreditSettings) -> list[list[float | None]]:
-    """Return the weighted sum of the reward functions' values, each normalised by itself."""
+    """Return the weighted sum of the reward functions' values, each normalized individually."""
     columns = [
         _normalised([[s.metrics.get(name) if s.value is not None else None for s in scores] for scores in groups],
                     settings)
@@ -94,18 +96,18 @@ def _normalised_each(groups: Sequence[Sequence[Score]], settings: CreditSettings
 
 
 def _normalised(groups: Sequence[Sequence[float | None]], settings: CreditSettings) -> list[list[float | None]]:
-    """Return rewards minus the mean of their group over the standard deviation; exactly 0 where they are equal."""
+    """Return (reward - mean of the group) / standard deviation; exactly 0 in groups of equal rewards."""
     valid = [np.array([r for r in rewards if r is not None], dtype=np.float64) for rewards in groups]
     everything = np.concatenate([*valid, np.zeros(0)])
-    of_batch = float(everything.std()) if everything.size else 0.0
-    found: list[list[float | None]] = []
-    for rewards, own_G in zip(groups, valid, strict=True):
-        is_constant = not own_G.size or own_G.max() == own_G.min()
-        std = of_batch if settings.over == "batch" else float(own_G.std()) if own_G.size else 0.0
+    std_of_batch = float(everything.std()) if everything.size else 0.0
+    result: list[list[float | None]] = []
+    for rewards, values_G in zip(groups, valid, strict=True):
+        is_constant = not values_G.size or values_G.max() == values_G.min()
+        std = std_of_batch if settings.over == "batch" else float(values_G.std()) if values_G.size else 0.0
         scale = std + STD_EPSILON if settings.divides else 1.0
-        mean = float(own_G.mean()) if own_G.size else 0.0
-        found.append([None if r is None else 0.0 if is_constant else (r - mean) / scale for r in rewards])
-    return found
+        mean = float(values_G.mean()) if values_G.size else 0.0
+        result.append([None if r is None else 0.0 if is_constant else (r - mean) / scale for r in rewards])
+    return result
 
 
 def _weighted(values: Sequence[float | None], weights: Mapping[str, float]) -> float | None:
@@ -115,22 +117,24 @@ def _weighted(values: Sequence[float | None], weights: Mapping[str, float]) -> f
 
 
 def diversity(groups: Sequence[ScoredGroup]) -> float:
-    """Return how far apart the latents of a prompt are: the root mean square of their pairwise differences, a mean over
-    prompts. It falls when a policy draws the same for every seed."""
-    found = []
+    """Return the mean over prompts of the root mean square difference between the latents of two completions.
+
+    It falls if a policy generates the same for every seed.
+    """
+    distances = []
     for group in groups:
         latents = [c.drawn.latents for c in group.group.completions if c.drawn is not None]
         pairs = [(a - b).square().mean().sqrt().item() for a, b in combinations(latents, 2)]
         if pairs:
-            found.append(float(np.mean(pairs)))
-    return float(np.mean(found)) if found else 0.0
+            distances.append(float(np.mean(pairs)))
+    return float(np.mean(distances)) if distances else 0.0
 
 
 class Watch:
-    """Notices when a reward rises at the expense of something else: of the diversity of the samples, or of a reward of
-    weight 0, which is called for that alone.
+    """Monitor that detects a reward that rises at the expense of diversity or of another reward.
 
-    It compares with the mean of the first `num_first` train steps; the alarm is a metric and, once, a warning.
+    Other rewards are those with weight 0, which are computed for monitoring only. The baseline is the mean of the first
+    `num_first` train steps. The alarm is a metric and, once, a warning.
     """
 
     def __init__(self, least_fraction: float, watched: Sequence[str], num_first: int = 5) -> None:
@@ -139,7 +143,7 @@ class Watch:
         self._is_told = False
 
     def metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
-        """Return what is seen in the groups of a train step."""
+        """Return the monitoring metrics of the groups of a train step."""
         now = {"reward": _mean([s.value for g in groups for s in g.scores]), "diversity": diversity(groups)}
         for name in self._watched:
             now[name] = _mean([s.metrics.get(name) for g in groups for s in g.scores])
@@ -164,29 +168,31 @@ class Watch:
 
     def _tell(self, suspects: Sequence[str], now: Mapping[str, float], first: Mapping[str, float]) -> None:
         if suspects and not self._is_told:
-            said = ", ".join(f"{name} {first[name]:.4g} at first, {now[name]:.4g} now" for name in suspects)
-            logger.warning("the reward may be hacked: %s; look at the samples, raise kl_beta or add a data term", said)
+            changes = ", ".join(f"{name} {first[name]:.4g} at first, {now[name]:.4g} now" for name in suspects)
+            logger.warning(
+                "the reward may be hacked: %s; look at the samples, raise kl_beta or add a data term", changes
+            )
         self._is_told = bool(suspects)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint has to keep."""
+        """Return the state to checkpoint."""
         return {"first": {name: list(values) for name, values in self._first.items()}, "is_told": self._is_told}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Restore the state that `state_dict` returned."""
         self._first = {str(name): [float(v) for v in values] for name, values in state.get("first", {}).items()}
         self._is_told = bool(state.get("is_told", False))
 
 
 def _mean(values: Sequence[float | None]) -> float:
-    known = [value for value in values if value is not None]
-    return float(np.mean(known)) if known else math.nan
+    valid = [value for value in values if value is not None]
+    return float(np.mean(valid)) if valid else math.nan
 
 
 def rollouts_of(
     groups: Sequence[ScoredGroup], values: Sequence[Sequence[float | None]], seeds: Any
 ) -> list[FlowRollout]:
-    """Return the completions that have an advantage; `seeds` gives the seed of a completion of a group."""
+    """Return the completions that have an advantage; `seeds` returns the seed of a completion of a group."""
     return [
         FlowRollout(completion.drawn, scored.group.prompt, value, seeds(scored.group, k))
         for scored, row in zip(groups, values, strict=True)
@@ -196,5 +202,5 @@ def rollouts_of(
 
 
 def noise_of(shape: Sequence[int], seed: int) -> Tensor:
-    """Return noise that a seed decides, whatever the device and the split of the work."""
+    """Return noise that depends only on the seed, not on the device or the parallel layout."""
     return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed))

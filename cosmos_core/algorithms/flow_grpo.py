@@ -1,8 +1,8 @@
-"""FlowGRPO (arXiv 2505.05470): the stochastic steps of a sampler are actions, learned as GRPO learns tokens.
+"""FlowGRPO (arXiv 2505.05470): the stochastic steps of a sampler are actions, trained as GRPO trains tokens.
 
-Rollouts keep the latents before and after each step that is trained, in float32; here the policy is asked for the
-velocity before it, at the noise level that the sampler asked at, and the step's distribution is made by the function
-that made it in the rollout. What is learned is in `flow_objectives`, advantages are made in `flow_credit`.
+Rollouts record the latents before and after each trained step, in float32. The policy's velocity is computed for the
+latents before the step, at the sampler's noise level, and the same function as in the rollout returns the distribution
+of the step. The loss is in `flow_objectives`, advantages are in `flow_credit`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class _Step:
 
     rollout: FlowRollout
     n: int
-    """Its number among those that were kept."""
+    """Index among the recorded steps."""
 
     @property
     def levels(self) -> tuple[float, float, float]:
-        """Return the noise levels before and after it, and the second of the table."""
+        """Return the noise levels before and after the step, and the second level of the table."""
         sigmas, i = self.rollout.drawn.sigmas, self.rollout.drawn.steps[self.n]
         return sigmas[i], sigmas[i + 1], sigmas[1]
 

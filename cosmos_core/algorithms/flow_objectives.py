@@ -1,6 +1,6 @@
-"""What diffusion models learn from scored samples: the losses of DiffusionNFT and FlowGRPO, per sample.
+"""Losses of DiffusionNFT and FlowGRPO, per sample.
 
-Pure functions in float32 or better: velocities, or means of stochastic steps, to a loss of each sample. Not here:
+Pure functions in float32 or wider, from velocities or means of stochastic steps to a loss of each sample. Not here:
 rewards to advantages (`flow_credit`), forward passes, and the sum over samples.
 
 Shapes: B samples, dots for the dimensions of a latent.
@@ -27,53 +27,58 @@ MODES: dict[str, Callable[[Tensor], Tensor]] = {
     "one_only": lambda a: (a > 0).to(a),
     "binary": lambda a: a.sign(),
 }
-"""What is made of clipped advantages, by the names of DiffusionNFT."""
+"""Transformations of clipped advantages, under the names of DiffusionNFT."""
 
 
 def optimality(advantages_B: Tensor, low: float, high: float, mode: str = "all") -> Tensor:
-    """Return the probability r that a sample is optimal: 0.5 where the advantage is 0, 1 at `high`
-    (arXiv 2509.16117, equation 12)."""
+    """Return the probability r that a sample is optimal: 0.5 for an advantage of 0, 1 for `high`.
+
+    Source: arXiv 2509.16117, equation 12.
+    """
     clipped_B = MODES[mode](advantages_B.clamp(low, high))
     return (clipped_B / high / 2 + 0.5).clamp(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class NftTerms:
-    """The terms of DiffusionNFT, each with a value for each sample."""
+    """Terms of the DiffusionNFT loss, one value per sample."""
 
     policy_B: Tensor
-    """What the optimizer sees, the KL term aside."""
+    """Policy loss that is optimized, without the KL term."""
     unweighted_B: Tensor
-    """Without beta and scale: r times the loss of the positive policy, 1 - r times that of the negative one."""
+    """Policy loss without beta and scale: r times the positive policy's loss plus 1 - r times the negative policy's
+    loss."""
     kl_B: Tensor
-    """Mean squared distance to the reference's velocity; 0 without one."""
+    """Mean squared distance to the reference's velocity; 0 without a reference."""
     deviation_B: Tensor
     """Mean squared distance to the old policy's velocity."""
 
 
 @dataclass(frozen=True, slots=True)
 class NftInputs:
-    """What the loss of DiffusionNFT looks at."""
+    """Inputs of the DiffusionNFT loss."""
 
     velocity: Tensor
-    """Of the policy, with gradient."""
+    """Velocity of the policy, with gradient."""
     old: Tensor
-    """Of the policy that drew the samples."""
+    """Velocity of the old policy, which sampled the completions."""
     reference: Tensor | None
     x: Tensor
-    """The noisy latents that all of them saw."""
+    """The noisy latents at which all velocities were computed."""
     x0: Tensor
-    """The latents of the sample."""
+    """The clean latents of the sample."""
     sigma_B: Tensor
     optimality_B: Tensor
     mask: Tensor | None = None
-    """1 for what is learned, 0 for frames that are given; None: all is learned."""
+    """1 for trained frames, 0 for conditioning frames; None: all frames are trained."""
 
 
 def nft_loss(inputs: NftInputs, beta: float, scale: float) -> NftTerms:
-    """Return the loss of DiffusionNFT (arXiv 2509.16117): the positive policy beta v + (1 - beta) v_old learns the
-    sample with weight r, the negative one (1 + beta) v_old - beta v with weight 1 - r. Each is a regression of x0,
-    divided by its own mean error, which has no gradient."""
+    """Return the terms of the DiffusionNFT loss (arXiv 2509.16117).
+
+    The positive policy beta v + (1 - beta) v_old is trained on the sample with weight r, and the negative policy (1 +
+    beta) v_old - beta v with weight 1 - r. Each is a regression of x0, divided by its own mean error without gradient.
+    """
     v, old = inputs.velocity.float(), inputs.old.detach().float()
     positive_B = _regression(inputs, beta * v + (1 - beta) * old)
     negative_B = _regression(inputs, (1 + beta) * old - beta * v)
@@ -87,7 +92,7 @@ def nft_loss(inputs: NftInputs, beta: float, scale: float) -> NftTerms:
 
 
 def _regression(inputs: NftInputs, velocity: Tensor) -> Tensor:
-    """Return the squared error of the clean estimate of a velocity over its mean absolute error, per sample."""
+    """Return the squared error of a velocity's clean estimate divided by its mean absolute error, per sample."""
     error = clean_estimate(inputs.x.float(), velocity, inputs.sigma_B) - inputs.x0.float()
     weight_B = mean_per_sample(error.detach().double().abs(), inputs.mask).clamp(min=_LEAST_WEIGHT)
     return mean_per_sample(error**2, inputs.mask) / weight_B.to(error)
@@ -95,49 +100,51 @@ def _regression(inputs: NftInputs, velocity: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class RatioSettings:
-    """How FlowGRPO compares a step with the one that was taken."""
+    """Settings of the probability ratio in FlowGRPO."""
 
     epsilon_low: float
     epsilon_high: float
-    """Ratios are clipped outside of 1 - low and 1 + high; below 0: that side is open."""
+    """Ratios are clipped to 1 - low and 1 + high; a negative value disables clipping on its side."""
     is_guarded: bool = False
-    """GRPO-Guard (arXiv 2510.22319)."""
+    """Whether to use GRPO-Guard (arXiv 2510.22319)."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What the loss of FlowGRPO looks at: one stochastic step of each sample."""
+    """Inputs of the FlowGRPO loss: one stochastic step of each sample."""
 
     found: Transition
-    """Of the policy, with gradient."""
+    """Transition of the policy, with gradient."""
     later: Tensor
-    """The latents after the step, as drawn."""
+    """The sampled latents after the step."""
     old_log_prob_B: Tensor
-    """Of the policy that drew them."""
+    """Log-probability of the step under the policy that sampled it."""
     advantages_B: Tensor
     old_mean: Tensor | None = None
-    """Of the policy that drew them; GRPO-Guard needs it."""
+    """Mean of the step under the policy that sampled it; required by GRPO-Guard."""
     reference: Transition | None = None
     sizes_B: Tensor | None = None
-    """How far the step went, sigma - next; GRPO-Guard needs it."""
+    """Size of the step, sigma - next sigma; required by GRPO-Guard."""
     mask: Tensor | None = None
-    """1 for what is learned, 0 for frames that are given; None: all is learned."""
+    """1 for trained frames, 0 for conditioning frames; None: all frames are trained."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTerms:
-    """The terms of FlowGRPO, each with a value for each sample."""
+    """Terms of the FlowGRPO loss, one value per sample."""
 
     policy_B: Tensor
     kl_B: Tensor
     ratio_B: Tensor
     is_clipped_B: Tensor
-    """Whether clipping took the gradient."""
+    """Whether clipping removed the gradient."""
 
 
 def flow_grpo_loss(inputs: StepInputs, settings: RatioSettings) -> StepTerms:
-    """Return the clipped loss of a step (arXiv 2505.05470) and its KL to the reference, mean (mu - mu_ref)^2 /
-    (2 rate^2), for steps without a density mean (mu - mu_ref)^2 / 2."""
+    """Return the clipped loss of a step (arXiv 2505.05470) and its KL to the reference.
+
+    The KL is mean (mu - mu_ref)^2 / (2 rate^2), or mean (mu - mu_ref)^2 / 2 for steps without a density.
+    """
     log_ratio_B = log_prob(inputs.found, inputs.later, inputs.mask) - inputs.old_log_prob_B.to(inputs.later)
     if settings.is_guarded:
         assert inputs.old_mean is not None

@@ -1,7 +1,7 @@
-"""What DiffusionNFT and FlowGRPO share: credit with statistics of each prompt, what is watched, and optimizer batches.
+"""Base class of DiffusionNFT and FlowGRPO: credit with per-prompt statistics, monitoring, and optimizer batches.
 
-Everything that training draws is a function of the run's seed, the train step, the prompt and the completion, so that
-neither the split of the work nor a resumption changes it.
+All random numbers of training are functions of the run's seed, the train step, the prompt and the completion, so that
+they depend neither on the parallel layout nor on resuming.
 
 Shapes: B samples, dots for the dimensions of a latent.
 """
@@ -32,15 +32,17 @@ from cosmos_core.rollout.base import request_seed
 from cosmos_core.types import Group, Sampling, ScoredGroup
 
 _TRAINING = 1 << 20
-"""Added to the number of a completion in the seeds of training, which rollouts have without."""
+"""Offset of the completion's number in training seeds, so that they differ from the seeds of rollouts."""
 _MOST = 100.0
-"""Of what is exponentiated: behind it comes a clip at about 5."""
+"""Upper bound of the exponent; the result is clipped at about 5 afterwards."""
 
 
 @dataclass(frozen=True, slots=True)
 class SeededSample:
-    """A `data.flow_sample.FlowSample` whose noise is made when it is asked for: a train step has many times more noise
-    than latents."""
+    """Sample like `data.flow_sample.FlowSample` that creates its noise on access.
+
+    A train step has many times more noise than latents, so the noise is not stored.
+    """
 
     latents: Tensor
     sigma: float
@@ -52,16 +54,16 @@ class SeededSample:
 
     @property
     def noise(self) -> Tensor:
-        """Return the noise that is put onto the latents."""
+        """Return the noise that is added to the latents."""
         return noise_of(self.latents.shape, self.seed)
 
 
 class FlowRl(Algorithm):
-    """Credit of drawn images and videos; a subclass says what one optimizer step learns of them."""
+    """Base class for RL on images and videos; subclasses define the optimizer steps."""
 
     config: FlowPolicyConfig
     keeps_equal_groups: ClassVar[bool] = False
-    """Whether something is learned of groups whose rewards are all equal."""
+    """Whether the algorithm trains on groups whose rewards are all equal."""
 
     def __init__(self, config: Any, custom: Mapping[str, Any] = {}, sampling: Sampling | None = None) -> None:
         super().__init__(config, custom, sampling)
@@ -71,8 +73,10 @@ class FlowRl(Algorithm):
         self._num_steps = self._num_updates = 0
 
     def credit(self, groups: Sequence[ScoredGroup]) -> tuple[list[Any], dict[str, float]]:
-        """Return the completions with a valid reward, each with its advantage; `keeps_equal_groups` says whether
-        those of groups whose rewards are all equal are among them."""
+        """Return the completions with a valid reward and their advantages, and metrics.
+
+        Groups whose rewards are all equal are included only if `keeps_equal_groups` is set.
+        """
         settings = CreditSettings(
             over="batch" if self.diffusers.sample.global_std else "group",
             divides=not self.config.unbiased_advantage,
@@ -85,7 +89,8 @@ class FlowRl(Algorithm):
         return rollouts_of(groups, values, self._seed), metrics | self._watch.metrics(groups)
 
     def updates(self, samples: Sequence[FlowRollout], view: View) -> Iterator[Update]:
-        """Yield optimizer steps of `batch_size_per_optimize` completions; none where nothing is to be learned."""
+        """Yield optimizer steps of `batch_size_per_optimize` completions; batches without a learning signal are
+        skipped."""
         for batch in equal_batches(len(samples), self.config.batch_size_per_optimize):
             update = self.update_of(samples[batch])
             if update is not None:
@@ -98,11 +103,11 @@ class FlowRl(Algorithm):
             view.reset("reference", optimizer=self.config.reset_optimizer_with_reference)
 
     def update_of(self, rollouts: Sequence[FlowRollout]) -> Update | None:
-        """Return the optimizer step that learns of some completions; None: nothing of them was kept."""
+        """Return the optimizer step for these completions; None if they give no learning signal."""
         raise NotImplementedError(type(self).__name__)
 
     def after_step(self, view: View) -> None:
-        """Do what a train step ends with."""
+        """Called at the end of a train step."""
 
     def state_dict(self) -> dict[str, Any]:
         """See `Algorithm.state_dict`."""
@@ -135,11 +140,11 @@ class FlowRl(Algorithm):
 
 
 def metrics_of(**values_B: Tensor) -> Metrics:
-    """Return [sum, count] of each value over samples: micro-batches and ranks are added up."""
+    """Return [sum, count] of each value over samples, which are added up over micro-batches and ranks."""
     flat = {name: value_B.detach().double().flatten() for name, value_B in values_B.items()}
     return {name: torch.stack([v.sum(), v.new_tensor(float(v.numel()))]) for name, v in flat.items()}
 
 
 def drawn_order(count: int, seed: int) -> list[int]:
-    """Return `range(count)` in an order that a seed decides."""
+    """Return a permutation of `range(count)` that depends only on `seed`."""
     return [int(i) for i in np.argsort(np.random.PCG64(seed).random_raw(count), kind="stable")]

@@ -1,7 +1,8 @@
-"""Group relative policy optimisation (arXiv 2402.03300) and its relatives: credit inside groups, then a policy loss.
+"""Group relative policy optimization (GRPO, arXiv 2402.03300) and its variants: credit within groups, then a policy
+loss.
 
-Here are credit, old and reference log-probabilities, denominators, and optimizer steps inside a train step; the
-formulas are in `advantages`, `objectives/`, `policy_loss`, `correction` and `aggregate`.
+This module computes credit, old and reference log-probabilities, denominators, and the optimizer steps of a train step.
+The formulas are in `advantages`, `objectives/`, `policy_loss`, `correction` and `aggregate`.
 
 Shapes: B samples, S predicted tokens.
 """
@@ -34,7 +35,7 @@ from cosmos_core.models.scorer import Wants
 from cosmos_core.types import Completion, Prompt, Sampling, ScoredGroup
 
 _OBJECTIVES = {"grpo": "clip", "dapo": "clip"}
-"""Of variants that are not named as their objective is."""
+"""Objectives of variants that have another name than their objective."""
 _RATIO_CAPS = {"dppo_tv": 20.0, "dppo_kl": 20.0}
 _RATIO_CAP = 5.0
 _AIPO = {"weighted": "aipo", "clamped": "aipo_clamped"}
@@ -42,35 +43,35 @@ _AIPO = {"weighted": "aipo", "clamped": "aipo_clamped"}
 
 @dataclass(frozen=True, slots=True)
 class _Fixed:
-    """What does not change during an update, a row for each of its samples."""
+    """Inputs of an update that do not change during it; sequences have a row for each sample."""
 
     samples: Sequence[Sample]
     old: Sequence[Tensor] | None
-    """Log-probabilities before the first update of the train step; None: this is it."""
+    """Log-probabilities before the first update of the train step; None in that first update."""
     reference: Sequence[Tensor] | None
     teacher: Sequence[Tensor] | None
-    """What a teacher says of each token; None: nobody is asked."""
+    """Log-probabilities of the teacher, per token; None: no teacher."""
     returns: Sequence[Tensor] | None
-    """Advantages of tokens, which take the place of those of completions; None: the KL is not in the reward."""
+    """Per-token advantages, which replace those of completions; None: the KL penalty is not part of the reward."""
     high_entropy: Sequence[Tensor] | None
-    """Which tokens the policy loss is taken of; None: all."""
+    """Masks of the tokens that the policy loss includes; None: all tokens."""
     correction: Correction | None
-    """How tokens of another policy are weighted; None: not at all."""
+    """Importance weights for tokens of another policy; None: no weights."""
     is_first: bool
-    """No update of the train step came before."""
+    """Whether this is the first update of the train step."""
 
 
 class _Compared(NamedTuple):
-    """What the log-probabilities of a micro-batch are compared with."""
+    """Log-probabilities that those of a micro-batch are compared with."""
 
     old_BS: Tensor | None
-    """Before the first update of the train step; None: this is it."""
+    """Log-probabilities before the first update of the train step; None in that first update."""
     before_BS: Tensor
-    """The same, those of now on that first update; without gradient."""
+    """Like `old_BS`, but in the first update the current log-probabilities; without gradient."""
     rollout_BS: Tensor | None
-    """Under the distribution that the tokens were drawn from, `before_BS` where nobody drew them; None: not known."""
+    """Log-probabilities under the rollout distribution, `before_BS` for tokens that were not sampled; None: unknown."""
     drawn_BS: Tensor
-    """Which of the learned tokens the policy drew."""
+    """Mask of the trained tokens that the policy sampled."""
 
 
 class Grpo(Algorithm):
@@ -79,7 +80,7 @@ class Grpo(Algorithm):
     config: GrpoConfig
 
     def __init__(self, config: GrpoConfig, custom: Mapping[str, Any] = {}, sampling: Sampling | None = None) -> None:
-        """`sampling` says how completions are drawn; None: from softmax(logits / temperature)."""
+        """Store the settings; `sampling`: those of completions, None: samples from softmax(logits / temperature)."""
         super().__init__(config, custom, sampling)
         self._wants = Wants(config.temperature)
         self._correction = _correction(config, sampling)
@@ -99,10 +100,11 @@ class Grpo(Algorithm):
             off_policy_masking_delta=config.off_policy_masking_delta,
         )
         self._num_steps = 0
-        """Train steps taken: the reference is reset after every so many."""
+        """Number of train steps taken, which determines when the reference is reset."""
 
     def credit(self, groups: Sequence[ScoredGroup]) -> tuple[list[Sample], dict[str, float]]:
-        """Return completions with a valid score as samples; an invalid one is left out, its group compared without."""
+        """Return the completions with a valid reward as samples, and metrics; invalid ones do not enter the
+        comparison."""
         config = self.config
         ignored = [self._ignored(group) for group in groups]
         drafts = [
@@ -130,36 +132,36 @@ class Grpo(Algorithm):
             ]
             values = gdpo_advantages(columns, list(weights.values()))
         metrics = {"reward/constant_groups": counts["constant_groups"] / max(1, counts["groups"])}
-        found, num_ignored, num_sampled, num_broken = [], 0, 0, 0
+        samples, num_ignored, num_sampled, num_broken = [], 0, 0, 0
         for g, group in enumerate(groups):
             rows = (group.group.completions, drafts[g], values[g], ignored[g], is_cut[g])
             for completion, draft, value, ignore, is_left_out in zip(*rows, strict=True):
                 if value is not None and not is_left_out:
-                    found.append(replace(draft, advantage=value))
+                    samples.append(replace(draft, advantage=value))
                     num_ignored += sum(completion.loss_mask[:ignore])
                     num_sampled += completion.num_sampled
                     num_broken += int((~np.isfinite(completion.logprobs)).sum())
                     if self.teacher is not None and self.teacher.include_prompt:
-                        found[-1] = including_prompt(found[-1], len(group.group.prompt.token_ids))
+                        samples[-1] = including_prompt(samples[-1], len(group.group.prompt.token_ids))
         if config.min_filter_prefix_tokens is not None:
             metrics["completion/shared_prefix"] = num_ignored / max(1, num_sampled)
         metrics["rollout/tokens_not_finite"] = float(num_broken)
-        return within_budget(found, config.max_token_len_per_mini_batch), metrics
+        return within_budget(samples, config.max_token_len_per_mini_batch), metrics
 
     def _is_left_out(self, completion: Completion) -> bool:
         return self.config.mask_truncated_completions and completion.finish_reason == "length"
 
     def _ignored(self, group: ScoredGroup) -> list[int]:
-        """Return for each completion how many of its first tokens are left out of the loss."""
+        """Return for each completion how many of its first tokens are excluded from the loss."""
         completions, least = group.group.completions, self.config.min_filter_prefix_tokens
         if least is None:
             return [0] * len(completions)
         return shared_prefixes([each.token_ids for each in completions], [s.value for s in group.scores], least)
 
     def updates(self, samples: Sequence[Sample], view: View) -> Iterator[Update]:
-        """Yield `mu_iterations` passes over the samples in optimizer batches."""
+        """Yield the optimizer steps of `mu_iterations` passes over the samples."""
         batches = equal_batches(len(samples), self.config.batch_size_per_optimize)
-        # With one update per step pi is pi_old, so the ratio is exactly 1 and the pass that measures it is saved.
+        # With one update per step, pi equals pi_old: the ratio is 1, and no forward pass is needed for pi_old.
         is_single = len(batches) == 1 and self.config.mu_iterations == 1 and not self.config.self_normalised_weights
         old = None
         if self.config.use_rollout_logprobs_for_loss:
@@ -180,8 +182,8 @@ class Grpo(Algorithm):
             samples, teacher = ask_teacher(self.teacher, samples, view, self._wants)
         for number, batch in enumerate(batches * self.config.mu_iterations):
             fixed = (old and old[batch], reference and reference[batch], teacher and teacher[batch])
-            own = (returns and returns[batch], self._high_entropy(samples[batch], view), correction)
-            yield self._update(_Fixed(samples[batch], *fixed, *own, is_first=number == 0))
+            further = (returns and returns[batch], self._high_entropy(samples[batch], view), correction)
+            yield self._update(_Fixed(samples[batch], *fixed, *further, is_first=number == 0))
         self._num_steps += 1
         if self.config.reference_reset_interval and self._num_steps % self.config.reference_reset_interval == 0:
             view.reset("reference", optimizer=self.config.reset_optimizer_with_reference)
@@ -201,9 +203,9 @@ class Grpo(Algorithm):
         self._num_steps = int(state.get("num_steps", 0))
 
     def _update(self, fixed: _Fixed) -> Update:
-        config, chosen = self.config, fixed.samples
-        total = denominator(config.loss_type, [s.num_learned for s in chosen], config.unbiased_loss_max_tokens)
-        positive_tokens = float(max(1, sum(s.num_learned for s in chosen if s.reward > 0)))
+        config, samples = self.config, fixed.samples
+        total = denominator(config.loss_type, [s.num_learned for s in samples], config.unbiased_loss_max_tokens)
+        positive_tokens = float(max(1, sum(s.num_learned for s in samples if s.reward > 0)))
 
         def loss(micro: MicroBatch) -> Loss:
             compared = _compared(micro, fixed.old)
@@ -214,7 +216,9 @@ class Grpo(Algorithm):
                 value = value + config.positive_nll_coef * positive_nll(
                     micro.logprobs_BS, micro.mask_BS, rewards_B, positive_tokens
                 )
-            if config.use_rollout_logprobs_for_loss:  # what is taken as the old policy's is the engine's own
+            if (
+                config.use_rollout_logprobs_for_loss
+            ):  # old log-probabilities are the engine's, so differences are only valid in the first update
                 if not fixed.is_first:
                     return Loss(value, metrics)
                 compared = compared._replace(before_BS=micro.logprobs_BS.detach())
@@ -226,10 +230,10 @@ class Grpo(Algorithm):
         entropy: Literal["", "value", "gradient"] = "value" if config.log_entropy else ""
         top_k = self.teacher.top_k if self.teacher else 0
         wants = Wants(config.temperature, entropy="gradient" if config.entropy_coeff else entropy, top_k=top_k)
-        return Update(chosen, loss, wants, has_constant_gradient=self._is_constant(fixed))
+        return Update(samples, loss, wants, has_constant_gradient=self._is_constant(fixed))
 
     def _is_constant(self, fixed: _Fixed) -> bool:
-        """Whether nothing of the loss's derivative depends on what the policy says now."""
+        """Return whether the derivative of the loss does not depend on the current log-probabilities."""
         settings = self._settings
         return (
             fixed.old is None
@@ -242,7 +246,7 @@ class Grpo(Algorithm):
         )
 
     def _policy_loss(self, micro: MicroBatch, fixed: _Fixed, compared: _Compared) -> tuple[Tensor, Metrics]:
-        """Return the loss of each token, weighted where tokens were drawn from another distribution, and metrics."""
+        """Return the loss of each token, with importance weights and the teacher's terms, and metrics."""
         metrics: Metrics = {}
         weights_BS = None
         if fixed.correction is not None:
@@ -280,7 +284,7 @@ class Grpo(Algorithm):
         return loss_BT, add_metrics(metrics, taught.metrics)
 
     def _taught(self, micro: MicroBatch, fixed: _Fixed, compared: _Compared) -> Distilled | None:
-        """Return what a teacher adds; None: there is none."""
+        """Return the teacher's contribution to the loss; None: no teacher."""
         teacher_BS = _rows(fixed.teacher, micro)
         if self.teacher is None or teacher_BS is None:
             return None
@@ -292,9 +296,11 @@ ALGORITHM = Grpo
 
 
 def sample_of(prompt: Prompt, completion: Completion, advantage: float, reward: float, num_ignored: int = 0) -> Sample:
-    """Return a completion as a sample, of which the tokens that the policy drew are learned, but for the first
-    `num_ignored` of the completion, and those that the engine gave no finite log-probability: with which probability
-    they were drawn is not known, and 1 as their ratio would say that it is the policy's."""
+    """Return a completion as a sample, which trains on the tokens that the policy sampled.
+
+    Excluded are the first `num_ignored` tokens, and tokens without a finite log-probability from the engine: their
+    sampling probability is unknown, and a ratio of 1 would treat them as on-policy.
+    """
     ids = np.array([*prompt.token_ids, *completion.token_ids], dtype=np.int64)
     drawn = np.array(completion.loss_mask, dtype=np.uint8)
     learned = drawn.copy()
@@ -306,21 +312,21 @@ def sample_of(prompt: Prompt, completion: Completion, advantage: float, reward: 
 
 
 def _correction(config: GrpoConfig, sampling: Sampling | None) -> Correction | None:
-    """Return how tokens of another policy are weighted; None: not at all."""
+    """Return the importance weights for tokens of another policy; None: no weights."""
     off = config.geometric_mask
     geometric = None if off is None else (1 - off, 1 + off)
-    found = Correction("none", 0.0, math.inf, geometric, config.mean_k3_mask, config.max_k3_mask)
+    correction = Correction("none", 0.0, math.inf, geometric, config.mean_k3_mask, config.max_k3_mask)
     if config.use_decoupled_loss:
-        found = replace(found, rule="mask", high=config.behav_imp_weight_cap or math.inf)
+        correction = replace(correction, rule="mask", high=config.behav_imp_weight_cap or math.inf)
     elif config.rollout_correction:
         low, high = config.rollout_correction_low, config.rollout_correction_high
-        found = replace(found, rule=config.rollout_correction, low=low, high=high)
+        correction = replace(correction, rule=config.rollout_correction, low=low, high=high)
     elif config.use_rollout_logprobs_for_loss or (config.aipo_rho and config.aipo_form == "weighted"):
-        pass  # the ratio itself is that to the rollout policy
+        pass  # the objective's ratio is already relative to the rollout policy
     elif sampling is not None and sampling.is_off_policy:
-        found = replace(found, rule="truncate", high=config.rollout_correction_high)
-    refuses = any(limit is not None for limit in (found.geometric, found.mean_k3, found.max_k3))
-    return found if refuses or found.rule != "none" else None
+        correction = replace(correction, rule="truncate", high=config.rollout_correction_high)
+    refuses = any(limit is not None for limit in (correction.geometric, correction.mean_k3, correction.max_k3))
+    return correction if refuses or correction.rule != "none" else None
 
 
 def _logprobs(view: View, samples: Sequence[Sample], wants: Wants, weights: str) -> list[Tensor]:
@@ -328,42 +334,44 @@ def _logprobs(view: View, samples: Sequence[Sample], wants: Wants, weights: str)
 
 
 def _rows(values: Sequence[Tensor] | None, micro: MicroBatch) -> Tensor | None:
-    """Return the values of the samples of a micro-batch as a rectangle."""
+    """Return the values of a micro-batch's samples as a padded tensor."""
     return None if values is None else aligned([values[i] for i in micro.indices], micro.logprobs_BS)
 
 
 def _rollout_row(sample: Sample) -> Tensor:
-    """Return the log-probabilities under the distribution that the tokens were drawn from, as `View.evaluate` returns
-    rows: one for each token after the first."""
+    """Return the log-probabilities under the rollout distribution, one for each token after the first, as
+    `View.evaluate`."""
     row = torch.zeros(len(sample.input_ids) - 1)
     row[torch.as_tensor(sample.loss_mask[1:]).bool()] = torch.as_tensor(sample.rollout_logprobs)
     return row
 
 
 def _drawn_rows(sample: Sample, old_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `self_normalised` takes of a sample."""
+    """Return the inputs of `self_normalised` for one sample."""
     rollout_S = _rollout_row(sample).to(old_S)
     is_drawn_S = torch.as_tensor(sample.loss_mask[1:], device=old_S.device).bool() & ~rollout_S.isnan()
     return old_S, rollout_S, is_drawn_S
 
 
 def _compared(micro: MicroBatch, old: Sequence[Tensor] | None) -> _Compared:
-    """Return what the drawn tokens of a micro-batch are compared with."""
+    """Return the log-probabilities that the sampled tokens of a micro-batch are compared with."""
     old_BS = _rows(old, micro)
     before_BS = micro.logprobs_BS.detach() if old_BS is None else old_BS
     mask_BS = micro.mask_BS.bool()
     if any(sample.rollout_logprobs is None for sample in micro.samples):
         return _Compared(old_BS, before_BS, None, mask_BS)
-    found_BS = torch.zeros_like(micro.logprobs_BS)
+    rollout_BS = torch.zeros_like(micro.logprobs_BS)
     flat = [torch.as_tensor(sample.rollout_logprobs) for sample in micro.samples]
-    found_BS[mask_BS] = torch.cat(flat).to(found_BS)
-    is_unknown_BS = found_BS.isnan()
-    return _Compared(old_BS, before_BS, torch.where(is_unknown_BS, before_BS, found_BS), mask_BS & ~is_unknown_BS)
+    rollout_BS[mask_BS] = torch.cat(flat).to(rollout_BS)
+    is_unknown_BS = rollout_BS.isnan()
+    return _Compared(old_BS, before_BS, torch.where(is_unknown_BS, before_BS, rollout_BS), mask_BS & ~is_unknown_BS)
 
 
 def _engine_difference(compared: _Compared, low: float, high: float) -> tuple[dict[str, Tensor], Metrics]:
-    """Return |log pi_old - log mu| of every sampled token: how far trainer and engine are apart; and of pi_old / mu,
-    whatever weights are made of it, the mean, the mean square and the share outside of `low` to `high`."""
+    """Return |log pi_old - log mu| of every sampled token, the difference between trainer and engine, and metrics.
+
+    The metrics of the ratio pi_old / mu are its mean, its mean square, and the fraction outside `low` to `high`.
+    """
     if compared.rollout_BS is None:
         return {}, {}
     log_ratio_BS, drawn_BS = compared.before_BS - compared.rollout_BS, compared.drawn_BS

@@ -1,4 +1,4 @@
-"""Which tokens the policy is least sure of, for a loss that leaves out all others (arXiv 2506.01939).
+"""Mask of the tokens with the highest entropy, for a loss over these tokens only (arXiv 2506.01939).
 
 Shapes: S predicted tokens of a sample.
 """
@@ -15,8 +15,10 @@ from cosmos_core.data.sample import Sample
 
 
 def high_entropy_masks(samples: Sequence[Sample], entropies: Sequence[Tensor], fraction: float) -> list[Tensor]:
-    """Return of each sample which tokens are learned and have an entropy at or above the quantile 1 - `fraction` of all
-    learned tokens of `samples`: S each, so that it does not depend on micro-batches."""
+    """Return masks, S per sample, of trained tokens with an entropy at or above the quantile 1 - `fraction`.
+
+    The quantile is over all trained tokens of `samples`, so that masks do not depend on micro-batches.
+    """
     masks = [torch.as_tensor(sample.loss_mask[1:], device=row_S.device).bool()
              for sample, row_S in zip(samples, entropies, strict=True)]  # fmt: skip
     learned = torch.cat([row_S[mask_S] for row_S, mask_S in zip(entropies, masks, strict=True)])

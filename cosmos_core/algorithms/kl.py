@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""Differences of log-probabilities are clamped to this before exp; exp(20) still fits float32."""
+"""Bound of differences of log-probabilities before exp; exp(20) still fits float32."""
 
 
 def k3(logprobs_BT: Tensor, other_logprobs_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Per-token estimate of KL(policy || other), and where the clamp took hold.
+    """Return the k3 estimate of KL(policy || other) per token, and a mask of the tokens that were clamped.
 
-    A clamped token has no gradient and no pull back to the other policy: count the second result, do not ignore it.
-    The original also clamps the estimate itself to 10, which silences the pull at a drift of only 2.5 nats; we do not.
+    A clamped token has no gradient, so nothing pulls it back to the other policy: report the mask. Cosmos-RL also
+    clamps the estimate itself to 10, which removes the gradient at a drift of only 2.5 nats; this function does not.
     """
     difference_BT = other_logprobs_BT - logprobs_BT
     clamped_BT = difference_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -29,7 +29,7 @@ def k3(logprobs_BT: Tensor, other_logprobs_BT: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def k2(logprobs_BT: Tensor, other_logprobs_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Return half the squared difference of each token, and where the clamp took hold; see `k3`."""
+    """Return half the squared difference per token, and a mask of the tokens that were clamped; see `k3`."""
     difference_BT = logprobs_BT - other_logprobs_BT
     return (
         difference_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).square() / 2,

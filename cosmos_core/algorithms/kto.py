@@ -1,7 +1,8 @@
-"""Kahneman-Tversky optimisation (arXiv 2402.01306) and unpaired APO: each response is desirable or not by itself.
+"""Kahneman-Tversky optimization (KTO, arXiv 2402.01306) and unpaired APO: each response alone is desirable or
+undesirable.
 
-Formulas are those of TRL's `KTOTrainer`; KL is estimated over all rows of a train step, however it is split. Not here:
-the label of a row, which is the reward of its sample, 1 or 0 (`data/preferences.py`).
+The formulas are those of TRL's `KTOTrainer`. KL is estimated over all rows of a train step, independently of
+micro-batches. The label of a row is the reward of its sample, 1 or 0 (`data/preferences.py`).
 
 Shapes: B sequences, T tokens.
 """
@@ -24,17 +25,17 @@ from cosmos_core.models.base import MicroBatch
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Responses with their labels."""
+    """Log-probabilities of responses, and their labels."""
 
     logps_B: Tensor
-    """Sums of log-probabilities over the learned tokens."""
+    """Sums of log-probabilities over the trained tokens."""
     reference_B: Tensor
-    """The same under the reference."""
+    """The same sums under the reference policy."""
     is_desirable_B: Tensor
 
 
 def unpaired_loss(judged: Judged, kl: Tensor, config: KtoLossConfig, total: int) -> tuple[Tensor, Metrics]:
-    """Return the loss of some of a step's `total` responses, and metrics to add up; `kl` is a scalar."""
+    """Return the loss of some of a step's `total` responses, and metrics to be summed; `kl` is a scalar."""
     rewards_B = config.beta * (judged.logps_B - judged.reference_B)
     is_desirable_B = judged.is_desirable_B
     sign_B = torch.where(is_desirable_B, -1.0, 1.0).to(rewards_B)
@@ -51,8 +52,8 @@ def unpaired_loss(judged: Judged, kl: Tensor, config: KtoLossConfig, total: int)
 
 
 def mismatched(samples: Sequence[Sample], max_tokens: int) -> list[Sample]:
-    """Return each prompt with the response of the sample before it, the first with that of the last, cut on the right
-    at `max_tokens`."""
+    """Return each prompt with the response of the previous sample (for the first, of the last), truncated to
+    `max_tokens`."""
     starts = [int(sample.loss_mask.argmax()) for sample in samples]
 
     def joined(name: str, i: int) -> np.ndarray:
@@ -66,7 +67,7 @@ def mismatched(samples: Sequence[Sample], max_tokens: int) -> list[Sample]:
 
 
 class Kto(Algorithm):
-    """KTO as an algorithm of the loop: one update per step, mean over all its responses."""
+    """KTO: one update per train step, with the mean loss over all its responses."""
 
     config: KtoConfig
 
@@ -77,14 +78,17 @@ class Kto(Algorithm):
         is_desirable_B = torch.tensor([sample.reward > 0 for sample in samples], device=kl.device)
 
         def loss(micro: MicroBatch) -> Loss:
-            logps_B, own = masked(micro.logprobs_BS, micro.mask_BS).sum(-1, dtype=torch.float64), list(micro.indices)
-            judged = Judged(logps_B, reference_B[own], is_desirable_B[own])
+            logps_B, indices = (
+                masked(micro.logprobs_BS, micro.mask_BS).sum(-1, dtype=torch.float64),
+                list(micro.indices),
+            )
+            judged = Judged(logps_B, reference_B[indices], is_desirable_B[indices])
             return Loss(*unpaired_loss(judged, kl, self.config.kto, len(samples)))
 
         yield Update(samples, loss)
 
     def measure(self, chunks: Iterable[Sequence[Sample]], view: View, size: int) -> dict[str, float]:
-        """Return loss and mean rewards of all rows with one estimate of KL."""
+        """Return the loss and the mean rewards of all rows, with one estimate of the KL."""
         labels: list[bool] = []
         logps, references, divergences = [], [], []
         for samples in chunks:
@@ -100,8 +104,11 @@ class Kto(Algorithm):
         return {"loss": loss.item(), **means(metrics)}
 
     def _reference(self, samples: Sequence[Sample], view: View, size: int | None = None) -> tuple[Tensor, Tensor]:
-        """Return the log-probabilities of the responses under the reference, and those of mismatched responses under
-        the policy less those under the reference; zeros where the loss has no KL."""
+        """Return the responses' reference log-probabilities, and the log-ratios of policy to reference for mismatched
+        responses.
+
+        The latter are 0 for losses without KL.
+        """
         if self.config.kto.loss_type != "kto":
             reference_B = _sums(view, samples, "reference", size)
             return reference_B, torch.zeros_like(reference_B)

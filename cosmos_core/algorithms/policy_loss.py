@@ -1,7 +1,7 @@
-"""The policy loss of a token: an objective (`objectives/`), weights for tokens of another policy, KL and entropy.
+"""Policy loss per token: an objective (`objectives/`), importance weights, KL penalty and entropy bonus.
 
-Pure functions: log-probabilities to a loss per token. Not here: rewards to advantages (`advantages`), forward passes,
-entropy itself, and the sum over tokens (`aggregate.weighted_sum`).
+Pure functions from log-probabilities to a loss per token. Not here: rewards to advantages (`advantages`), forward
+passes, the entropy itself, and the sum over tokens (`aggregate.weighted_sum`).
 
 Shapes: B sequences, T tokens.
 """
@@ -21,40 +21,41 @@ from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, ratio_
 
 @dataclass(frozen=True, slots=True)
 class PolicyInputs:
-    """What the policy loss looks at; values where the mask is 0 are ignored, whatever they are."""
+    """Inputs of the policy loss; values where the mask is 0 are ignored."""
 
     logprobs_BT: Tensor
     """log pi of the sampled tokens, with gradient."""
     advantages_B: Tensor
     mask_BT: Tensor
-    """1 where the policy sampled the token; 0 everywhere in rows whose completion has no valid reward."""
+    """1 where the policy sampled the token; 0 in rows whose completion has no valid reward."""
     old_logprobs_BT: Tensor | None = None
-    """Under the policy before this batch's first update; None on that first update: the ratio is then exactly 1."""
+    """Log-probabilities under the policy before this batch's first update; None in the first update, whose ratio is
+    1."""
     ref_logprobs_BT: Tensor | None = None
-    """Under the frozen reference; needed when `kl_beta` > 0, otherwise it only adds the metric."""
+    """Log-probabilities under the reference policy; required if `kl_beta` > 0, otherwise only used for the metric."""
     entropy_BT: Tensor | None = None
     """Entropy of the policy at each token, for the metric and, with gradient, for `entropy_coeff`."""
     weights_BT: Tensor | None = None
-    """Weights of tokens that were drawn from another policy mu (`correction`); None: 1."""
+    """Importance weights of tokens that were sampled from another policy mu (`correction`); None: 1."""
     rollout_logprobs_BT: Tensor | None = None
-    """Under mu, the distribution that the tokens were drawn from; needed by AIPO and the off-policy mask."""
+    """Log-probabilities under mu, the distribution of the rollouts; required by AIPO and the off-policy mask."""
     token_advantages_BT: Tensor | None = None
-    """Added to the advantage of each token; None: nothing is."""
+    """Per-token values that are added to the advantage; None: nothing is added."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """Loss of each token, 0 where the mask is 0, and metrics to add up over micro-batches."""
+    """Loss of each token, 0 where the mask is 0, and metrics that are summed over micro-batches."""
 
     loss_BT: Tensor
     metrics: Metrics
 
 
 def policy_loss(inputs: PolicyInputs, settings: PolicySettings) -> PolicyLoss:
-    """Return the objective's loss of each token, plus `kl_beta` times the KL to the reference, minus `entropy_coeff`
-    times the entropy. Weights and the off-policy mask multiply the objective alone.
+    """Return the objective's loss per token, plus `kl_beta` times the KL to the reference, minus `entropy_coeff` times
+    entropy.
 
-    Gradients reach `logprobs_BT` and `entropy_BT` only.
+    Weights and the off-policy mask apply only to the objective. Gradients reach only `logprobs_BT` and `entropy_BT`.
     """
     mask_BT = inputs.mask_BT.bool()
     logprobs_BT = masked(inputs.logprobs_BT, mask_BT)
@@ -96,8 +97,11 @@ def policy_loss(inputs: PolicyInputs, settings: PolicySettings) -> PolicyLoss:
 
 
 def _off_policy(terms: Terms, delta: float) -> Tensor:
-    """Say of each sequence whether its advantage (of tokens: their mean) is negative and its mean log(mu / pi) above
-    delta: it has moved too far from what drew it to be pushed away from (DeepSeek-V3.2, arXiv 2512.02556)."""
+    """Return a mask of the sequences that the off-policy mask excludes (DeepSeek-V3.2, arXiv 2512.02556).
+
+    These have a negative advantage (the mean over tokens) and a mean log(mu / pi) above `delta`: the policy is already
+    too far from mu to be pushed further away from the sequence.
+    """
     assert terms.rollout_log_ratio_BT is not None, "the off-policy mask needs the log-probabilities of the rollouts"
     lengths_B1 = terms.mask_BT.sum(-1, keepdim=True).clamp(min=1)
     drift_B1 = -torch.where(terms.mask_BT, terms.rollout_log_ratio_BT, 0.0).sum(-1, keepdim=True) / lengths_B1
@@ -108,8 +112,8 @@ def _off_policy(terms: Terms, delta: float) -> Tensor:
 def positive_nll(logprobs_BT: Tensor, mask_BT: Tensor, rewards_B: Tensor, denominator: float) -> Tensor:
     """Return the mean -log pi over the tokens of completions with a reward above 0, for `positive_nll_coef`.
 
-    `denominator` is the number of those tokens in the whole optimizer step: it differs from that of the policy loss.
-    (VAPO, arXiv 2504.05118.)
+    `denominator` is the number of these tokens in the whole optimizer step, which differs from the denominator of the
+    policy loss (VAPO, arXiv 2504.05118).
     """
     positive_BT = mask_BT.bool() & (rewards_B > 0).unsqueeze(-1)
     return -masked(logprobs_BT, positive_BT).sum() / denominator

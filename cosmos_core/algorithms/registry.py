@@ -1,4 +1,4 @@
-"""Which algorithm a recipe gets: what `cosmos_core/algorithms/NAME.py` exports as `ALGORITHM`, or a user's class."""
+"""Algorithm registry: `ALGORITHM` of the module `cosmos_core/algorithms/NAME.py`, or a user-defined class."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ _KEY = "train.train_policy.trainer_type"
 
 
 def make_algorithm(recipe: Recipe, sampling: Sampling | None = None) -> Algorithm:
-    """Return the algorithm of `train.train_policy.trainer_type`; `sampling` says how its completions are
-    drawn; None: there are none.
+    """Return the algorithm of `train.train_policy.trainer_type`.
+
+    `sampling`: the sampling settings of its completions; None: no rollouts.
 
     Raises:
-        ConfigError: a user's path leads to no subclass of `Algorithm`.
+        ConfigError: a user-defined path does not lead to a subclass of `Algorithm`.
     """
     policy = recipe.train.train_policy
     if is_import_path(policy.trainer_type):
-        found = import_thing(policy.trainer_type)
-        if not (isinstance(found, type) and issubclass(found, Algorithm)):
+        algorithm_class = import_thing(policy.trainer_type)
+        if not (isinstance(algorithm_class, type) and issubclass(algorithm_class, Algorithm)):
             raise ConfigError(
                 f"{_KEY} = {policy.trainer_type!r} is no algorithm; it must be a subclass of "
                 f"cosmos_core.algorithms.base.Algorithm"
             )
     else:
-        found = importlib.import_module(f"cosmos_core.algorithms.{policy.algorithm}").ALGORITHM
-    made: Algorithm = found(policy, recipe.custom, sampling)
-    made.diffusers, made.max_tokens = recipe.policy.diffusers, recipe.policy.model_max_length
+        algorithm_class = importlib.import_module(f"cosmos_core.algorithms.{policy.algorithm}").ALGORITHM
+    algorithm: Algorithm = algorithm_class(policy, recipe.custom, sampling)
+    algorithm.diffusers, algorithm.max_tokens = recipe.policy.diffusers, recipe.policy.model_max_length
     if sampling is not None:
-        made.teacher = recipe.teacher
-    return made
+        algorithm.teacher = recipe.teacher
+    return algorithm

@@ -1,4 +1,4 @@
-"""Returns of tokens whose rewards have the KL in them, as REINFORCE++ learns from them (arXiv 2501.03262).
+"""Returns of tokens with the KL penalty in the reward, as in REINFORCE++ (arXiv 2501.03262).
 
 Shapes: S predicted tokens of a sample.
 """
@@ -18,11 +18,11 @@ from cosmos_core.data.sample import Sample
 def whitened_returns(
     samples: Sequence[Sample], old_logprobs: Sequence[Tensor], ref_logprobs: Sequence[Tensor], kl_beta: float
 ) -> list[Tensor]:
-    """Return the advantage of each token, S per sample, in float64; those that are not learned have 0.
+    """Return the advantage of each token, S per sample, in float64; 0 for tokens that are not trained.
 
-    Each learned token costs `kl_beta` * (log pi_old - log pi_reference), and the last has the reward of its completion
-    too; the return of a token is the sum from it to the end. The advantages are the returns, `whitened` over the
-    learned tokens of all `samples`.
+    The reward of a trained token is -`kl_beta` * (log pi_old - log pi_reference), and the last token's also includes
+    the reward of the completion. The return of a token is the sum of rewards from this token to the end. The advantages
+    are the returns, `whitened` over the trained tokens of all `samples`.
     """
     masks = [torch.as_tensor(sample.loss_mask[1:]).bool() for sample in samples]
     returns = []

@@ -1,6 +1,6 @@
 """Supervised fine-tuning: the negative log-likelihood of the labels.
 
-Not here: shifting labels, building the mask, log-softmax. Log-probabilities come in as those of the labels.
+Not here: shifting labels, building the mask, log-softmax. The inputs are log-probabilities of the labels.
 
 Shapes: B sequences, T tokens.
 """
@@ -18,16 +18,16 @@ from cosmos_core.models.base import MicroBatch
 
 
 def sft_loss(logprobs_BT: Tensor, loss_mask_BT: Tensor, total: float) -> tuple[Tensor, Metrics]:
-    """Return the sum of -log p over the labels where the mask is 1, divided by D (`aggregate.denominator`).
+    """Return the sum of -log p over the labels where the mask is 1, divided by `total` (`aggregate.denominator`).
 
-    The metric `nll` is the plain token mean in nats, whatever D is.
+    The metric `nll` is always the mean over tokens in nats.
     """
     loss = -masked(logprobs_BT, loss_mask_BT).sum() / total
     return loss, {"nll": token_metric(-logprobs_BT, loss_mask_BT)}
 
 
 class Sft(Algorithm):
-    """Supervised fine-tuning as an algorithm of the loop: one update per step, token mean over all its samples."""
+    """Supervised fine-tuning: one update per train step, with the mean loss over all its tokens."""
 
     def updates(self, samples: Sequence[Sample], view: View) -> Iterator[Update]:
         """Yield one optimizer step with all samples."""

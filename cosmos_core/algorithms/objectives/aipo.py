@@ -1,4 +1,4 @@
-"""Asynchronous importance-weighted policy optimisation (LlamaRL, arXiv 2505.24034)."""
+"""Asynchronous importance-weighted policy optimization (LlamaRL, arXiv 2505.24034)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, capped
 
 
 def aipo(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
-    """Return -sg[min(pi / mu, ratio_cap)] A log pi, mu the distribution that the tokens were drawn from."""
+    """Return -sg[min(pi / mu, ratio_cap)] A log pi, where mu is the distribution that the tokens were sampled from."""
     assert terms.rollout_log_ratio_BT is not None, "AIPO needs the log-probabilities of the rollouts"
     ratio_BT = ratio_of(terms.rollout_log_ratio_BT)
     loss_BT = -ratio_BT.clamp(max=settings.ratio_cap) * terms.advantages_B1 * terms.logprobs_BT

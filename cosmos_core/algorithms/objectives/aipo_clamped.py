@@ -1,4 +1,4 @@
-"""The form in which Cosmos-RL has AIPO: the ratio itself is clamped, so that a token above the cap has no gradient."""
+"""AIPO as in Cosmos-RL: the ratio itself is clamped, so that a token above the cap has no gradient."""
 
 from __future__ import annotations
 

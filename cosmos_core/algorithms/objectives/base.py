@@ -1,7 +1,7 @@
-"""What an objective is given: what the policy gradient pushes on, one file for each, a pure function.
+"""Common inputs of policy-gradient objectives, which are pure functions in one file each.
 
 A file NAME.py has `def NAME(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]`: the loss of each token
-(B, T), to be minimised, and metrics over the mask.
+(B, T), to be minimized, and metrics over the mask.
 
 Shapes: B sequences, T tokens.
 """
@@ -19,7 +19,7 @@ from cosmos_core.algorithms.kl import MAX_LOG_RATIO
 
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
-    """The parameters of the loss, named and meant as in `[train.train_policy]`."""
+    """Parameters of the policy loss; names and meanings are those of `[train.train_policy]`."""
 
     epsilon_low: float = 0.2
     epsilon_high: float = 0.2
@@ -28,9 +28,9 @@ class PolicySettings:
     unbiased_kl_estimate: bool = False
     kl_estimator: Literal["k2", "k3"] = "k3"
     objective: str = "clip"
-    """A file of this folder."""
+    """Name of a module in this folder."""
     ratio_cap: float = 5.0
-    """Largest weight of a token in CISPO, AIPO and DPPO, an absolute value."""
+    """Maximum importance weight of a token in CISPO, AIPO and DPPO, as an absolute value."""
     sapo_temperature_pos: float = 1.0
     sapo_temperature_neg: float = 1.05
     entropy_coeff: float = 0.0
@@ -39,21 +39,22 @@ class PolicySettings:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Log-probabilities of the sampled tokens and what they are compared with; zeros where the mask is 0."""
+    """Log-probability terms and advantages of the sampled tokens; zeros where the mask is 0."""
 
     logprobs_BT: Tensor
     """log pi, with gradient."""
     log_ratio_BT: Tensor
     """log pi - log pi_old, with gradient."""
     rollout_log_ratio_BT: Tensor | None
-    """log pi - log mu without gradient, mu the distribution that the tokens were drawn from; None: not known."""
+    """log pi - log mu without gradient, where mu is the distribution that the tokens were sampled from; None:
+    unknown."""
     advantages_B1: Tensor
-    """Of each sequence; BT where tokens of a sequence differ."""
+    """Advantage of each sequence; shape BT if it differs between tokens of a sequence."""
     mask_BT: Tensor
 
 
 def capped(ratio_BT: Tensor, terms: Terms, settings: PolicySettings) -> Metrics:
-    """Return the share of tokens whose weight is above `ratio_cap`, and that of them by the sign of their advantage."""
+    """Return the fraction of tokens whose weight exceeds `ratio_cap`, in total and by the sign of the advantage."""
     is_capped_BT = ratio_BT > settings.ratio_cap
     return {
         "clip_high": token_metric(is_capped_BT, terms.mask_BT),
@@ -63,5 +64,5 @@ def capped(ratio_BT: Tensor, terms: Terms, settings: PolicySettings) -> Metrics:
 
 
 def ratio_of(log_ratio_BT: Tensor) -> Tensor:
-    """Return exp of a difference of log-probabilities, which is clamped to +-20."""
+    """Return exp of a difference of log-probabilities, with the difference clamped to +-20."""
     return log_ratio_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

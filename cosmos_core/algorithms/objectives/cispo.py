@@ -9,9 +9,9 @@ from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, capped
 
 
 def cispo(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
-    """Return -sg[min(rho, ratio_cap)] A log pi: every token keeps a gradient, a weight has no lower bound.
+    """Return -sg[min(rho, ratio_cap)] A log pi: every token keeps its gradient, and weights have no lower bound.
 
-    `ratio_cap` is the largest weight itself, not its distance from 1.
+    `ratio_cap` is the maximum weight itself, not its distance from 1.
     """
     ratio_BT = ratio_of(terms.log_ratio_BT.detach())
     loss_BT = -ratio_BT.clamp(max=settings.ratio_cap) * terms.advantages_B1 * terms.logprobs_BT

@@ -1,4 +1,4 @@
-"""The clipped objective of PPO (arXiv 1707.06347) as GRPO and DAPO use it, with the dual clip (1912.09729)."""
+"""Clipped objective of PPO (arXiv 1707.06347), as in GRPO and DAPO, with the dual clip (arXiv 1912.09729)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, ratio_
 def clip(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
     """Return -min(rho A, clip(rho, 1 - epsilon_low, 1 + epsilon_high) A), for A < 0 at most -lower_bound_ratio A.
 
-    A negative epsilon leaves its side open.
+    A negative epsilon disables clipping on its side.
     """
     ratio_BT, advantages_B1 = ratio_of(terms.log_ratio_BT), terms.advantages_B1
     loss_BT, metrics = clipped(ratio_BT, terms, settings)
@@ -25,7 +25,7 @@ def clip(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
 
 
 def clipped(ratio_BT: Tensor, terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
-    """Return the pessimistic loss of tokens with these ratios, and the shares that were clipped."""
+    """Return the pessimistic loss of tokens with these ratios, and the fractions of tokens that were clipped."""
     low = 1 - settings.epsilon_low if settings.epsilon_low >= 0 else -math.inf
     high = 1 + settings.epsilon_high if settings.epsilon_high >= 0 else math.inf
     advantages_B1 = terms.advantages_B1

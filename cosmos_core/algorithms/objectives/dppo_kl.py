@@ -1,5 +1,5 @@
-"""Divergence proximal policy optimisation (arXiv 2602.04879), with the KL divergence of two outcomes: the sampled token
-or any other."""
+"""Divergence proximal policy optimization (arXiv 2602.04879) with the KL divergence of a binary event: the sampled
+token or any other token."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from cosmos_core.algorithms.objectives.base import PolicySettings, Terms
 from cosmos_core.algorithms.objectives.dppo_tv import probabilities, within_region
 
 _EPSILON = 1e-8
-"""Added to the probability of all other tokens, as in verl."""
+"""Added to the total probability of all other tokens, as in verl."""
 
 
 def dppo_kl(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
-    """Return `within_region` for tokens with KL(old || policy) up to epsilon_high where A > 0 and the probability has
-    risen, and up to epsilon_low where A <= 0 and it has fallen."""
+    """Return `within_region` for tokens with a KL(old || policy) of at most epsilon.
+
+    The bound is epsilon_high if A > 0 and the token's probability has risen, and epsilon_low if A <= 0 and it has
+    fallen. Other tokens are unbounded.
+    """
     probability_BT, old_BT = probabilities(terms)
     others_BT = torch.log((1 - old_BT + _EPSILON) / (1 - probability_BT + _EPSILON))
     kl_BT = -old_BT * terms.log_ratio_BT.detach() + (1 - old_BT) * others_BT

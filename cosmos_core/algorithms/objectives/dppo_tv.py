@@ -1,5 +1,5 @@
-"""Divergence proximal policy optimisation (arXiv 2602.04879), with the total variation of two outcomes: the sampled
-token or any other."""
+"""Divergence proximal policy optimization (arXiv 2602.04879) with the total variation of a binary event: the sampled
+token or any other token."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, ratio_
 
 
 def dppo_tv(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
-    """Return `within_region` for tokens whose probability has not risen by more than epsilon_high where A > 0, or
-    fallen by more than epsilon_low otherwise."""
+    """Return `within_region` for tokens whose probability has changed by at most epsilon.
+
+    For A > 0 it must not have risen by more than epsilon_high; otherwise it must not have fallen by more than
+    epsilon_low.
+    """
     probability_BT, old_BT = probabilities(terms)
     moved_BT, is_positive_B1 = probability_BT - old_BT, terms.advantages_B1 > 0
     is_inside_BT = torch.where(is_positive_B1, moved_BT <= settings.epsilon_high, moved_BT >= -settings.epsilon_low)
@@ -20,8 +23,10 @@ def dppo_tv(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
 
 
 def within_region(terms: Terms, settings: PolicySettings, is_inside_BT: Tensor) -> tuple[Tensor, Metrics]:
-    """Return -sg[min(rho, ratio_cap)] A log pi of tokens inside the trust region, 0 of others, and the shares of
-    others."""
+    """Return -sg[min(rho, ratio_cap)] A log pi for tokens inside the trust region and 0 for others.
+
+    The metrics are the fractions of tokens outside the trust region, by the sign of the advantage.
+    """
     ratio_BT = ratio_of(terms.log_ratio_BT.detach()).clamp(max=settings.ratio_cap)
     loss_BT = -ratio_BT * is_inside_BT * terms.advantages_B1 * terms.logprobs_BT
     return loss_BT, {
@@ -31,6 +36,6 @@ def within_region(terms: Terms, settings: PolicySettings, is_inside_BT: Tensor) 
 
 
 def probabilities(terms: Terms) -> tuple[Tensor, Tensor]:
-    """Return the probability of each token now and under the old policy, without gradient."""
+    """Return the probability of each token under the current and the old policy, without gradient."""
     logprobs_BT = terms.logprobs_BT.detach()
     return logprobs_BT.exp(), (logprobs_BT - terms.log_ratio_BT.detach()).exp()

@@ -1,4 +1,4 @@
-"""Soft adaptive policy optimisation (arXiv 2511.20347): a gate that closes gradually in place of a clip."""
+"""Soft adaptive policy optimization (arXiv 2511.20347): a gate that closes gradually instead of a clip."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, ratio_
 
 
 def sapo(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
-    """Return -(4 / t) sigmoid(t (rho - 1)) A, with a temperature t for positive advantages and one for all others.
+    """Return -(4 / t) sigmoid(t (rho - 1)) A, with one temperature t for positive advantages and another for all
+    others.
 
-    It is the paper's loss when it is averaged over each sequence and then over sequences.
+    This is the paper's loss if it is averaged over each sequence and then over sequences.
     """
     positive, negative = settings.sapo_temperature_pos, settings.sapo_temperature_neg
     temperature_B1 = negative + (positive - negative) * (terms.advantages_B1 > 0).to(terms.advantages_B1)
