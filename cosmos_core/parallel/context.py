@@ -84,8 +84,8 @@ def shard_rows(inputs: dict[str, Any], chosen_N: Tensor, mesh: DeviceMesh) -> Ro
 def gather_chosen(values: Tensor, is_mine_N: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return the values of all chosen tokens on every rank; the gradient of each value goes to the rank of its
     token."""
-    gathered: Tensor = _GatherChosen.apply(values, is_mine_N, mesh.get_group())
-    return gathered
+    all_values: Tensor = _GatherChosen.apply(values, is_mine_N, mesh.get_group())
+    return all_values
 
 
 def exchanged(tensor: Tensor, chunk_dim: int, cat_dim: int, group: dist.ProcessGroup) -> Tensor:

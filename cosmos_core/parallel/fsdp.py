@@ -124,8 +124,8 @@ def full_tensors(tensors: nn.Module | Mapping[str, Tensor]) -> Iterator[tuple[st
     """Yield full tensors one at a time (of a model: its state dict), in the same order on every rank. This is a
     collective: all ranks must iterate together.
 
-    A tensor that some ranks lack, such as a layer of another pipeline stage, is broadcast by the first rank that has it.
-    A tensor that is not sharded is not copied: copy it before keeping it.
+    A tensor that some ranks lack, such as a layer of another pipeline stage, is broadcast by the first rank with it. A
+    tensor that is not sharded is not copied: copy it before keeping it.
     """
     own_tensors = tensors.state_dict(keep_vars=True) if isinstance(tensors, nn.Module) else tensors
     about: dict[str, tuple[torch.Size, torch.dtype]] = {}

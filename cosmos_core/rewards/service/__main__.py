@@ -46,7 +46,7 @@ def main() -> int:
 
 
 async def serve(config: ServiceConfig, ready: Path | None = None) -> int:
-    """Serve until a signal, then finish what was accepted."""
+    """Serve requests until a signal, then finish the accepted requests."""
     token = config.token()
     for key in config.ignored:
         log.warning("%s has no effect in this service", key)
@@ -91,7 +91,7 @@ def _tell(server: uvicorn.Server, config: ServiceConfig, ready: Path | None) -> 
 
 
 class _Server(uvicorn.Server):
-    """Goes on serving after a signal until what was accepted is finished; a second signal ends it."""
+    """Server that continues after a signal until the accepted requests are finished; a second signal ends it."""
 
     def __init__(self, config: uvicorn.Config, engine: Engine) -> None:
         super().__init__(config)
@@ -99,7 +99,7 @@ class _Server(uvicorn.Server):
         self._draining: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        """Begin to drain; the name is that of uvicorn."""
+        """Begin to drain; uvicorn calls this method on a signal."""
         if self._draining is None and self.started:
             log.info("%s: finishing %d requests", signal.Signals(sig).name, len(self._engine.pending))
             self._loop.call_soon_threadsafe(self._drain)

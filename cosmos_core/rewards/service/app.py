@@ -1,6 +1,6 @@
-"""The HTTP face of the reward service: Cosmos-RL's protocol, health, metrics and a page.
+"""HTTP interface of the reward service: Cosmos-RL's protocol, health, metrics and a status page.
 
-The order is what keeps it standing: who asks, how much it is, whether there is room, and only then the body.
+Checks run in a fixed order to limit the load: authentication, size, capacity, and only then the body.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from cosmos_core.rewards.service.engine import Draining, Engine, Full
 _FORM_BYTES = 2**20
 _BODY_SECONDS = 120.0
 _IS_READ = "cosmos.is_read"
-"""Key of a request's scope: its body was read to the end."""
+"""Key in the scope of a request whose body was read to the end."""
 _UUID = re.compile(r"[0-9a-fA-F-]{1,64}")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class Face:
-    """The routes of one engine; `token` empty: nobody has to prove anything."""
+    """HTTP routes of an engine; with an empty `token`, requests need no authentication."""
 
     def __init__(self, engine: Engine, token: str) -> None:
         self.engine, self._token = engine, token.encode()
@@ -73,11 +73,11 @@ class Face:
         name = key.lower() or str(uuid.uuid4())
         with self.engine.arriving(size):
             await self.engine.accept(name, await _body(request, size))
-        said = {"uuid": name} | ({"replica_id": self.engine.replica} if self.engine.replica else {})
-        return JSONResponse(said)
+        content = {"uuid": name} | ({"replica_id": self.engine.replica} if self.engine.replica else {})
+        return JSONResponse(content)
 
     async def pull(self, request: Request) -> Response:
-        """Return the scores of one reward, or 400 while they are not there."""
+        """Return the scores of one reward, or status 400 if they are not ready."""
         form = await _form(request)
         key, name = form.get("uuid", ""), form.get("type", "")
         if name and not _NAME.fullmatch(name):
@@ -87,20 +87,20 @@ class Face:
         key = key.lower()
         if not name and (pending := self.engine.pending.get(key)):
             name = pending.names[0]
-        found = await self.engine.fetch(key, name) if name else None
-        if found is not None:
-            return Response(found, media_type="application/json")
+        scores = await self.engine.fetch(key, name) if name else None
+        if scores is not None:
+            return Response(scores, media_type="application/json")
         state = "pending" if await self.engine.is_known(key) else "unknown"
         return JSONResponse({"message": f"Not found scores for {key}"}, 400, headers={STATE: state})
 
     async def ping(self, request: Request) -> Response:
-        """Say that the service is there; with `info_data`, that it serves the rewards in it."""
+        """Confirm that the service is running; with `info_data`, that it serves the rewards named there."""
         form = await _form(request)
         try:
-            asked = json.loads(form.get("info_data") or "{}")
+            info = json.loads(form.get("info_data") or "{}")
         except (ValueError, RecursionError):
             return _refusal(422, "info_data must be JSON")
-        names = asked.get("reward_fn") if isinstance(asked, dict) else None
+        names = info.get("reward_fn") if isinstance(info, dict) else None
         unknown = [name for name in names if name not in self.engine.pools] if isinstance(names, dict) else []
         if unknown:
             return _refusal(
@@ -109,7 +109,7 @@ class Face:
         return JSONResponse({"message": "Ping request received"})
 
     async def latent_attr(self, request: Request) -> Response:
-        """Say whether latents that are made so can be decoded."""
+        """Confirm that latents with these attributes can be decoded."""
         form = await _form(request)
         try:
             fields = json.loads(form.get("fields", ""))
@@ -121,25 +121,25 @@ class Face:
         return JSONResponse({"message": "Latent attributes set successfully"})
 
     async def health(self, request: Request) -> Response:
-        """Say whether it takes requests, for probes: without a token, and without details."""
+        """Return the state of the service for probes, without authentication and without details."""
         engine = self.engine
         ready = {name: pool.ready for name, pool in engine.pools.items()}
         state = "draining" if engine.is_draining else "loading" if not engine.is_ready else "ok"
         if state == "ok" and not all(ready.values()):
             state = "degraded"
-        said = {"status": state, "rewards": ready, "pending": len(engine.pending)}
-        return JSONResponse(said, 200 if state in {"ok", "degraded"} else 503)
+        content = {"status": state, "rewards": ready, "pending": len(engine.pending)}
+        return JSONResponse(content, 200 if state in {"ok", "degraded"} else 503)
 
     async def metrics(self, request: Request) -> Response:
         """Return metrics in Prometheus' text format."""
         return PlainTextResponse(generate_latest(self.registry), media_type="text/plain; version=0.0.4")
 
     async def page(self, request: Request) -> Response:
-        """Return a page that shows how it goes."""
+        """Return an HTML page with the state of the service."""
         return HTMLResponse(page.render(self.engine, self.statuses), headers=page.HEADERS)
 
     def collect(self) -> Any:
-        """Yield the metrics; the name is that of prometheus_client."""
+        """Yield the metrics; prometheus_client calls this method."""
         engine = self.engine
         gauges = {
             "queue": "Requests that wait",
@@ -172,7 +172,7 @@ class Face:
         yield responses
 
     def _guarded(self, handler: Handler) -> Handler:
-        """Return a handler that asks who it is first, and turns what goes wrong into one line."""
+        """Return a handler that authenticates the request first, and turns errors into a response of one line."""
 
         async def guarded(request: Request) -> Response:
             try:
@@ -197,12 +197,12 @@ class Face:
         return guarded
 
     def _knows(self, request: Request) -> bool:
-        """Return whether the request has the token, in a time that does not say how much of it is right."""
+        """Return True if the request has the token; the comparison takes constant time."""
         if not self._token:
             return True
-        kind, _, given = request.headers.get("Authorization", "").partition(" ")
-        content = given.strip().encode("utf-8", "replace")
-        if kind.lower() == "basic" and request.method == "GET":  # a browser that shows the page
+        kind, _, credentials = request.headers.get("Authorization", "").partition(" ")
+        content = credentials.strip().encode("utf-8", "replace")
+        if kind.lower() == "basic" and request.method == "GET":  # a browser that requests the page
             try:
                 content = base64.b64decode(content, validate=True).partition(b":")[2]
             except binascii.Error:
@@ -222,23 +222,23 @@ def _unknown(request: Request) -> Response:
 def _refusal(status: int, message: str, retry_after: int = 0) -> Response:
     headers = {"Retry-After": str(retry_after)} if retry_after else {}
     if status not in {429, 503}:
-        headers["Connection"] = "close"  # the rest of a body that nobody reads must not be taken for a request
+        headers["Connection"] = "close"  # the unread rest of a body must not be parsed as a request
     return JSONResponse({"message": message}, status, headers=headers)
 
 
 def _is_uuid(key: str) -> bool:
-    """Return whether a key is a uuid as RFC 9562 writes it, whose variant no handmade one like zeros has."""
+    """Return True if a key is a uuid of the variant in RFC 9562, which a simple pattern such as zeros is not."""
     try:
-        return str(found := uuid.UUID(key)) == key.lower() and found.variant == uuid.RFC_4122
+        return str(parsed := uuid.UUID(key)) == key.lower() and parsed.variant == uuid.RFC_4122
     except ValueError:
         return False
 
 
 def _length(request: Request, most: int) -> int:
-    """Return the length that a body says it has.
+    """Return the `Content-Length` of a request.
 
     Raises:
-        HTTPException: it says none, or too much.
+        HTTPException: the header is missing or above the limit.
     """
     text = request.headers.get("Content-Length", "")
     if not (text.isascii() and text.isdigit()) or len(text) > 18:
@@ -249,11 +249,11 @@ def _length(request: Request, most: int) -> int:
 
 
 async def _body(request: Request, size: int) -> bytearray:
-    """Return the body.
+    """Return the body of a request.
 
     Raises:
-        ClientDisconnect: it ended early.
-        HTTPException: it is longer than it said, or does not come.
+        ClientDisconnect: the body ended early.
+        HTTPException: the body is longer than its `Content-Length`, or timed out.
     """
     body, deadline = bytearray(), time.monotonic() + _BODY_SECONDS + size / 2**20
     stream = request.stream().__aiter__()
@@ -278,7 +278,7 @@ async def _form(request: Request) -> dict[str, str]:
     """Return the text fields of a form.
 
     Raises:
-        HTTPException: it is none, or too large.
+        HTTPException: the body is no form, or is too large.
     """
     size = _length(request, _FORM_BYTES)
     body = await _body(request, size)

@@ -1,4 +1,4 @@
-"""`rewards.toml`: what a reward service serves, and how. Cosmos-RL's files are read as they are."""
+"""`rewards.toml`: the rewards of a reward service and its settings. Files of Cosmos-RL are accepted unchanged."""
 
 from __future__ import annotations
 
@@ -21,47 +21,48 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 
 
 class RewardArgs(Table):
-    """`[[reward_args]]`: one reward."""
+    """Table `[[reward_args]]`: one reward."""
 
     reward_type: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.-]+$")]
-    """What clients call it; also the file of cosmos_core/rewards that has it, unless `entry` names another."""
+    """Name of the reward for clients, and of its module in cosmos_core/rewards, unless `entry` names another one."""
     entry: str = ""
-    """A reward of your own, `module:thing` or `path/file.py:thing`: a function as in `reward_function`, or a class with
+    """User code, `module:thing` or `path/file.py:thing`: a function as in `reward_function`, or a class with
     `score(items)`."""
     enable: bool = True
-    """False: it is not served."""
+    """Whether the reward is served."""
     venv_python: str = ""
-    """Interpreter of its processes, where its packages cannot be installed beside ours; empty or `python`: this one."""
+    """Python interpreter of the reward's processes, for packages that conflict with ours; empty or `python`: the
+    interpreter of the service."""
     model_path: str = ""
-    """Folder or Hub name of its model; empty: what its file names."""
+    """Folder or Hub name of the model; empty: the default of the reward."""
     download_path: str = ""
-    """Folder of what else it reads."""
+    """Folder of other files that the reward reads."""
     dtype: str = "float16"
-    """Of its weights."""
+    """Dtype of the weights."""
     device: str = "cuda"
-    """Where it runs; `cuda` falls back to `cpu` on a machine without a GPU."""
+    """Device of the reward; `cuda` falls back to `cpu` on a machine without a GPU."""
     devices: Strings = ()
-    """Several of them, a process each; empty: `device`."""
+    """Devices of the reward, with one process each; empty: `device`."""
     endpoint_url: str = ""
-    """Of a server that has the model."""
+    """URL of a server that runs the model."""
     endpoint_api_key: str = ""
-    """Of that server; `$NAME` reads it from the environment."""
+    """API key for that server; `$NAME` reads it from the environment."""
     env: Strings = ()
-    """Environment variables that its processes see beyond those that any program needs."""
+    """Environment variables that the reward's processes receive in addition to standard ones."""
     options: dict[str, Any] = {}
-    """Further settings; each reward says which it has."""
+    """Further settings, which depend on the reward."""
     batch_size: PositiveInt = 16
-    """Most items of several requests that it scores at once."""
+    """Maximum number of items, from several requests, in one batch."""
     timeout_seconds: PositiveFloat = 300.0
-    """A batch that takes longer costs its process, and is tried again."""
+    """Timeout of a batch in seconds, after which its process is killed and the batch is retried."""
     load_seconds: PositiveFloat = 900.0
-    """Longest time to load."""
+    """Timeout in seconds for loading the reward."""
     setup_script: str = ""
-    """Of Cosmos-RL; not run."""
+    """Key of Cosmos-RL; the script is not run."""
     work_dir: str = ""
-    """Folder that its processes run in; empty: this one."""
+    """Working directory of the reward's processes; empty: that of the service."""
     tmp_dir: str = ""
-    """Their folder for temporary files; empty: the system's."""
+    """Folder for temporary files of the reward's processes; empty: the system default."""
 
     @property
     def all_devices(self) -> tuple[str, ...]:
@@ -70,72 +71,76 @@ class RewardArgs(Table):
 
 
 class DecodeArgs(Table):
-    """`[decode_args]`: the VAE that decodes latents of videos, once for all rewards that are asked."""
+    """Table `[decode_args]`: the VAE that decodes video latents, once for all rewards of a request."""
 
     model_path: str = ""
-    """Folder or Hub name of a Wan VAE in diffusers' format, or its published file `Wan2.1_VAE.pth`; empty: that of the
-    Hub where `cosmos_reason1` or `dance_grpo` is served, as in Cosmos-RL; else latents are refused."""
+    """Folder or Hub name of a Wan VAE in diffusers' format, or its published file `Wan2.1_VAE.pth`; empty: the
+    published file on the Hub if `cosmos_reason1` or `dance_grpo` is served, as in Cosmos-RL, else latents are
+    refused."""
     dtype: str = "bfloat16"
-    """Of its weights."""
+    """Dtype of the weights."""
     device: str = "cuda"
-    """Where it runs."""
+    """Device of the decoder."""
     chunk_duration: PositiveInt = 81
-    """Of Cosmos-RL's own tokenizer; diffusers' VAE decodes a clip as a whole."""
+    """Key of Cosmos-RL's own tokenizer, without effect; diffusers' VAE decodes a clip as a whole."""
     temporal_window: PositiveInt = 16
-    """The same."""
+    """Key of Cosmos-RL's own tokenizer, without effect."""
     load_mean_std: bool = False
-    """Of Cosmos-RL, for statistics of a data set; latents are always normalised by those of the VAE, as there."""
+    """Key of Cosmos-RL for statistics of a data set, without effect; latents are always normalised by those of the
+    VAE."""
     wan2pt2_model_path: str = ""
-    """Of Cosmos-RL; one VAE decodes here, so a VAE of Wan2.2 is named in `model_path` in place of that of Wan2.1."""
+    """Key of Cosmos-RL, without effect: there is one decoder, so name a VAE of Wan2.2 in `model_path`."""
     wan2pt2_credential_path: str = ""
-    """Of Cosmos-RL, which fetches its tokenizer with it; not read."""
+    """Key of Cosmos-RL, which downloads its tokenizer with these credentials; not read."""
     no_latent_decoder: bool = False
-    """True: latents are refused."""
+    """Whether latents are refused."""
 
 
 class ServiceConfig(Table):
-    """The whole file."""
+    """Content of `rewards.toml`."""
 
     host: str = "localhost"
-    """Address to listen at; one that is not loopback needs a token."""
+    """Address to listen on; an address beyond loopback needs a token."""
     port: Port = 8080
-    """0: any that is free."""
+    """Port to listen on; 0: any free port."""
     authentication: Literal["auto", "on", "off"] = "auto"
-    """Whether requests need the bearer token in `token_env`; `auto`: where that is set, and always beyond loopback."""
+    """Whether requests need the bearer token in `token_env`; `auto`: if the token is set, and always beyond
+    loopback."""
     token_env: str = "REMOTE_REWARD_TOKEN"
-    """Environment variable with the token."""
+    """Environment variable that holds the token."""
     queue: Literal["memory", "redis"] = "memory"
-    """Where accepted requests and scores are kept; `redis`: they outlive the service."""
+    """Storage of accepted requests and scores; with `redis`, they survive a restart of the service."""
     redis_host: str = "localhost"
-    """With queue = "redis"."""
+    """Host of Redis, with queue = "redis"."""
     redis_port: Port = 6379
-    """With queue = "redis"."""
+    """Port of Redis, with queue = "redis"."""
     replica_id: str = ""
-    """What clients name to come back to this replica, and with queue = "redis" whose requests are its own; empty:
-    `LEPTON_REPLICA_ID`, else none is told, and its own are those of its machine, host and port."""
+    """Name with which clients return to this replica, and with queue = "redis" the owner of its requests; empty:
+    `LEPTON_REPLICA_ID`, or else no name for clients, and an owner made of machine, host and port."""
     max_body_bytes: PositiveInt = 256 * 2**20
-    """Largest request."""
+    """Maximum size of a request in bytes."""
     max_pending_bytes: PositiveInt = 2**30
-    """Most bytes of requests that wait; beyond it clients are told to come back (429). Also of videos that were decoded
-    from latents and wait, and of scores that are kept in memory."""
+    """Maximum total bytes of waiting requests; beyond it, clients receive status 429 and retry. It also limits decoded
+    videos, and scores in memory."""
     max_pending: PositiveInt = 1024
-    """Most requests that wait or are being read."""
+    """Maximum number of requests that wait or are being read."""
     result_seconds: PositiveFloat = 3600.0
-    """How long scores can be fetched."""
+    """Seconds for which scores can be fetched."""
     max_results: PositiveInt = 100_000
-    """Most scores that are kept in memory; the oldest go first."""
+    """Maximum number of scores in memory; the oldest are dropped first."""
     batch_seconds: NonNegativeFloat = 0.005
-    """How long a batch that is not full waits for more."""
+    """Seconds for which an incomplete batch waits for more items."""
     attempts: PositiveInt = 5
-    """How often a request is tried whose process dies or hangs, before it is answered with an error."""
+    """Maximum number of attempts of a request whose process dies or hangs, after which it fails."""
     drain_seconds: PositiveFloat = 60.0
-    """After SIGTERM: longest time to finish what was accepted and to have it fetched."""
+    """Maximum number of seconds after SIGTERM to finish accepted requests and wait until clients have fetched their
+    scores."""
     reward_args: Annotated[tuple[RewardArgs, ...], Field(strict=False)] = ()
-    """The rewards."""
+    """Tables of the rewards."""
     decode_args: DecodeArgs = DecodeArgs()
-    """How latents are decoded."""
+    """Settings of the decoder of latents."""
     no_latent_decoder: bool = False
-    """True: latents are refused."""
+    """Whether latents are refused."""
 
     @field_validator("reward_args")
     @classmethod
@@ -147,12 +152,12 @@ class ServiceConfig(Table):
 
     @property
     def rewards(self) -> list[RewardArgs]:
-        """Return those that are served."""
+        """Return the rewards that are served."""
         return [reward for reward in self.reward_args if reward.enable]
 
     @property
     def vae(self) -> str:
-        """Return what decodes latents; empty: they are refused."""
+        """Return the path of the VAE that decodes latents; empty: latents are refused."""
         if self.no_latent_decoder or self.decode_args.no_latent_decoder:
             return ""
         is_for_videos = any(not reward.entry and reward.reward_type in _OF_VIDEOS for reward in self.rewards)
@@ -160,14 +165,14 @@ class ServiceConfig(Table):
 
     @property
     def ignored(self) -> list[str]:
-        """Return the settings of Cosmos-RL that the file sets and that have no effect here."""
+        """Return the settings of Cosmos-RL in the file that have no effect in this service."""
         decode, default = self.decode_args, DecodeArgs()
-        found = [f"decode_args.{key}" for key in _NO_EFFECT if getattr(decode, key) != getattr(default, key)]
-        return found + [f"reward_args.{each.reward_type}.setup_script" for each in self.rewards if each.setup_script]
+        keys = [f"decode_args.{key}" for key in _NO_EFFECT if getattr(decode, key) != getattr(default, key)]
+        return keys + [f"reward_args.{each.reward_type}.setup_script" for each in self.rewards if each.setup_script]
 
     @property
     def is_loopback(self) -> bool:
-        """Return whether only this machine can reach it."""
+        """Return True if the service is reachable from this machine only."""
         if self.host == "localhost":
             return True
         try:
@@ -176,10 +181,10 @@ class ServiceConfig(Table):
             return False
 
     def token(self) -> str:
-        """Return the token that requests need; empty: none.
+        """Return the token that requests need; empty: no authentication.
 
         Raises:
-            ConfigError: they need one, and there is none.
+            ConfigError: a token is required and missing or invalid.
         """
         token = os.environ.get(self.token_env, "")
         if self.authentication == "off":
@@ -197,10 +202,10 @@ class ServiceConfig(Table):
 
 
 def read_config(file: Path, **overrides: Any) -> ServiceConfig:
-    """Return the configuration in a file; `overrides` that are None are none.
+    """Return the configuration in a file; overrides that are None are ignored.
 
     Raises:
-        ConfigError: it is not there, or wrong.
+        ConfigError: the file is missing or invalid.
     """
     values = read_toml(file)
     try:

@@ -1,6 +1,6 @@
-"""What a connection may cost before anybody is known: 16 KiB of a request's head, and seconds until it is there.
+"""Limits of a connection before authentication: 16 KiB for the head of a request, and a timeout until it is complete.
 
-uvicorn's other parser (httptools) has no bound for headers, and neither has a timeout for a head that does not come.
+uvicorn's other parser (httptools) has no limit for headers, and neither parser has a timeout for the head.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ Message = MutableMapping[str, Any]
 
 
 class Connection(H11Protocol):
-    """A connection that ends where no request comes."""
+    """Connection that closes if no request arrives in time."""
 
     head_seconds = 10.0
-    """A connection without a whole head of a request for so long is closed."""
+    """Seconds after which a connection without a complete request head is closed."""
     _waiting: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Wait for a request; the name is that of asyncio, as are the next two."""
+        """Start the timeout; asyncio calls this method and the next two."""
         super().connection_made(transport)
         self._watch()
 
     def data_received(self, data: bytes) -> None:
-        """Read on, and see whether a request is there."""
+        """Parse the data, and stop the timeout if a request is complete."""
         super().data_received(data)
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Wait for nothing any more."""
+        """Cancel the timeout."""
         super().connection_lost(exc)
         self._stop()
 
     def _watch(self) -> None:
-        """Count the seconds from the first byte on until a request is there, whatever drips in meanwhile."""
+        """Start the timeout if no request is in progress; more bytes of an incomplete head do not extend it."""
         if self.cycle is not None and not self.cycle.response_complete:
             self._stop()
         elif self._waiting is None:
@@ -54,9 +54,9 @@ class Connection(H11Protocol):
 
 
 class Refused(Response):
-    """A response to a request whose body nobody has read: what is left of it is read and discarded, within bounds.
+    """Response to a request with an unread body, whose remaining bytes are read and discarded, within limits.
 
-    A connection that is closed with bytes that nobody has read is reset, and the client would never see why.
+    A connection that is closed with unread bytes is reset, and the client would not receive the response.
     """
 
     def __init__(self, response: Response) -> None:
@@ -66,7 +66,7 @@ class Refused(Response):
     async def __call__(
         self, scope: Message, receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]
     ) -> None:
-        """Send the response at once, and end it when the body is over; the signature is that of ASGI."""
+        """Send the response at once, and complete it when the body has ended; the signature is that of ASGI."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": self.body, "more_body": True})
         await _discard(receive)

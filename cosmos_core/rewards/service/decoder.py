@@ -1,4 +1,4 @@
-"""Decodes latents of videos in a process of its own, once for all rewards that are asked."""
+"""Decoder of video latents in a separate process, once for all rewards of a request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def load(settings: Settings) -> int:
     """Load the VAE; return the number of channels of its latents: 16 for Wan2.1, 48 for Wan2.2.
 
     Raises:
-        RewardError: it cannot be loaded.
+        RewardError: the VAE cannot be loaded.
     """
     global _vae
     _vae = WanLatents("decode_args.model_path", settings.model_path, settings.device, settings.dtype)
@@ -22,6 +22,6 @@ def load(settings: Settings) -> int:
 
 
 def decode(latents: np.ndarray) -> np.ndarray:
-    """Return the videos of latents of B, C, T, H, W as uint8 of B, 3, F, H, W."""
+    """Return the videos of latents of shape B, C, T, H, W as uint8 of B, 3, F, H, W."""
     assert _vae is not None
     return _vae.decode(latents)

@@ -1,7 +1,7 @@
-"""The service behind its HTTP face: what is accepted, decoded, scored by each reward that is asked, and kept.
+"""Core of the reward service: acceptance, decoding and scoring of requests, and storage of their results.
 
-A request is accepted when it is in the store; from then on each of its rewards gives it exactly one result, whatever
-happens to processes, and with Redis whatever happens to the service. Not here: HTTP (app.py), processes (pool.py).
+A request is accepted when it is in the store. From then on, each of its rewards stores exactly one result, even if
+processes die, and with Redis even if the service dies. HTTP is in `app.py`, processes are in `pool.py`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from cosmos_core.rewards.service.store import MemoryStore, RedisStore, Store
 
 log = logging.getLogger(__name__)
 QUEUE = "COSMOS_REWARD_QUEUE"
-"""Variable with the name under which a service without a `replica_id` finds again in Redis what it had accepted."""
+"""Environment variable with the name under which a service without a `replica_id` finds its accepted requests in
+Redis."""
 _RATE_SECONDS = 60.0
 
 
 class Full(Exception):
-    """There is no room for a request now; `seconds` says when there may be."""
+    """Error if there is no capacity for a request; `seconds` is the suggested time until a retry."""
 
     def __init__(self, seconds: int) -> None:
         super().__init__(f"too much waits already; come back in {seconds} s")
@@ -40,11 +41,11 @@ class Full(Exception):
 
 
 class Draining(Exception):
-    """The service ends and takes nothing new."""
+    """Error if the service is shutting down and accepts no requests."""
 
 
 class Engine:
-    """Accepts requests and scores them."""
+    """Service that accepts requests and scores them."""
 
     def __init__(self, config: ServiceConfig) -> None:
         self.config = config
@@ -59,11 +60,11 @@ class Engine:
         self.store: Store = _store(config, self.replica)
 
     async def start(self) -> None:
-        """Load every reward, then go on with what an earlier service left.
+        """Load every reward, then resume requests of an earlier service.
 
         Raises:
-            RewardError: one cannot be loaded.
-            StageFailed: the process of one was killed, or slow, while it loaded; or the queue does not respond.
+            RewardError: a reward cannot be loaded.
+            StageFailed: a process was killed or timed out while loading, or the queue does not respond.
         """
         self.pools = {reward.reward_type: Pool(self.program(reward), self._scored) for reward in self.config.rewards}
         if self.config.vae:
@@ -86,15 +87,16 @@ class Engine:
         self.is_ready = True
 
     async def close(self) -> None:
-        """End all processes."""
+        """Kill all processes."""
         for pool in (*self.pools.values(), *filter(None, [self.decoder])):
             if not pool.loaded.cancel() and not pool.loaded.cancelled():
-                pool.loaded.exception()  # or asyncio tells of one that nobody has seen
+                pool.loaded.exception()  # otherwise asyncio logs an exception that was never retrieved
             await pool.close()
         await self.store.close()
 
     async def drain(self) -> None:
-        """Take nothing new, finish what was accepted, and where the store ends with us wait until it is fetched."""
+        """Refuse new requests and finish accepted ones; if the store is in memory, also wait until scores are
+        fetched."""
         self.is_draining = True
         deadline = time.monotonic() + self.config.drain_seconds
         while time.monotonic() < deadline and (self.pending or self._num_arriving or self.store.is_awaited()):
@@ -103,15 +105,15 @@ class Engine:
 
     @contextlib.contextmanager
     def arriving(self, num_bytes: int) -> Iterator[None]:
-        """Keep room for a request while its body is read and accepted.
+        """Reserve capacity for a request while its body is read and accepted.
 
         Raises:
-            Full: there is none.
-            Draining: the service ends.
+            Full: there is no capacity.
+            Draining: the service is shutting down.
         """
         if self.is_draining:
             raise Draining
-        is_alone = not self.pending_bytes  # one that is larger than the room for all may wait by itself
+        is_alone = not self.pending_bytes  # a request above the total limit may wait alone
         if len(self.pending) + self._num_arriving >= self.config.max_pending or (
             self.pending_bytes + num_bytes > self.config.max_pending_bytes and not is_alone
         ):
@@ -127,13 +129,13 @@ class Engine:
             self._num_arriving -= 1
 
     async def accept(self, uuid: str, body: bytes | bytearray) -> None:
-        """Keep a request and queue it; one that is known already is not scored again.
+        """Store a request and queue it; a request that is already known is not scored again.
 
-        The store may have kept one whose acceptance was cut off, so that nobody scores it: that one is taken anew.
+        A request that the store has kept although its acceptance was interrupted is queued again.
 
         Raises:
-            ProtocolError: it is none.
-            Draining: it came after what was accepted is finished.
+            ProtocolError: the body is not a valid request.
+            Draining: the service has finished its accepted requests.
         """
         if uuid in self.pending:
             return
@@ -141,7 +143,7 @@ class Engine:
             return
         request = await asyncio.to_thread(parse_request, uuid, body, self.pools)
         self._check_latents(request)
-        if uuid in self.pending:  # it came twice at the same time
+        if uuid in self.pending:  # it was sent twice at the same time
             return
         if self._has_drained:
             raise Draining
@@ -155,7 +157,7 @@ class Engine:
         self._queue(request)
 
     def _check_latents(self, request: Request) -> None:
-        """Raise ProtocolError where the latents of a request cannot be decoded here."""
+        """Raise ProtocolError if this service cannot decode the latents of a request."""
         if request.media != "latent":
             return
         if self.decoder is None:
@@ -168,18 +170,19 @@ class Engine:
             )
 
     async def fetch(self, uuid: str, name: str) -> str | None:
-        """Return the scores of one reward as JSON; None: they are not there."""
+        """Return the scores of one reward as JSON; None if they are not ready."""
         return await self.store.get(uuid, name)
 
     async def is_known(self, uuid: str) -> bool:
-        """Return whether scores of a request may still come."""
+        """Return True if the request is pending or stored."""
         return uuid in self.pending or await self.store.is_known(uuid)
 
     def check_latent_attributes(self, fields: dict[str, Any]) -> None:
-        """See that latents made so can be decoded: what this VAE does not need is accepted, another VAE is not.
+        """Check that latents with these attributes can be decoded: attributes that this VAE does not need are ignored,
+        but another VAE is refused.
 
         Raises:
-            ProtocolError: there is no decoder, or another VAE is asked for.
+            ProtocolError: there is no decoder, or the client names another VAE.
         """
         if self.decoder is None:
             raise ProtocolError("no decoder of latents is configured here (decode_args.model_path)")
@@ -188,7 +191,7 @@ class Engine:
             raise ProtocolError("the VAE is that of decode_args.model_path; vae_pth cannot change it from outside")
 
     def rate(self) -> float:
-        """Return the items scored per second, over the last minute."""
+        """Return the number of items scored per second, over the last minute."""
         self._forget_finished()
         if not self._finished:
             return 0.0
@@ -238,7 +241,7 @@ class Engine:
             return
         size = result["array"].nbytes
         while self.decoded_bytes and self.decoded_bytes + size > self.config.max_pending_bytes:
-            await asyncio.sleep(0.05)  # the decoder waits for the rewards
+            await asyncio.sleep(0.05)  # backpressure: the decoder waits for the rewards
         self.decoded_bytes += size
         request.array, request.media, request.decoded_bytes = result["array"], "video", size
         self._queue(request)
@@ -247,20 +250,20 @@ class Engine:
         await self._keep(job.request, job.name, result, seconds)
 
     async def _keep(self, request: Request, name: str, result: dict[str, Any], seconds: float) -> None:
-        """Keep one result; while the store cannot be reached, wait for it rather than lose it."""
-        said: dict[str, Any] = {
+        """Store one result; while the store is not reachable, retry instead of dropping the result."""
+        content: dict[str, Any] = {
             "scores": result.get("scores"), "input_info": request.input_info, "duration": f"{seconds:.2f}",
             "decoded_duration": f"{request.decoded_seconds:.2f}", "type": name,
         }  # fmt: skip
         if result.get("error"):
-            said = {"error": result["error"], "is_lost": bool(result.get("is_lost")), **said, "scores": None}
+            content = {"error": result["error"], "is_lost": bool(result.get("is_lost")), **content, "scores": None}
         elif any(result.get("errors", [])):
-            said["errors"] = result["errors"]
+            content["errors"] = result["errors"]
         self._finished.append((time.monotonic(), request.count))
-        self._forget_finished()  # nobody may ever ask for the rate
+        self._forget_finished()  # `rate` may never be called
         request.left.discard(name)
-        text = json.dumps(said, separators=(",", ":"), ensure_ascii=False)
-        # JSON can say half a character, which no store and no response can hold.
+        text = json.dumps(content, separators=(",", ":"), ensure_ascii=False)
+        # JSON may contain an unpaired surrogate, which cannot be encoded.
         await self._insist(self.store.put, request.uuid, name, text.encode(errors="replace").decode())
         if not request.left and request.uuid in self.pending:
             await self._insist(self.store.finish, request.uuid)
@@ -283,7 +286,7 @@ class Engine:
             pause = min(2 * pause, 5.0)
 
     def program(self, reward: RewardArgs) -> Program:
-        """Return how the processes of a reward are started."""
+        """Return the settings with which the processes of a reward are started."""
         key = reward.endpoint_api_key
         settings = {
             "model_path": reward.model_path, "download_path": reward.download_path, "dtype": reward.dtype,

@@ -1,4 +1,4 @@
-"""The page at `/`: rewards, queue, throughput and the last errors; plain HTML without scripts."""
+"""Status page at `/`: rewards, queue, throughput and recent errors; plain HTML without scripts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _COLUMNS = ("reward", "processes", "waiting", "scoring", "items", "seconds / ite
 
 
 def render(engine: Engine, statuses: Counter[tuple[str, int]]) -> str:
-    """Return the page."""
+    """Return the HTML of the page."""
     rows = "".join(_row(name, engine) for name in engine.pools)
     errors = sorted((text for pool in engine.pools.values() for text in pool.errors), reverse=True)[:20]
     listed = "".join(f"<li>{escape(text)}</li>" for text in errors) or "<li>none</li>"

@@ -1,7 +1,7 @@
-"""The processes of one reward: batches across requests, deadlines, and replacement of those that die.
+"""Processes of one reward: batches across requests, timeouts, and replacement of dead processes.
 
-A request whose process ends or hangs goes back to the front of the queue and is tried alone, so that one that kills
-processes takes no other with it; after `attempts` it gets an error in place of scores. Each result is delivered once.
+A request whose process ends or hangs returns to the front of the queue and is retried alone, so that it cannot affect
+other requests; after `attempts` attempts its result is an error. Each result is delivered once.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ sys.modules["cosmos_core"] = module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 runpy.run_module("cosmos_core.rewards.service.worker", run_name="__main__", alter_sys=True)
 """
-"""Finds our package without the folder that it lies in: where that is installed lie packages of this interpreter, which
-another one must not find."""
+"""Program that imports this package without its parent folder on the path: the packages installed there belong to this
+interpreter and must not be imported by another one."""
 _PACKAGE = str(Path(__file__).parents[2])
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 30.0
 _LINE_BYTES = 64 * 2**20
@@ -44,24 +44,24 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Job:
-    """A request, waiting for one reward."""
+    """Request that waits for one reward."""
 
     request: Request
     name: str = ""
-    """Of the reward; empty: its latents are to be decoded."""
+    """Name of the reward; empty: decode the latents of the request."""
     attempts: int = 0
     since: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True)
 class Program:
-    """How the processes of one reward are started."""
+    """Settings with which the processes of one reward are started."""
 
     name: str
-    """Empty: the decoder of latents."""
+    """Name of the reward; empty: the decoder of latents."""
     python: str
     start: Mapping[str, Any]
-    """Name, entry and settings, as the program wants them; the device is that of each process."""
+    """Name, entry and settings for the program; each process adds its device."""
     devices: tuple[str, ...]
     env: tuple[str, ...] = ()
     work_dir: str = ""
@@ -75,7 +75,7 @@ class Program:
 
 @dataclass
 class Counts:
-    """What a pool did so far."""
+    """Counters of a pool."""
 
     items: int = 0
     errors: int = 0
@@ -86,11 +86,11 @@ class Counts:
 
 
 Deliver = Callable[[Job, dict[str, Any], float], Awaitable[None]]
-"""Takes the scores and errors of a request, or its error, and the seconds that its batch took."""
+"""Callback that receives the scores and errors of a request, or its error, and the duration of its batch in seconds."""
 
 
 class Lost(Exception):
-    """A process ended, hung, or could not load; the message says which. `may_pass`: another one may not."""
+    """Error of a process that ended, hung, or could not load; `may_pass`: the error may be transient."""
 
     def __init__(self, message: str, *, may_pass: bool = False) -> None:
         super().__init__(message)
@@ -98,14 +98,14 @@ class Lost(Exception):
 
 
 class Killed(Lost):
-    """A process was ended by a signal, of which the reward itself says nothing."""
+    """Error of a process that was killed by a signal, which is not an error of the reward itself."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"its process was killed by signal {number}", may_pass=True)
 
 
 class Pool:
-    """Runs one reward in a process per device."""
+    """Pool that runs one reward in one process per device."""
 
     def __init__(self, program: Program, deliver: Deliver) -> None:
         self.program, self._deliver = program, deliver
@@ -116,7 +116,7 @@ class Pool:
         self.in_flight = 0
         self.loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.facts: Mapping[str, Any] = {}
-        """What a process says of its model once it is loaded."""
+        """Properties of the model that a process reports after loading."""
         self._kills_left = program.attempts * len(program.devices)
         self._more = asyncio.Event()
         self._tasks = [asyncio.create_task(self._keep(device)) for device in program.devices]
@@ -133,7 +133,7 @@ class Pool:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _keep(self, device: str) -> None:
-        """Have a process on the device, again and again."""
+        """Keep a process running on the device; restart it after an error."""
         pause = _FIRST_PAUSE
         while True:
             process = Process(self.program, device)
@@ -168,7 +168,7 @@ class Pool:
             began = time.monotonic()
             self.in_flight += len(jobs)
             try:
-                said, arrays = await process.score(jobs)
+                reply, arrays = await process.score(jobs)
             except BaseException as error:
                 for job in reversed(jobs):
                     job.attempts += 1
@@ -182,13 +182,13 @@ class Pool:
                 self.in_flight -= len(jobs)
             self.counts.batches += 1
             self.counts.seconds += time.monotonic() - began
-            if "error" in said and len(jobs) > 1:  # which of them is it
+            if "error" in reply and len(jobs) > 1:  # retry one by one to find the failing request
                 for job in reversed(jobs):
                     job.attempts = max(1, job.attempts)
                     self.queue.appendleft(job)
                 self._more.set()
                 continue
-            await self._hand_out(jobs, said, arrays)
+            await self._hand_out(jobs, reply, arrays)
 
     async def _hand_out(self, jobs: Sequence[Job], said: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> None:
         results = said.get("results") or [{"error": said.get("error", "")}] * len(jobs)
@@ -210,7 +210,7 @@ class Pool:
             await self._deliver(job, {"error": text, "is_lost": True}, 0.0)
 
     async def _next(self, process: Process) -> list[Job]:
-        """Wait for the next batch: of several requests, or one that was tried before."""
+        """Wait for the next batch: several requests, or a single request that is retried."""
         while not self.queue:
             self._more.clear()
             await process.alive_while(self._more.wait())
@@ -234,7 +234,7 @@ class Pool:
 
 
 class Process:
-    """One process; see worker.py for what is said to it."""
+    """One worker process; see `worker.py` for the messages."""
 
     def __init__(self, program: Program, device: str) -> None:
         self._program, self._device = program, device
@@ -244,10 +244,10 @@ class Process:
         self.facts: Mapping[str, Any] = {}
 
     async def start(self) -> None:
-        """Start it and wait until it has loaded.
+        """Start the process and wait until it has loaded.
 
         Raises:
-            Lost: it does not.
+            Lost: the process could not start or load.
         """
         program = self._program
         environment = handed_on(program.env) | {"PYTHONUNBUFFERED": "1"}
@@ -262,31 +262,33 @@ class Process:
         except OSError as error:
             raise Lost(f"{program.python} cannot be started: {error}") from error
         start = {**program.start, "settings": {**program.start["settings"], "device": self._device}}
-        said, _ = await self._exchange({**start, "arrays": []}, [], program.load_seconds, "loaded")
-        if "ready" not in said:
-            raise Lost(str(said.get("error", "it said something else than that it is ready")))
-        self.is_ready, self.facts = True, said
+        reply, _ = await self._exchange({**start, "arrays": []}, [], program.load_seconds, "loaded")
+        if "ready" not in reply:
+            raise Lost(str(reply.get("error", "it said something else than that it is ready")))
+        self.is_ready, self.facts = True, reply
 
     async def score(self, jobs: Sequence[Job]) -> tuple[dict[str, Any], list[np.ndarray]]:
-        """Return what it says of a batch.
+        """Return the reply and the arrays of the process for a batch.
 
         Raises:
-            Lost: it ended, or took too long.
+            Lost: the process ended or timed out.
         """
         self._number += 1
         arrays = [job.request.array for job in jobs]
         shapes = [(list(array.shape), array.dtype.str) for array in arrays]
         header = {"id": self._number, "jobs": [job.request.job for job in jobs], "arrays": shapes}
-        said, made = await self._exchange(header, arrays, self._program.timeout_seconds, "done")
-        if said.get("id") != self._number or (not said.get("error") and len(said.get("results", made)) != len(jobs)):
+        reply, result_arrays = await self._exchange(header, arrays, self._program.timeout_seconds, "done")
+        if reply.get("id") != self._number or (
+            not reply.get("error") and len(reply.get("results", result_arrays)) != len(jobs)
+        ):
             raise Lost("its process said something about another batch")
-        return said, made
+        return reply, result_arrays
 
     async def alive_while(self, waiting: Any) -> None:
-        """Wait for something else, unless the process ends first.
+        """Wait for `waiting`, unless the process ends first.
 
         Raises:
-            Lost: it ended.
+            Lost: the process ended.
         """
         assert self._process is not None
         tasks = [asyncio.ensure_future(waiting), asyncio.ensure_future(self._process.wait())]
@@ -299,7 +301,7 @@ class Process:
             raise self._ending()
 
     async def kill(self) -> None:
-        """End it and all that it started."""
+        """Kill the process and all its child processes."""
         if self._process is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -339,11 +341,11 @@ class Process:
         code = self._process.returncode if self._process else None
         if code is None:
             return Lost("its process closed its output")
-        if code < 0 or code > 128:  # a shell that started it exits with 128 + the signal
+        if code < 0 or code > 128:  # a shell wrapper exits with 128 + the signal
             return Killed(-code if code < 0 else code - 128)
         return Lost(f"its process exited with code {code}")
 
 
 def interpreter(venv_python: str) -> str:
-    """Return the interpreter of a reward: its own, or this one."""
+    """Return the Python interpreter of a reward: its own, or that of the service."""
     return sys.executable if venv_python in {"", "python"} else venv_python

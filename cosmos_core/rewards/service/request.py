@@ -1,4 +1,4 @@
-"""One accepted request: what its body says, checked before any reward sees it."""
+"""Parsing and validation of one request before any reward receives it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LISTS = (
     "references", "completions", "video_infos", "metadata", "geneval_tags", "geneval_includes", "geneval_excludes",
     "num_tokens", "finish_reason", "turns",
 )  # fmt: skip
-"""Fields with one value for each item."""
+"""Fields with one value per item."""
 _TABLES = ("video_infos", "metadata")
 _TEXTS = ("references", "completions", "geneval_tags", "finish_reason")
 _SCALARS = ("ocr_use_gpu", "geneval_only_strict")
@@ -24,21 +24,21 @@ _MOST_ITEMS = 65536
 
 @dataclass
 class Request:
-    """A batch of items and the rewards that are asked for."""
+    """Batch of items and the names of the rewards to compute."""
 
     uuid: str
     fields: dict[str, Any]
     array: np.ndarray
     media: str
-    """`image`, `video` (pixels), `latent`, or `text`."""
+    """Type of the array: `image`, `video` (pixels), `latent`, or `text`."""
     names: tuple[str, ...]
     num_bytes: int
     input_info: dict[str, Any]
     decoded_seconds: float = 0.0
     decoded_bytes: int = 0
-    """Of its video, where it came as latents."""
+    """Size of the decoded video in bytes, if the request has latents."""
     left: set[str] = field(default_factory=set)
-    """Rewards whose scores are not there yet."""
+    """Rewards whose scores are missing."""
 
     @property
     def count(self) -> int:
@@ -47,15 +47,15 @@ class Request:
 
     @property
     def job(self) -> dict[str, Any]:
-        """Return what a reward process is told beside the array."""
+        """Return the fields for a reward process, without the array."""
         return {**self.fields, "media": self.media}
 
 
 def parse_request(uuid: str, body: bytes | bytearray, served: Container[str]) -> Request:
-    """Return the request of a body.
+    """Return the request in a body.
 
     Raises:
-        ProtocolError: it is none, or asks for what is not served.
+        ProtocolError: the body is not a valid request, or names a reward that is not served.
     """
     fields, array = decode_request(body)
     prompts = fields.get("prompts")
@@ -80,12 +80,12 @@ def parse_request(uuid: str, body: bytes | bytearray, served: Container[str]) ->
 
 
 def _names(fields: Mapping[str, Any], served: Container[str]) -> tuple[str, ...]:
-    asked = fields.get("reward_fn")
-    if not isinstance(asked, dict) or any(
-        isinstance(w, bool) or not isinstance(w, int | float) for w in asked.values()
+    weights = fields.get("reward_fn")
+    if not isinstance(weights, dict) or any(
+        isinstance(w, bool) or not isinstance(w, int | float) for w in weights.values()
     ):
         raise ProtocolError("reward_fn must be an object of names and weights")
-    names = tuple(name for name, weight in asked.items() if weight > 0)
+    names = tuple(name for name, weight in weights.items() if weight > 0)
     if not names:
         raise ProtocolError("reward_fn names no reward with a weight above 0")
     if unknown := [name for name in names if name not in served]:
@@ -94,25 +94,25 @@ def _names(fields: Mapping[str, Any], served: Container[str]) -> tuple[str, ...]
 
 
 def _media(fields: Mapping[str, Any], array: np.ndarray) -> str:
-    """Return what the array holds: with Cosmos-RL's clients a `video` may be its latents."""
-    asked = fields.get("media_type") or "video"
-    if not isinstance(asked, str) or asked.lower() not in {"image", "video", "latent", "text"}:
+    """Return the type of the array; clients of Cosmos-RL may send latents as `video`."""
+    media_type = fields.get("media_type") or "video"
+    if not isinstance(media_type, str) or media_type.lower() not in {"image", "video", "latent", "text"}:
         raise ProtocolError("media_type must be image, video, latent or text")
-    asked, shape = asked.lower(), array.shape
-    if asked == "text":
+    media_type, shape = media_type.lower(), array.shape
+    if media_type == "text":
         if "completions" not in fields or array.size:
             raise ProtocolError("a request of texts has them as completions, and an array without content")
-        return asked
+        return media_type
     if not array.size:
         raise ProtocolError(f"the array of shape {shape} is empty")
-    if asked == "image":
+    if media_type == "image":
         if array.ndim != 4 or (shape[-1] not in {1, 3} and shape[1] not in {1, 3}):
             raise ProtocolError(f"images are an array of batch, height, width and 3, not of shape {shape}")
-        return asked
+        return media_type
     if array.ndim != 5:
         raise ProtocolError(f"videos are an array of batch, channels, frames, height and width, not of shape {shape}")
-    if asked == "video" and shape[1] == 3:
-        return asked
+    if media_type == "video" and shape[1] == 3:
+        return media_type
     if array.dtype == np.uint8 and shape[-1] % 2:
         raise ProtocolError(
             f"uint8 latents are the bytes of bfloat16, of which {shape[-1]} are no whole number; pixels of a video are "
@@ -135,7 +135,7 @@ def _check_list(name: str, fields: dict[str, Any], count: int) -> None:
 
 
 def _info(media: str, array: np.ndarray, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what Cosmos-RL's service says of an input, in its words."""
+    """Return the description of the input in the format of Cosmos-RL's service."""
     shape, values, dtype = list(array.shape), array, f"torch.{array.dtype.name}"
     if media == "text":
         return {"shape": shape, "dtype": dtype}
@@ -154,7 +154,7 @@ def _info(media: str, array: np.ndarray, fields: Mapping[str, Any]) -> dict[str,
 
 
 def _as_bfloat16(value: float) -> float:
-    """Return the nearest number that bfloat16 has, of two the even one."""
+    """Return the value rounded to bfloat16, half to even."""
     with np.errstate(over="ignore"):
         bits = int(np.float32(value).view(np.uint32))
     if not math.isfinite(value):

@@ -1,4 +1,4 @@
-"""`cosmos reward-service --self-test`: loads each reward in its own interpreter and scores known inputs."""
+"""`cosmos reward-service --self-test`: load each reward in its own interpreter and score known inputs."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _TEXTS = {
     "overlong": ("42", "42"),
     "single_choice": ("<answer>B</answer>", "B"),
 }
-"""Of each text reward a completion that is right, and its reference."""
+"""A correct completion and its reference, by text reward."""
 
 
 async def self_test(config: ServiceConfig) -> int:
-    """Load the rewards one after the other, score known inputs with each, and print a line for each."""
+    """Load each reward in turn, score known inputs with it, and print one line; return the exit code."""
     failed = 0
     for reward in config.rewards:
         name = reward.reward_type
@@ -73,7 +73,7 @@ def _is_numbers(values: Any) -> bool:
 
 
 def _request(name: str) -> bytes:
-    """Return two items: what the prompt says, and noise."""
+    """Return the body of a request with two items: an image as in the prompt, and noise."""
     if name in _TEXTS:
         return _text_request(name)
     images = np.stack([array_of(card("HELLO")), np.random.default_rng(0).integers(0, 256, (256, 256, 3), np.uint8)])
@@ -90,7 +90,7 @@ def _request(name: str) -> bytes:
 
 
 def _text_request(name: str) -> bytes:
-    """Return a completion that is right, and noise without an end."""
+    """Return the body of a request with two completions: a correct one, and noise without an end."""
     completion, reference = _TEXTS[name]
     completions = [completion, "noise"]
     fields = {

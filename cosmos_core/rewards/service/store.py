@@ -1,6 +1,6 @@
-"""Where accepted requests and scores are kept: in memory, or in Redis, where they outlive the service.
+"""Storage of accepted requests and scores: in memory, or in Redis, where they survive a restart of the service.
 
-Scores stay for a while after they were fetched, because a response can be lost on its way.
+Scores are kept for a while after they were fetched, because a response can be lost in transit.
 """
 
 from __future__ import annotations
@@ -11,43 +11,43 @@ from typing import Any, Protocol
 
 
 class Store(Protocol):
-    """What the service needs to remember."""
+    """Interface of the storage of requests and scores."""
 
     async def accept(self, uuid: str, body: bytes) -> None:
-        """Keep a request until it is finished."""
+        """Keep a request until `finish`."""
 
     async def is_known(self, uuid: str) -> bool:
-        """Return whether a request was accepted and is not forgotten."""
+        """Return True if a request was accepted and has not expired."""
         ...
 
     async def is_unfinished(self, uuid: str) -> bool:
-        """Return whether this service accepted a request and did not finish it."""
+        """Return True if this service accepted a request and has not finished it."""
         ...
 
     async def put(self, uuid: str, name: str, scores: str) -> None:
-        """Keep the scores of one reward, a JSON text; those that are there already stay."""
+        """Store the scores of one reward as JSON text; existing scores are kept."""
 
     async def get(self, uuid: str, name: str) -> str | None:
-        """Return the scores of one reward; None: they are not there."""
+        """Return the scores of one reward; None if they are missing."""
         ...
 
     async def finish(self, uuid: str) -> None:
-        """Drop a request that has all its scores."""
+        """Drop a request whose scores are complete."""
 
     async def unfinished(self) -> list[tuple[str, bytes]]:
-        """Return the requests that an earlier service of this name accepted and did not finish."""
+        """Return the unfinished requests of an earlier service with the same name."""
         ...
 
     def is_awaited(self) -> bool:
-        """Return whether scores would be lost with this process that nobody has fetched."""
+        """Return True if scores that no client has fetched would be lost with this process."""
         ...
 
     async def close(self) -> None:
-        """Give connections back."""
+        """Close the connections."""
 
 
 class MemoryStore:
-    """Keeps at most `most` scores, and `most_bytes` of them, each for `seconds`."""
+    """In-memory store of at most `most` scores with `most_bytes` in total, each for `seconds`."""
 
     def __init__(self, seconds: float, most: int, most_bytes: int) -> None:
         self._seconds, self._most, self._most_bytes = seconds, most, most_bytes
@@ -78,8 +78,8 @@ class MemoryStore:
     async def get(self, uuid: str, name: str) -> str | None:
         self._forget()
         self._unfetched.discard((uuid, name))
-        found = self._scores.get((uuid, name))
-        return found[1] if found else None
+        entry = self._scores.get((uuid, name))
+        return entry[1] if entry else None
 
     async def finish(self, uuid: str) -> None:
         self._pending.discard(uuid)
@@ -113,7 +113,7 @@ class MemoryStore:
 
 
 class RedisStore:
-    """Keeps scores as Cosmos-RL does, under `<uuid>_<type>`, and beside them the requests that are not finished."""
+    """Redis store with scores under `<uuid>_<type>`, as in Cosmos-RL, and additional keys for unfinished requests."""
 
     def __init__(self, host: str, port: int, seconds: float, replica: str) -> None:
         from redis.asyncio import Redis
@@ -143,8 +143,8 @@ class RedisStore:
         await self._redis.set(f"{uuid}_{name}", scores, ex=self._seconds, nx=True)
 
     async def get(self, uuid: str, name: str) -> str | None:
-        found = await self._redis.get(f"{uuid}_{name}")
-        return found.decode() if found is not None else None
+        scores = await self._redis.get(f"{uuid}_{name}")
+        return scores.decode() if scores is not None else None
 
     async def finish(self, uuid: str) -> None:
         pipe = self._redis.pipeline(transaction=True)
@@ -153,17 +153,17 @@ class RedisStore:
         await pipe.execute()
 
     async def unfinished(self) -> list[tuple[str, bytes]]:
-        found = []
+        requests = []
         for uuid in sorted(await self._redis.smembers(self._pending)):
             body = await self._redis.get(_body(uuid.decode()))
             if body is None:
                 await self._redis.srem(self._pending, uuid)
             else:
-                found.append((uuid.decode(), body))
-        return found
+                requests.append((uuid.decode(), body))
+        return requests
 
     def is_awaited(self) -> bool:
-        """See `Store.is_awaited`: they outlive it."""
+        """Return False: scores in Redis survive this process."""
         return False
 
     async def close(self) -> None:

@@ -1,8 +1,7 @@
-"""The program of a reward process: loads one reward, then scores the batches that come over its standard input.
+"""Program of a reward process: it loads one reward, then scores the batches that arrive on standard input.
 
-A message is a line of JSON and then the bytes of the arrays that it names; replies go to standard output the same
-way, and what a reward writes there goes to the log. The process ends with the service: at the end of its input, or by
-signal.
+A message is a line of JSON, then the bytes of the arrays listed in it. Replies use the same format on standard output;
+output of the reward itself goes to the log. The process ends with the service: at the end of its input, or by a signal.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _INFO = {
 
 
 def main() -> None:
-    """Load, say so, and score until the input ends."""
+    """Load the reward, report that it is ready, and score batches until the input ends."""
     die_with_parent(os.getppid())
     messages, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
@@ -41,7 +40,7 @@ def main() -> None:
     sys.path[:0] = start[0].pop("path", [])
     try:
         reward, facts = _load(start[0])
-    except Exception as error:  # noqa: BLE001 - whatever a model's code raises is told to who started the service
+    except Exception as error:  # noqa: BLE001 - any error of a model's code is reported to the service
         if not isinstance(error, CosmosError):
             traceback.print_exc()
         write_message(replies, {"error": str(error) if isinstance(error, CosmosError) else one_line(error)}, [])
@@ -50,14 +49,14 @@ def main() -> None:
     while (message := read_message(messages)) is not None:
         header, arrays = message
         if reward is None:
-            said, made = _decoded(header, arrays)
+            reply, result_arrays = _decoded(header, arrays)
         else:
-            said, made = _scored(reward, header, arrays), []
-        write_message(replies, {"id": header["id"], **said}, made)
+            reply, result_arrays = _scored(reward, header, arrays), []
+        write_message(replies, {"id": header["id"], **reply}, result_arrays)
 
 
 def read_message(stream: BinaryIO) -> tuple[dict[str, Any], list[np.ndarray]] | None:
-    """Return header and arrays of the next message; None: there are no more."""
+    """Return the header and the arrays of the next message; None at the end of the input."""
     line = stream.readline()
     if not line.endswith(b"\n"):
         return None
@@ -73,7 +72,7 @@ def read_message(stream: BinaryIO) -> tuple[dict[str, Any], list[np.ndarray]] | 
 
 
 def write_message(stream: BinaryIO, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> None:
-    """Write a message."""
+    """Write a message with a header and arrays."""
     shapes = [(list(array.shape), array.dtype.str) for array in arrays]
     stream.write(json.dumps({**header, "arrays": shapes}).encode() + b"\n")
     for array in arrays:
@@ -82,7 +81,7 @@ def write_message(stream: BinaryIO, header: Mapping[str, Any], arrays: Sequence[
 
 
 def _load(start: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the reward (None: this process decodes latents), and what requests are checked against."""
+    """Return the reward (None for the decoder of latents), and the properties for validating requests."""
     settings = Settings(**start["settings"])
     if start["name"] == "":
         from cosmos_core.rewards.service import decoder
@@ -92,16 +91,16 @@ def _load(start: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def _scored(reward: Any, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> dict[str, Any]:
-    """Return for each request of a batch its scores and errors; when the batch fails, one error for each of them."""
+    """Return the scores and errors of each request of a batch, or one error if the batch fails."""
     began, jobs = time.monotonic(), header["jobs"]
     try:
         by_job = [items_of(job, array) for job, array in zip(jobs, arrays, strict=True)]
         items = [item for each in by_job for item in each]
-        found = reward.score(items)
-        columns, errors = checked(found, len(items))
-        told = getattr(reward, "errors", None) or [""] * len(items)
-        errors = [mine or its for mine, its in zip(errors, told, strict=True)]
-    except Exception as error:  # noqa: BLE001 - the client is told, and the next batch may be better
+        raw_columns = reward.score(items)
+        columns, errors = checked(raw_columns, len(items))
+        reward_errors = getattr(reward, "errors", None) or [""] * len(items)
+        errors = [mine or its for mine, its in zip(errors, reward_errors, strict=True)]
+    except Exception as error:  # noqa: BLE001 - the client receives the error, and the next batch may succeed
         return {"error": _told(error), "seconds": time.monotonic() - began}
     results, start = [], 0
     for each in by_job:
@@ -119,9 +118,9 @@ def _rows(columns: Mapping[str, Any], start: int, end: int) -> dict[str, Any]:
 
 
 def items_of(job: Mapping[str, Any], array: np.ndarray) -> list[Item]:
-    """Return the items of a request: its fields by item, and the media of its array."""
+    """Return the items of a request, from its fields and its array."""
     count, media = len(job["prompts"]), job["media"]
-    found = []
+    items = []
     for i in range(count):
         fields = {to: job[name][i] for name, to in _PER_ITEM.items() if name in job}
         info = {to: job[name][i] for name, to in _INFO.items() if name in job}
@@ -129,8 +128,8 @@ def items_of(job: Mapping[str, Any], array: np.ndarray) -> list[Item]:
             info |= job[name][i] if name in job else {}
         for name in ("geneval_only_strict", "ocr_use_gpu"):
             info |= {name: job[name]} if name in job else {}
-        found.append(Item(prompt=job["prompts"][i], media=_media(media, array, i), info=info, **fields))
-    return found
+        items.append(Item(prompt=job["prompts"][i], media=_media(media, array, i), info=info, **fields))
+    return items
 
 
 def _media(media: str, array: np.ndarray, i: int) -> Any:
@@ -156,14 +155,14 @@ def _decoded(header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> tuple[d
     try:
         decoded = [decoder.decode(array) for array in arrays]
         return {"seconds": time.monotonic() - began}, decoded
-    except Exception as error:  # noqa: BLE001 - the client is told
+    except Exception as error:  # noqa: BLE001 - the client receives the error
         return {"error": _told(error), "seconds": time.monotonic() - began}, []
 
 
 def _told(error: Exception) -> str:
-    """Return what the client is told of an error; one that leaves the device unusable ends this process."""
+    """Return the error message for the client; exit if the error leaves the device unusable."""
     traceback.print_exc()
-    if "CUDA error" in str(error):  # every later call of the process on the device would fail of it too
+    if "CUDA error" in str(error):  # every later call on the device would fail too
         sys.exit(1)
     return one_line(error)
 
