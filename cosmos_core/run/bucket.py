@@ -32,7 +32,7 @@ _ABSENT = {"404", "NoSuchKey", "NotFound"}
 _BLOCK = 1 << 20
 _CONNECT_SECONDS = 10.0
 _ATTEMPTS = 6
-_ALTERED = 3  # times that an object may arrive altered
+_ALTERED = 3  # maximum number of altered transfers of an object
 _SHA256, _MD5 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{32}")
 
 
@@ -201,7 +201,7 @@ class Bucket:
                 Bucket=self.name, Key=key, Body=data, ContentMD5=base64.b64encode(digest.digest()).decode(), **only
             )
             etag: str = response["ETag"].strip('"')
-            # The ETag is no MD5 if the store encrypts with keys of its own.
+            # With server-side encryption, the ETag may not be an MD5.
             if etag == digest.hexdigest() or "ServerSideEncryption" in response:
                 return etag
             only = {}

@@ -59,12 +59,12 @@ def files_of_model(folder: Path, patterns: Sequence[str] = ("*",)) -> list[Path]
     """
     files = files_of(folder, patterns)
     indexes = [file for file in files if file.name.endswith(_INDEX)]
-    named = {file for index in indexes for file in _named_by(index)}
+    indexed_files = {file for index in indexes for file in _named_by(index)}
     # transformers prefers a single file with all weights to the index.
-    named |= {index.with_name(index.name.removesuffix(_INDEX)) for index in indexes}
+    indexed_files |= {index.with_name(index.name.removesuffix(_INDEX)) for index in indexes}
     folders = {index.parent for index in indexes}
-    kept = {file for file in files if not (file.parent in folders and is_weights(file)) or file in named}
-    return sorted(kept | {file for file in named if file.is_file()})
+    model_files = {file for file in files if not (file.parent in folders and is_weights(file)) or file in indexed_files}
+    return sorted(model_files | {file for file in indexed_files if file.is_file()})
 
 
 def enters_training(file: Path) -> bool:

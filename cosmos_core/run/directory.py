@@ -173,7 +173,7 @@ def _hides() -> bool | None:
 def _protect(path: Path, pipeline: Pipeline) -> None:
     """Remove the permissions of group and others from the folder of a private run."""
     if pipeline.config.private and path.stat().st_mode & 0o077:
-        with suppress(PermissionError):  # a reader who is not its owner
+        with suppress(PermissionError):  # this user is not the owner
             path.chmod(0o700)
 
 
@@ -237,8 +237,8 @@ def supersede(stage_path: Path) -> None:
         return
     folder = stage_path.parent.parent / "superseded"
     folder.mkdir(exist_ok=True)
-    taken = [path.name.rpartition(".") for path in folder.iterdir()]
-    number = 1 + max((int(number) for name, _, number in taken if name == stage_path.name), default=0)
+    existing = [path.name.rpartition(".") for path in folder.iterdir()]
+    number = 1 + max((int(number) for name, _, number in existing if name == stage_path.name), default=0)
     os.rename(stage_path, folder / f"{stage_path.name}.{number}")
 
 
@@ -253,7 +253,7 @@ def writable(folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
-    except (OSError, ValueError, RuntimeError) as error:  # a null byte; `~` of a user who does not exist
+    except (OSError, ValueError, RuntimeError) as error:  # a null byte; `~` of an unknown user
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
             f"pipeline.output_dir = {str(folder)!r} cannot be written: {reason}; choose another folder"

@@ -89,7 +89,7 @@ def fingerprint(
     reads = reads_of(pipeline, stage)
     labels = _labels(recipe, reads)
     values = result_values(recipe) if stage.entry else _without_paths(result_values(recipe))
-    # A user's function may read any file, and data of diffusion models are of many kinds.
+    # User functions may read any file, and data of diffusion models has many file types.
     patterns, media = (("*",), ("*",)) if stage.entry or recipe.policy.is_diffusers else (DATA_FILES, IMAGES)
     world_size = recipe.policy.parallelism.world_size if kind.has_mesh else None
     facts = stage_facts(pipeline, is_group=(world_size or 1) > 1)
@@ -120,7 +120,7 @@ def fingerprint(
         ingredients["entry"] = {stage.entry.rpartition(":")[2]: code_digest(stage.entry), "arguments": stage.arguments}
         ingredients["config"] = values  # the function receives the whole config
     if kind.trains and (checkpoint := resume_source(recipe)):
-        ingredients["resume"] = digests.of_file(checkpoint / "manifest.json")  # has the digest of every other file
+        ingredients["resume"] = digests.of_file(checkpoint / "manifest.json")  # holds the digests of all other files
     if kind.trains and (adapter := adapter_source(recipe)):
         ingredients["adapter"] = digests.of_files(adapter, files_of(adapter))
     if kind.trains and (packages := kernel_packages(recipe)):
@@ -236,7 +236,7 @@ def _model_digest(
             files = [file for file in files if enters_training(file)]
         return digests.of_files(model, files)
     if model is None or source_of(model) is not None:
-        return model  # the digest of that stage is among the inputs
+        return model  # the digest of that stage is in `inputs`
     return remote_digest(model) if is_remote(model) else f"hub:{model}@{revision}"
 
 
@@ -255,8 +255,8 @@ def _generation_of(model: Path | str | None, kind: StageKind, digests: Digests, 
         {"end_tokens": generation_config["eos_token_id"]} if "eos_token_id" in generation_config else {}
     )
     if kind.reads_model == "weights":
-        others = [file for file in files_of_model(model) if not enters_training(file)]
-        ingredients[CARRIED] = digests.of_files(model, others)
+        carried_files = [file for file in files_of_model(model) if not enters_training(file)]
+        ingredients[CARRIED] = digests.of_files(model, carried_files)
     return ingredients
 
 

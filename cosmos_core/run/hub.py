@@ -67,7 +67,7 @@ def commit_of(repository: Repository) -> str:
     if _COMMIT.fullmatch(revision):
         return revision
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    from huggingface_hub import HfApi, constants  # half a second to import, and most pipelines name folders
+    from huggingface_hub import HfApi, constants  # the import takes half a second, and most pipelines name folders
     from huggingface_hub.errors import HFValidationError, HTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
     reason = "HF_HUB_OFFLINE is set"

@@ -113,15 +113,15 @@ def origin(pipeline: Pipeline, stage: StageConfig) -> dict[str, Any]:
     `data` lists the names of the rows.
     """
     data: dict[str, None] = {}
-    waiting, seen = [stage], set()
+    waiting, visited = [stage], set()
     while waiting:
         one = waiting.pop(0)
-        seen.add(one.name)
+        visited.add(one.name)
         data |= dict.fromkeys(_named_data(pipeline, one))
         upstream = [
             name
             for name in map(source_of, (pipeline.starts_from(one), one.data))
-            if name is not None and name not in seen
+            if name is not None and name not in visited
         ]
         waiting += map(pipeline.stage, upstream)
     while (name := source_of(pipeline.starts_from(stage))) is not None:

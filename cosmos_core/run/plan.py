@@ -17,7 +17,7 @@ from cosmos_core.run.manifest import STORED, Result, problem, read_result
 from cosmos_core.types import StageKind
 
 FINGERPRINT = "fingerprint.json"
-_MOST_COMPARED = 50  # runs, the newest ones
+_MOST_COMPARED = 50  # maximum number of earlier runs to compare with
 _FACTS = frozenset({"device", "versions", "kernels"})
 """Fingerprint ingredients that are properties of the machine that runs the stage."""
 

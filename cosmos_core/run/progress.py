@@ -62,7 +62,7 @@ class Progress:
         self._last_write = 0.0
         self._stepped: float | None = None
         self._compiling = ("start", 0.0)
-        self._lock = threading.Lock()  # `saved` comes from the thread that writes checkpoints
+        self._lock = threading.Lock()  # `saved` is called by the thread that writes checkpoints
         self._position = Position(pid=os.getpid(), started=time.time())
         self._write(force=True)
 
@@ -162,10 +162,10 @@ class Metrics:
         lines of that step that have a metric with this prefix."""
         if not self.path.exists():
             return
-        kept = [line for line in read_metrics(self.path) if step > 0 and line["step"] <= step]
+        kept_lines = [line for line in read_metrics(self.path) if step > 0 and line["step"] <= step]
         if again:
-            kept = [e for e in kept if e["step"] < step or not any(name.startswith(again) for name in e)]
-        write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+            kept_lines = [e for e in kept_lines if e["step"] < step or not any(name.startswith(again) for name in e)]
+        write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept_lines))
 
 
 def has_step(line: dict[str, Any]) -> bool:
@@ -183,7 +183,7 @@ class MetricsReader:
     def update(self) -> list[dict[str, Any]]:
         """Return all lines so far; skip truncated lines and lines without a step."""
         new = self._tail.lines()
-        if self._tail.was_replaced:  # cut back when a checkpoint was resumed
+        if self._tail.was_replaced:  # `cut_back` replaces the file when training resumes
             self.lines = []
         self.lines += [line for line in json_objects(new) if has_step(line)]
         return self.lines

@@ -136,9 +136,9 @@ def _without_pointer(url: str) -> str:
 
 def _listed(url: str) -> list[Object]:
     name, prefix = split_url(url)
-    below = f"{prefix}/".lstrip("/")  # the whole bucket where there is no prefix
+    below = f"{prefix}/".lstrip("/")  # empty for the whole bucket
     objects = [each for each in Bucket(name).objects(prefix) if each.key == prefix or each.key.startswith(below)]
-    objects = [each for each in objects if not each.key.endswith("/")]  # some tools make an object for a folder
+    objects = [each for each in objects if not each.key.endswith("/")]  # some tools create an object per folder
     if not objects:
         raise DataError(f"{url}: nothing lies there; give an object, or what several begin with up to a '/'")
     return objects

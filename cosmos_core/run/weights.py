@@ -38,8 +38,8 @@ def overlaid(model: Path, weights: list[Path], folder: Path) -> Path:
     """Fill `folder` with links to the weights and to all other files of the model folder; return `folder`."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    others = [file for file in files_of_model(model) if not is_weights(file) and not file.name.endswith(_SUFFIXES)]
-    for file in others:
+    other_files = [file for file in files_of_model(model) if not is_weights(file) and not file.name.endswith(_SUFFIXES)]
+    for file in other_files:
         link = folder / file.relative_to(model)
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(file.resolve())
