@@ -88,8 +88,8 @@ class Reward:
         return scored
 
     def _called(self, arguments: tuple[list[Any], dict[str, Any]]) -> Any:
-        positional, named = arguments
-        result = self.function(*positional, **named)
+        positional, keywords = arguments
+        result = self.function(*positional, **keywords)
         return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
 
     def location_of(self, error: BaseException) -> str:
@@ -164,10 +164,10 @@ def require_reference(reference: str) -> str:
 
 
 def _function(name: str) -> Callable[..., Any]:
-    if not is_import_path(name) and name not in (known := offered_names(_FOLDER)):
+    if not is_import_path(name) and name not in (names := offered_names(_FOLDER)):
         raise RewardError(
             f"{_KEY}: there is no reward {name!r}; one of your own is module:function or path/file.py:function"
-            f"{suggestion(name, known)}"
+            f"{suggestion(name, names)}"
         )
     try:
         function = import_user_code(name if is_import_path(name) else f"{_FOLDER}.{name}:{name}")

@@ -96,7 +96,7 @@ class Binding:
         return self._bound(lambda name: _values(name, group), group)
 
     def _bound(self, value_of: Callable[[str], Any], group: Sequence[Fields]) -> tuple[list[Any], dict[str, Any]]:
-        positional, named = [], {}
+        positional, keywords = [], {}
         for each in self.parameters:
             if each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL):
                 continue
@@ -111,13 +111,13 @@ class Binding:
             if each.kind is each.POSITIONAL_ONLY:
                 positional.append(value)
             else:
-                named[each.name] = value
+                keywords[each.name] = value
         if self._takes_others:
             declared = {each.name for each in self.parameters}
             texts = ("prompts", "completions") if self.takes_lists else ("to_be_evaluated", "reference")
-            others = [*texts, *KEYWORDS, *_columns(group[0])]
-            named |= {name: value_of(name) for name in others if name not in declared}
-        return positional, named
+            other_names = [*texts, *KEYWORDS, *_columns(group[0])]
+            keywords |= {name: value_of(name) for name in other_names if name not in declared}
+        return positional, keywords
 
 
 def bind(name: str, function: Callable[..., Any]) -> Binding:

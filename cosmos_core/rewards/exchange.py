@@ -77,7 +77,8 @@ def service_of(environment: Mapping[str, str] = os.environ) -> Service:
             f"{ENQUEUE_URL} has {len(enqueue)} URLs and {FETCH_URL} {len(fetch)}; give one of each a replica"
         )
     replicas = tuple(
-        (_checked(ENQUEUE_URL, there), _checked(FETCH_URL, here)) for there, here in zip(enqueue, fetch, strict=True)
+        (_checked(ENQUEUE_URL, enqueue_url), _checked(FETCH_URL, here))
+        for enqueue_url, here in zip(enqueue, fetch, strict=True)
     )
     return Service(replicas, environment.get(TOKEN, ""), environment.get(NO_PINNING, "0") != "1")
 
@@ -227,14 +228,14 @@ class Asked:
 
     async def _post(self, url: str, seconds: float, **content: Any) -> httpx.Response | None:
         """Return the response; None if there was none, after a pause."""
-        left = max(0.1, self._left())
+        remaining = max(0.1, self._left())
         try:
-            async with asyncio.timeout(left):  # the timeout of httpx restarts with each received byte
-                return await self._client.post(url, timeout=min(seconds, left), **content)
+            async with asyncio.timeout(remaining):  # the timeout of httpx restarts with each received byte
+                return await self._client.post(url, timeout=min(seconds, remaining), **content)
         except (httpx.RequestError, httpx.InvalidURL) as error:
             reason = f"the reward service at {url} is not there: {type(error).__name__}: {error}".rstrip(": ")
         except TimeoutError:
-            reason = f"the reward service at {url} gives no whole response within {left:.3g} s"
+            reason = f"the reward service at {url} gives no whole response within {remaining:.3g} s"
         if "content" in content:
             self._avoid()
         await self._wait(None, reason)

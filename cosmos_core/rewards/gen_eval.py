@@ -177,8 +177,8 @@ def strictly(include: Sequence[Mapping[str, Any]], objects: Objects, colors: Col
 def _stands(there: Sequence[Found], position: Sequence[Any], groups: Sequence[Sequence[Found] | None]) -> bool:
     """Return True if each object has the requested relation to each object of an earlier group."""
     relation, target = position
-    others = groups[target]
-    return others is not None and all(relation in relations(one, other) for one in there for other in others)
+    group = groups[target]
+    return group is not None and all(relation in relations(one, other) for one in there for other in group)
 
 
 def relations(one: Found, other: Found) -> set[str]:

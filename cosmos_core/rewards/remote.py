@@ -88,23 +88,23 @@ class RemoteRewards:
         Raises:
             RewardError, StageFailed: see `score_groups`.
         """
-        config, found = self._config, [_Found() for _ in requests]
+        config, outcomes = self._config, [_Found() for _ in requests]
         waiting, attempts = list(range(len(requests))), 1
         while waiting and attempts <= 1 + (config.retries if config.missing_score == "retry" else 0):
             if attempts > 1:
                 self.counts["resent"] += len(waiting)
                 log.warning(
-                    "%d completions have no score (%s); they are sent again", len(waiting), found[waiting[0]].error
+                    "%d completions have no score (%s); they are sent again", len(waiting), outcomes[waiting[0]].error
                 )
             for i in waiting:
-                found[i] = _Found()
-            self._run(self._score_all([(requests[i], found[i]) for i in waiting]))
-            waiting = [i for i in waiting if found[i].error]
+                outcomes[i] = _Found()
+            self._run(self._score_all([(requests[i], outcomes[i]) for i in waiting]))
+            waiting = [i for i in waiting if outcomes[i].error]
             attempts += 1
         self.counts["missing"] += len(waiting)
         if waiting and config.missing_score == "fail":
-            raise StageFailed(f"{len(waiting)} completions have no score: {found[waiting[0]].error}")
-        return [self._total(each) for each in found]
+            raise StageFailed(f"{len(waiting)} completions have no score: {outcomes[waiting[0]].error}")
+        return [self._total(each) for each in outcomes]
 
     def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine in a separate thread and call `beat` while it runs."""
@@ -146,11 +146,11 @@ class RemoteRewards:
     ) -> None:
         async with slots:
             self.counts["requests"] += 1
-            asked = Asked(self._service, client, self._config.timeout_seconds, self._watch)
+            call = Asked(self._service, client, self._config.timeout_seconds, self._watch)
             found = [found for _, found in batch]
             try:
                 body = await asyncio.to_thread(self._body, [request for request, _ in batch])
-                results = await asked.results(body, list(dict.fromkeys(each.name for each in self._config.reward_fns)))
+                results = await call.results(body, list(dict.fromkeys(each.name for each in self._config.reward_fns)))
             except Missing as error:
                 for each in found:
                     each.error = str(error)
@@ -171,10 +171,10 @@ class RemoteRewards:
 
 async def _cancelled() -> None:
     """Cancel all other tasks in the running event loop."""
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
+    other_tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in other_tasks:
         task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
+    await asyncio.gather(*other_tasks, return_exceptions=True)
 
 
 def _batches(items: Sequence[Any], size: int) -> list[list[Any]]:

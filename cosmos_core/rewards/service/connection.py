@@ -74,8 +74,8 @@ class Refused(Response):
 
 
 async def _discard(receive: Callable[[], Awaitable[Message]]) -> None:
-    deadline, left = time.monotonic() + _DISCARD_SECONDS, _DISCARD_BYTES
-    while left > 0 and time.monotonic() < deadline:
+    deadline, remaining = time.monotonic() + _DISCARD_SECONDS, _DISCARD_BYTES
+    while remaining > 0 and time.monotonic() < deadline:
         try:
             async with asyncio.timeout(_PAUSE_SECONDS):
                 message = await receive()
@@ -83,4 +83,4 @@ async def _discard(receive: Callable[[], Awaitable[Message]]) -> None:
             return
         if not message.get("more_body"):
             return
-        left -= len(message["body"])
+        remaining -= len(message["body"])

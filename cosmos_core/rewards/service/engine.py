@@ -78,11 +78,11 @@ class Engine:
                 kind = StageFailed if error.may_pass else RewardError
                 raise kind(f"the reward {name!r} cannot be loaded: {error}") from error
         try:
-            left = await self.store.unfinished()
+            unfinished = await self.store.unfinished()
         except Exception as error:
             await self.close()
             raise StageFailed(f"the queue cannot be reached: {one_line(error)}") from error
-        for uuid, body in left:
+        for uuid, body in unfinished:
             await self._resume(uuid, body)
         self.is_ready = True
 

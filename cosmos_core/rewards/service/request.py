@@ -75,8 +75,8 @@ def parse_request(uuid: str, body: bytes | bytearray, served: Container[str]) ->
         if not isinstance(fields.get(name, False), bool):
             raise ProtocolError(f"{name} must be true or false")
     info = _info(media, array, fields)
-    kept = {key: value for key, value in fields.items() if key in (*_LISTS, *_SCALARS, "prompts")}
-    return Request(uuid, kept, array, media, names, len(body), info, left=set(names))
+    kept_fields = {key: value for key, value in fields.items() if key in (*_LISTS, *_SCALARS, "prompts")}
+    return Request(uuid, kept_fields, array, media, names, len(body), info, left=set(names))
 
 
 def _names(fields: Mapping[str, Any], served: Container[str]) -> tuple[str, ...]:

@@ -99,7 +99,7 @@ def _scored(reward: Any, header: Mapping[str, Any], arrays: Sequence[np.ndarray]
         raw_columns = reward.score(items)
         columns, errors = checked(raw_columns, len(items))
         reward_errors = getattr(reward, "errors", None) or [""] * len(items)
-        errors = [mine or its for mine, its in zip(errors, reward_errors, strict=True)]
+        errors = [invalid or reported for invalid, reported in zip(errors, reward_errors, strict=True)]
     except Exception as error:  # noqa: BLE001 - the client receives the error, and the next batch may succeed
         return {"error": _told(error), "seconds": time.monotonic() - began}
     results, start = [], 0
