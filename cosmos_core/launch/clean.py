@@ -139,9 +139,9 @@ def _continued_or_published(output_dir: Path, paths: list[Path]) -> Iterator[tup
     """Yield runs that the next retraining continues, and runs whose model is currently published, each with the reason
     to keep it."""
     for note in sorted((output_dir / SHARED / "retraining").glob("*.json")):
-        seen = read_object(note)
-        if not seen.get("outcome"):
-            yield output_dir / str(seen.get("run_id")), "the next retraining goes on with it"
+        note_content = read_object(note)
+        if not note_content.get("outcome"):
+            yield output_dir / str(note_content.get("run_id")), "the next retraining goes on with it"
     for target, published in _targets(paths).items():
         try:
             current = _versions(target)

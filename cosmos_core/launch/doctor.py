@@ -1,7 +1,7 @@
-"""Finds what is wrong with a cluster: server, pools and their workers, deployments, Ray, rewards, disk.
+"""Diagnosis of a cluster: Prefect server, work pools and their workers, deployments, Ray, reward services, disk.
 
-Everything is asked of the Prefect server, of the services that the environment names, and of this machine. What only a
-worker can know, such as the disk and the clock of its machine, is not here: a stage says it in its log.
+The checks query the Prefect server, the services that the environment names, and this machine. Properties of the
+machine of a worker, such as its disk and clock, are reported in the logs of stages instead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from cosmos_core.environment import masked
 
 _LATE_SECONDS = 60.0
-"""A flow run that has been Cancelling for longer has a worker that does not look."""
+"""Seconds in state Cancelling after which the worker of a flow run counts as unresponsive."""
 _SLOW_SECONDS, _CLOCK_SECONDS, _CONNECT_SECONDS = 1.0, 5.0, 5.0
 _LEAST_ROOM = 20 * 2**30
 _DIRECTORY = "prefect.deployments.steps.set_working_directory"
@@ -28,7 +28,7 @@ _DIRECTORY = "prefect.deployments.steps.set_working_directory"
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """Result of one check: its name, a message, and whether the checked property is healthy."""
 
     what: str
     told: str
@@ -39,11 +39,11 @@ Check = Callable[[Any], Iterator[Finding]]
 
 
 def findings(output_dir: Path, client: Any) -> Iterator[Finding]:
-    """Yield what is found; `client` is a synchronous client of the Prefect server."""
+    """Run all checks and yield their results; `client` is a synchronous client of the Prefect server."""
     for name, check in {"server": _server, "pools": _pools, "cancellation": _cancelling, "deployments": _paths}.items():
         try:
             yield from check(client)
-        except Exception as error:  # noqa: BLE001 - whatever a transport raises is the finding
+        except Exception as error:  # noqa: BLE001 - any error of the transport is the result
             yield Finding(name, masked(f"{type(error).__name__}: {' '.join(str(error).split())}")[:300], is_well=False)
     yield from _ray()
     yield from _rewards()
@@ -55,9 +55,9 @@ def _server(client: Any) -> Iterator[Finding]:
     from prefect import __version__
 
     response = client.hello()
-    there = client.api_version()  # unlike the greeting, it needs the credentials
-    is_same = there.split(".")[:2] == __version__.split(".")[:2]
-    yield Finding("server", f"Prefect {there} there, {__version__} here", is_same)
+    server_version = client.api_version()  # unlike `hello`, it needs credentials
+    is_same = server_version.split(".")[:2] == __version__.split(".")[:2]
+    yield Finding("server", f"Prefect {server_version} there, {__version__} here", is_same)
     if "Date" in response.headers:
         seconds = (datetime.now(UTC) - parsedate_to_datetime(response.headers["Date"])).total_seconds()
         yield Finding("clock", f"this machine is {seconds:+.0f} s from the server", abs(seconds) <= _CLOCK_SECONDS)
@@ -69,17 +69,17 @@ def _server(client: Any) -> Iterator[Finding]:
 
 
 def _pools(client: Any) -> Iterator[Finding]:
-    named = {each.work_pool_name for each in client.read_deployments()}
+    pool_names = {each.work_pool_name for each in client.read_deployments()}
     for pool in client.read_work_pools():
         workers = client.read_workers_for_work_pool(pool.name)
         live = sorted(each.name for each in workers if getattr(each.status, "value", each.status) == "ONLINE")
-        needs = "its deployments wait" if pool.name in named else "no deployment needs one"
-        told = f"{len(live)} live workers: {', '.join(live)}" if live else f"no live worker, and {needs}"
+        needs = "its deployments wait" if pool.name in pool_names else "no deployment needs one"
+        message = f"{len(live)} live workers: {', '.join(live)}" if live else f"no live worker, and {needs}"
         if pool.is_paused:
-            told += "; the pool is paused"
-        is_well = bool(live or pool.name not in named) and not pool.is_paused
-        yield Finding(f"pool {pool.name}", told, is_well)
-    for name in sorted(named - {pool.name for pool in client.read_work_pools()} - {None}):
+            message += "; the pool is paused"
+        is_well = bool(live or pool.name not in pool_names) and not pool.is_paused
+        yield Finding(f"pool {pool.name}", message, is_well)
+    for name in sorted(pool_names - {pool.name for pool in client.read_work_pools()} - {None}):
         yield Finding(
             f"pool {name}", "deployments name it, and it is not there; cosmos bootstrap makes it", is_well=False
         )
@@ -88,13 +88,13 @@ def _pools(client: Any) -> Iterator[Finding]:
 def _cancelling(client: Any) -> Iterator[Finding]:
     from prefect.client.schemas.filters import FlowRunFilter
 
-    wanted = FlowRunFilter.model_validate({"state": {"type": {"any_": ["CANCELLING"]}}})
-    for run in client.read_flow_runs(flow_run_filter=wanted, limit=200):
+    is_cancelling = FlowRunFilter.model_validate({"state": {"type": {"any_": ["CANCELLING"]}}})
+    for run in client.read_flow_runs(flow_run_filter=is_cancelling, limit=200):
         seconds = (datetime.now(UTC) - run.state.timestamp).total_seconds()
         if seconds > _LATE_SECONDS:
-            told = f"{run.name} has been Cancelling for {seconds:.0f} s: no worker of {run.work_pool_name} looks; "
-            told += "restart it"
-            yield Finding("cancellation", told, is_well=False)
+            message = f"{run.name} has been Cancelling for {seconds:.0f} s: no worker of {run.work_pool_name} looks; "
+            message += "restart it"
+            yield Finding("cancellation", message, is_well=False)
             return
     yield Finding("cancellation", "no flow run waits for it")
 
@@ -105,8 +105,8 @@ def _paths(client: Any) -> Iterator[Finding]:
         for step in each.pull_steps or []:
             if folder := step.get(_DIRECTORY, {}).get("directory"):
                 folders.setdefault(folder, []).append(str(each.work_pool_name))
-    told = "; ".join(f"{folder} in {', '.join(sorted(set(pools)))}" for folder, pools in folders.items())
-    yield Finding("deployments", told or "none is deployed; prefect --no-prompt deploy --all", len(folders) == 1)
+    message = "; ".join(f"{folder} in {', '.join(sorted(set(pools)))}" for folder, pools in folders.items())
+    yield Finding("deployments", message or "none is deployed; prefect --no-prompt deploy --all", len(folders) == 1)
 
 
 def _ray() -> Iterator[Finding]:
@@ -130,6 +130,6 @@ def _ray() -> Iterator[Finding]:
 def _rewards() -> Iterator[Finding]:
     from cosmos_core.launch.service_health import ENQUEUE_URL, TOKEN, health_of
 
-    for found in health_of(os.environ.get(ENQUEUE_URL, ""), os.environ.get(TOKEN, "")):
-        is_well = found["status"] in {"ok", "tells nothing"}
-        yield Finding("rewards", f"{found['url']}: {found['status']}", is_well)
+    for health in health_of(os.environ.get(ENQUEUE_URL, ""), os.environ.get(TOKEN, "")):
+        is_well = health["status"] in {"ok", "tells nothing"}
+        yield Finding("rewards", f"{health['url']}: {health['status']}", is_well)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun
 
 _FLOW = "post-train"
-_MOST = 200  # as many as the server returns at once
+_MOST = 200  # the maximum of one response of the server
 _POLL_SECONDS = 1.0
 _UNTAKEN_SECONDS = 60.0
 _UNHEARD_SECONDS = 600.0

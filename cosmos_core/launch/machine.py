@@ -55,9 +55,9 @@ def machine_of(config: PipelineConfig, on: str, estimates: Iterable[Any]) -> Mac
     if on:
         card = on.lower().replace("-", "").replace(" ", "")
         if card not in _CARDS:
-            known = ", ".join(sorted(_CARDS))
+            card_names = ", ".join(sorted(_CARDS))
             raise ConfigError(
-                f"--on {on}: known are {known}; for another GPU set pipeline.gpu_tflops and pipeline.gpu_memory"
+                f"--on {on}: known are {card_names}; for another GPU set pipeline.gpu_tflops and pipeline.gpu_memory"
             )
         peak, room = _CARDS[card]
         machine = Machine(on, peak * _SHARE_OF_CARD, room, card=card)

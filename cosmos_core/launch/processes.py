@@ -105,8 +105,8 @@ def remove_scratch(attempt: str) -> None:
 def _kill(find: Callable[[], list[psutil.Process]]) -> list[int]:
     killed: set[int] = set()
     deadline = time.monotonic() + _KILL_SECONDS
-    while (left := find()) and time.monotonic() < deadline:
-        for process in left:
+    while (remaining := find()) and time.monotonic() < deadline:
+        for process in remaining:
             killed.add(process.pid)
             try:
                 process.kill()

@@ -64,7 +64,7 @@ def _elsewhere(state: State) -> str:
 
 
 def _is_abandoned(run: Path) -> bool:
-    """Whether no process has claimed the run."""
+    """Return True if no process has claimed the run."""
     with Lock(run / "locks" / ".run") as lock:
         return lock.try_acquire()
 

@@ -29,7 +29,7 @@ from cosmos_core.run.lock import Lock
 logger = logging.getLogger(__name__)
 
 _START_SECONDS = 90.0
-_MAX_STARTS = 3  # of a server that ends before it responds
+_MAX_STARTS = 3  # attempts, if the server ends before it responds
 _RESPONSE_SECONDS = 10.0
 _BUSY_SECONDS = 60.0
 _CHECK_SECONDS = 0.5
@@ -54,7 +54,7 @@ def prefect_server(folder: Path, standby: Standby | None = None) -> Iterator[Cal
         return
     home, lock = _own_home(folder)
     server = _Server(home, standby)
-    before = dict(os.environ)
+    old_environment = dict(os.environ)
     os.environ.update(server.environment, PREFECT_API_URL=server.url)
     try:
         server.start()
@@ -62,8 +62,8 @@ def prefect_server(folder: Path, standby: Standby | None = None) -> Iterator[Cal
     finally:
         for name in (*server.environment, "PREFECT_API_URL"):
             os.environ.pop(name, None)
-            if name in before:
-                os.environ[name] = before[name]
+            if name in old_environment:
+                os.environ[name] = old_environment[name]
         server.close()
         lock.release()
 
@@ -159,7 +159,7 @@ class _Server:
         self.url = f"http://127.0.0.1:{self._port}/api"
         self.environment = {
             "PREFECT_HOME": str(home.absolute()),
-            # Any user of this machine can reach the port.
+            # Any user of this machine can reach the port, so requests need a password.
             "PREFECT_SERVER_API_AUTH_STRING": auth,
             "PREFECT_API_AUTH_STRING": auth,
             "PREFECT_PROFILES_PATH": str(home.absolute() / "profiles.toml"),
@@ -167,7 +167,7 @@ class _Server:
             "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
             # The status of a server without disk space; clients retry for a minute.
             "PREFECT_CLIENT_RETRY_EXTRA_CODES": "500",
-            # Nothing here is scheduled, and the run directory decides what is late or lost.
+            # This server has no schedules, and the run directory determines which runs are late or lost.
             "PREFECT_SERVER_SERVICES_SCHEDULER_ENABLED": "false",
             "PREFECT_SERVER_SERVICES_LATE_RUNS_ENABLED": "false",
             "PREFECT_SERVER_SERVICES_FOREMAN_ENABLED": "false",

@@ -94,7 +94,7 @@ class Supervisor:
             return
         if content := os.read(self.pipe, 4096):
             self.grace_seconds = float(content.split()[-1])
-            if self.kill_at is not None:  # SIGTERM was faster
+            if self.kill_at is not None:  # SIGTERM came first
                 self.kill_at = time.monotonic() + self.grace_seconds
         else:
             self.is_orphaned = True
