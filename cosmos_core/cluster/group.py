@@ -124,7 +124,8 @@ def interface_to(address: str) -> str | None:
         source_address = probe.getsockname()[0]
     addresses = psutil.net_if_addrs().items()
     return next(
-        (name for name, found in addresses if any(each.address.split("%")[0] == source_address for each in found)), None
+        (name for name, entries in addresses if any(each.address.split("%")[0] == source_address for each in entries)),
+        None,
     )
 
 

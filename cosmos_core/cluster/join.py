@@ -1,8 +1,8 @@
-"""Makes this machine a node of the Ray cluster of `RAY_ADDRESS`, where it is none: a pod of a stage, for example.
+"""Membership of this machine, such as the pod of a stage, in the Ray cluster at `RAY_ADDRESS`.
 
-A driver speaks to a raylet on its own machine and to every actor, so one outside of the cluster cannot start. The node
-has no CPUs and no GPUs to offer: ranks and engines go to the cluster's own. It ends with the block. The cluster's token
-(`RAY_AUTH_MODE=token`, `RAY_AUTH_TOKEN` or `RAY_AUTH_TOKEN_PATH`) is that of the environment.
+A driver connects to a raylet on its own machine and to every actor, so it cannot run outside of the cluster. This
+module adds the machine as a node with 0 CPUs and 0 GPUs, so that ranks and engines run on other nodes. The environment
+sets the token of the cluster (`RAY_AUTH_MODE=token`, `RAY_AUTH_TOKEN` or `RAY_AUTH_TOKEN_PATH`).
 """
 
 from __future__ import annotations
@@ -30,24 +30,25 @@ _GCS = "--gcs-address="
 
 
 def is_member(address: str) -> bool:
-    """Return whether a raylet of the cluster at `host:port` runs on this machine."""
-    wanted = _resolved(address)
-    own = {each.address for addresses in psutil.net_if_addrs().values() for each in addresses}
-    if wanted[0].startswith("127.") or wanted[0] in own:  # its head is here
+    """Return True if a raylet of the cluster at `host:port` runs on this machine."""
+    cluster = _resolved(address)
+    local_addresses = {each.address for addresses in psutil.net_if_addrs().values() for each in addresses}
+    if cluster[0].startswith("127.") or cluster[0] in local_addresses:  # this machine is the head node
         return True
     for process in psutil.process_iter(["cmdline"]):
         for word in process.info["cmdline"] or ():
-            if word.startswith(_GCS) and _resolved(word.removeprefix(_GCS)) == wanted:
+            if word.startswith(_GCS) and _resolved(word.removeprefix(_GCS)) == cluster:
                 return True
     return False
 
 
 @contextmanager
 def joined(is_there: Callable[[str], bool] = is_member) -> Iterator[None]:
-    """Have this machine in the cluster of `RAY_ADDRESS` while the block runs; `is_there` says whether it is anyway.
+    """Add this machine to the cluster at `RAY_ADDRESS` for the block, unless `is_there` returns True because it is a
+    member.
 
     Raises:
-        StageFailed: the cluster does not take it.
+        StageFailed: the machine cannot join the cluster.
     """
     address = os.environ.get("RAY_ADDRESS", "")
     if ":" not in address or "://" in address or is_there(address):  # `auto`, or a client's address
@@ -58,10 +59,10 @@ def joined(is_there: Callable[[str], bool] = is_member) -> Iterator[None]:
         f"--object-store-memory={_STORE_BYTES}", "--disable-usage-stats", "--block",
     ]  # fmt: skip
     environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
-    with tempfile.TemporaryFile() as said:
-        node = subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT)
+    with tempfile.TemporaryFile() as output:
+        node = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
         try:
-            _wait(node, said, address)
+            _wait(node, output, address)
             yield
         finally:
             node.terminate()
@@ -73,7 +74,7 @@ def joined(is_there: Callable[[str], bool] = is_member) -> Iterator[None]:
 
 
 def _wait(node: subprocess.Popen[bytes], said: Any, address: str) -> None:
-    """Wait until the node says that it runs."""
+    """Wait until the output of the node reports that it is running."""
     deadline = time.monotonic() + _SECONDS
     while True:
         said.seek(0)
@@ -91,7 +92,7 @@ def _wait(node: subprocess.Popen[bytes], said: Any, address: str) -> None:
 
 
 def _resolved(address: str) -> tuple[str, str]:
-    """Return host and port with the host as a number, where it has one."""
+    """Return host and port, with the host resolved to an IP address if possible."""
     host, _, port = address.rpartition(":")
     try:
         return socket.gethostbyname(host), port
