@@ -34,7 +34,7 @@ def apply_ep(model: PreTrainedModel, mesh: Mesh, train: TrainConfig) -> None:
     Raises:
         ModelError: no plan dispatches tokens, an adapter wraps the experts, or their number is not divisible.
     """
-    from transformers.distributed.tensor_parallel import EpDispatchExpertsParallel  # transformers 5.17 has none
+    from transformers.distributed.tensor_parallel import EpDispatchExpertsParallel  # missing in transformers 5.17
 
     assert mesh.expert is not None
     plan = [pattern for pattern, style in model.ep_plan.items() if style == _DISPATCHED]

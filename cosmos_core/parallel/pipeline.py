@@ -106,8 +106,8 @@ def apply_pp(model: PreTrainedModel, sizes: ParallelismConfig, rank: int) -> Non
         ModelError: the model has no plan, or computes something outside its plan.
     """
     _check(model, f"policy.parallelism.pp_size = {sizes.pp_size}: {type(model).__name__}")
-    own, total = own_stages(model, sizes, rank), num_stages(model, sizes)
-    _keep(model, model.base_model, own, total, lambda module: module.to("meta"))
+    stages, total = own_stages(model, sizes, rank), num_stages(model, sizes)
+    _keep(model, model.base_model, stages, total, lambda module: module.to("meta"))
 
 
 def stage_of(model: PreTrainedModel, stage: int, sizes: ParallelismConfig) -> PreTrainedModel:
@@ -214,8 +214,8 @@ def _check(model: PreTrainedModel, where: str) -> None:
     planned_names = {*before, _LAYERS, *after}
     modules = [*(body._modules.get(name) for name in planned_names), *(model._modules[name] for name in _heads(model))]
     planned = {p for module in modules if module is not None for p in module.parameters()}
-    if others := [name for name, p in model.named_parameters() if p not in planned]:
-        raise ModelError(f"{where}: its plan does not know {others[0]}; set it to 1 and raise dp_shard_size")
+    if unplanned := [name for name, p in model.named_parameters() if p not in planned]:
+        raise ModelError(f"{where}: its plan does not know {unplanned[0]}; set it to 1 and raise dp_shard_size")
     try:
         reason = _difference(model, body, before, after)
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
@@ -235,16 +235,16 @@ def _difference(model: PreTrainedModel, body: nn.Module, before: Sequence[str], 
     inputs = {"position_ids": ids_BT, "attention_mask": torch.ones_like(ids_BT), "use_cache": False}
     arguments: list[list[dict[str, Any]]] = []
     for start in ({"input_ids": ids_BT}, {"inputs_embeds": hidden_BTH}):
-        bare, seen = _twin(body), list[dict[str, Any]]()
+        bare, layer_arguments = _twin(body), list[dict[str, Any]]()
         for name in (*before, *after):
             module: Any = body._modules[name]
             bare._modules[name] = embedding if module is embedding.original else Elsewhere(module)
-        bare._modules[_LAYERS] = nn.ModuleList(_Witness(layer, seen) for layer in _layers(body))
+        bare._modules[_LAYERS] = nn.ModuleList(_Witness(layer, layer_arguments) for layer in _layers(body))
         bare.eval()
         output = bare(**inputs, **start)
         if "inputs_embeds" in start and output.last_hidden_state is not hidden_BTH:
             return "hidden states change outside its layers"
-        arguments.append(seen)
+        arguments.append(layer_arguments)
     of_tokens, of_hidden = arguments
     names = [name for a, b in zip(of_tokens, of_hidden, strict=True) for name in a if not _same(a[name], b.get(name))]
     return f"its layers are given {names[0]!r}, which is made of tokens" if names else ""
