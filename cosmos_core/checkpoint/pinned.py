@@ -36,9 +36,9 @@ def pinned_step(stage: Stage) -> int:
         which = best["step"]
     folder = Path(upstream["path"]) / "checkpoints"
     if int(which) not in saved_steps(folder):
-        kept = ", ".join(map(str, saved_steps(folder))) or "none"
+        steps = ", ".join(map(str, saved_steps(folder))) or "none"
         raise ModelError(
-            f"{key}: there is no checkpoint of step {which}, only {kept}; train with train.ckpt.enable_checkpoint = "
+            f"{key}: there is no checkpoint of step {which}, only {steps}; train with train.ckpt.enable_checkpoint = "
             f"true, and raise train.ckpt.max_keep to keep more"
         )
     if reason := problem(folder, int(which), None):

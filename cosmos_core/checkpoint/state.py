@@ -178,11 +178,11 @@ def model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
     Frozen weights are left out: a resumed stage loads them with its initial model.
     """
     tensors: dict[str, Tensor] = {}
-    seen: set[int] = set()
+    seen_ids: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         is_frozen = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
-        if id(tensor) not in seen and not is_frozen:
-            seen.add(id(tensor))
+        if id(tensor) not in seen_ids and not is_frozen:
+            seen_ids.add(id(tensor))
             tensors[_MODEL + name] = tensor.detach()
     return tensors
 
