@@ -32,7 +32,7 @@ FOLLOWING = ("ema", "old")
 """Named weights that follow the policy: they start as a copy of its weights if a checkpoint lacks them. Others, such as
 a reference, stay as the stage loaded them."""
 _TENSOR = "__tensor__"
-"""Key of the JSON object that represents a tensor; its value is the name of the tensor."""
+"""Key of the JSON object in place of a tensor; its value is the name of the tensor."""
 
 
 @dataclass

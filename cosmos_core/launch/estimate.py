@@ -102,7 +102,7 @@ def _gib(size: int | None) -> str:
 
 
 def _short(count: int) -> str:
-    """Return a count with three significant decimals and a unit: 8,190,735,360 as 8.19B."""
+    """Return a count with two decimals and a unit: 8,190,735,360 as 8.19B."""
     for limit, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
         if count >= limit:
             return f"{count / limit:.2f}{unit}"
