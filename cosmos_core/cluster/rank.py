@@ -60,7 +60,7 @@ class Rank:
         return self._outcome
 
     def stop(self) -> None:
-        """Ask the program to stop."""
+        """Ask the program of this rank to stop."""
         self._told.set()
 
     def have(self, actors: list[Any]) -> None:

@@ -40,7 +40,7 @@ class Cost:
     """Whether the peak is below the memory of the GPU, or of the host; empty: unknown."""
     known_from: str
     disk: int | None = None
-    """Bytes on disk after the stage; None: unknown."""
+    """Bytes that the stage leaves on disk; None: unknown."""
 
     @property
     def gpu_hours(self) -> float | None:

@@ -25,7 +25,7 @@ _ALIGNMENT = 64
 
 
 class Full(NamedTuple):
-    """Shape and dtype of a full tensor."""
+    """Shape and dtype of a full tensor, known before it is gathered."""
 
     shape: torch.Size
     dtype: torch.dtype

@@ -24,7 +24,7 @@ class Mesh:
     """Device meshes of a training, as seen from one rank; None: that kind of parallelism is not used."""
 
     sizes: ParallelismConfig
-    """The configured sizes."""
+    """The configured size of each axis."""
     data: DeviceMesh
     """Mesh of ranks with different samples: dp_replicate x dp_shard."""
     fsdp: DeviceMesh | None

@@ -145,7 +145,8 @@ class Missing(Exception):
 
 
 class Asked:
-    """One request: it is enqueued at a replica, then fetched, and enqueued at another replica if it was lost."""
+    """One request to a reward service: it is enqueued at a replica, then fetched, and enqueued at another replica if it
+    was lost."""
 
     def __init__(self, service: Service, client: httpx.AsyncClient, seconds: float, watch: Watch) -> None:
         self._service, self._client, self._watch, self._seconds = service, client, watch, seconds

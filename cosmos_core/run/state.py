@@ -50,7 +50,7 @@ class State(Document):
     """Pid of the supervisor of the worker; with the start time it identifies the process uniquely."""
     pid_started: float | None = None
     mark: str = ""
-    """Value in the environment of every process of the attempt."""
+    """Value of the environment variable that marks every process of the attempt."""
     launcher_pid: int | None = None
     launcher_started: float | None = None
     launcher_host: str = ""
