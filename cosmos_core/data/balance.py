@@ -1,6 +1,6 @@
-"""Micro-batches filled to a budget of tokens in place of a number of rows, planned one epoch at a time.
+"""Micro-batches that are filled up to a token budget instead of a number of rows, planned one epoch at a time.
 
-As `order.py`: what a step reads is a pure function of seed, step and the lengths of the rows, each row once per epoch.
+As in `order.py`, the rows of a step are a pure function of seed, step and row lengths. Each row occurs once per epoch.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Budget:
-    """How rows come together in a micro-batch."""
+    """Rules for filling a micro-batch with rows."""
 
     max_tokens: int
-    """Most tokens of a micro-batch, padding counted unless rows are packed; a longer row stands alone."""
+    """Maximum tokens of a micro-batch, with padding unless rows are packed; a longer row is a micro-batch by itself."""
     pool_size: int
-    """Rows that are looked at to find the next one."""
+    """Number of rows to choose the next row from."""
     is_packed: bool
     prefers_closest: bool
-    """Of rows that cost the same take the one nearest in length to the longest so far, not the first."""
+    """Among rows of equal cost, choose the row closest in length to the longest one so far, not the first row."""
 
 
 def fill_batches(lengths: Sequence[int], order: Sequence[int], budget: Budget) -> list[list[int]]:
-    """Return the rows of `order` in micro-batches, each row once.
+    """Divide the rows of `order` into micro-batches, each row once.
 
-    A batch starts with the row that has waited longest; then always the row that makes it cheapest, while one fits.
+    A micro-batch starts with the first row of the pool. Then the row with the lowest cost is added while one fits.
     """
     waiting = iter(order)
     pool = list(islice(waiting, budget.pool_size))
@@ -49,9 +49,9 @@ def _next_position(lengths: Sequence[int], batch: list[int], pool: list[int], bu
     for position, row in enumerate(pool):
         length = lengths[row]
         cost = total + length if budget.is_packed else max(longest, length) * (len(batch) + 1)
-        found = (cost, abs(longest - length) if budget.prefers_closest else 0, position)
-        if cost <= budget.max_tokens and (best is None or found < best):
-            best = found
+        candidate = (cost, abs(longest - length) if budget.prefers_closest else 0, position)
+        if cost <= budget.max_tokens and (best is None or candidate < best):
+            best = candidate
     return None if best is None else best[2]
 
 
@@ -68,28 +68,28 @@ class BalancedSteps:
         num_epochs: int,
         max_steps: int,
     ) -> None:
-        """`order_of(epoch)` are the row numbers of an epoch; no more than `max_steps` steps are planned."""
+        """`order_of(epoch)` returns the row numbers of an epoch; at most `max_steps` steps are planned."""
         self._lengths: list[int] = lengths.tolist()
         self._order_of, self._budget, self._batches_per_step = order_of, budget, batches_per_step
         self._newest: tuple[int, list[list[int]]] = (-1, [])
         self._starts = [0]
-        """First step of each epoch, and the end."""
+        """First step of each epoch, and the step after the last one."""
         for epoch in range(num_epochs):
             self._starts.append(self._starts[-1] + -(-len(self._batches(epoch)) // batches_per_step))
             if self._starts[-1] >= max_steps:
                 break
         self.steps_per_epoch = self._starts[1]
-        """Of the first epoch; another order makes other batches."""
+        """Number of steps in the first epoch; later epochs can differ, as their order gives other micro-batches."""
         self.total_steps = min(self._starts[-1], max_steps)
 
     def micro_batches(self, step: int) -> list[list[int]]:
-        """Return row numbers, a list for each micro-batch of step `step`, counted from 0 over all epochs."""
+        """Return the row numbers of each micro-batch of step `step`, counted from 0 over all epochs."""
         epoch = bisect_right(self._starts, step) - 1
         first = (step - self._starts[epoch]) * self._batches_per_step
         return self._batches(epoch)[first : first + self._batches_per_step]
 
     def epochs_done(self, step: int) -> float:
-        """Return the epochs that are complete after step `step`, with the fraction of the present one."""
+        """Return the number of epochs completed after step `step`, including the fraction of the current one."""
         epoch = bisect_right(self._starts, step) - 1
         start, end = self._starts[epoch : epoch + 2]
         return epoch + (step + 1 - start) / (end - start)

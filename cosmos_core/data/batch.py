@@ -1,4 +1,4 @@
-"""Rows of different lengths as inputs of a model: one rectangle, or end to end without padding.
+"""Rows of different lengths as inputs of a model: padded to a rectangle, or packed without padding.
 
 Shape legend: B rows, T tokens of the longest row, P tokens of all rows, S predicted tokens of a row of inputs.
 """
@@ -15,30 +15,30 @@ from torch.nn.functional import pad
 
 
 class Rows(NamedTuple):
-    """Inputs of a model, and where each row's predicted tokens begin in their flat grid."""
+    """Inputs of a model, with the index of each row's first predicted token in the flattened grid."""
 
     inputs: dict[str, Any]
     """`input_ids` and `position_ids` with `attention_mask` (BT, 1: a real token), or with `packed_bounds` (1P)."""
     starts: list[int]
-    """Index of the first predicted token (the second token) of each row in the flat BS grid, or 1S when packed."""
+    """Index of each row's first predicted token (its second token) in the flattened grid BS, or 1S if packed."""
 
 
 class Bounds:
-    """Where packed sequences begin and end, on the host; torch.compile takes no part of it for an input."""
+    """Boundaries of packed sequences on the host, in a class that torch.compile does not treat as a graph input."""
 
     __slots__ = ("ends",)
 
     def __init__(self, ends: np.ndarray) -> None:
-        """`ends`: int32, B + 1, from 0 on."""
+        """`ends` are the boundaries of the B sequences, int32, (B + 1), beginning with 0."""
         self.ends = ends
 
 
 def rows_of(
     rows: Sequence[np.ndarray], pad_id: int, *, packed: bool, filled: Callable[[int], int] = lambda length: length
 ) -> Rows:
-    """Put rows of token ids together: padded on the right, or packed.
+    """Collate rows of token ids: padded on the right, or packed.
 
-    `filled`: how long to make rows of the length that it is given; packed ones by a sequence more.
+    `filled` maps a length to the length to fill up to: of the longest row, or of packed rows by one more sequence.
     """
     tensors = [torch.as_tensor(ids, dtype=torch.int64) for ids in rows]
     lengths = [len(ids) for ids in rows]
@@ -64,10 +64,10 @@ def rows_of(
 
 
 def packed_bounds(bounds: np.ndarray) -> dict[str, Any]:
-    """Return where packed sequences begin and end, as attention is told it by keyword.
+    """Return the boundaries of packed sequences as keyword arguments of attention.
 
-    `sequence_bounds` (`Bounds`) stay on the host, so that no layer has to wait for the device to know them;
-    `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and `max_length_k` are what transformers gives to flash attention.
+    `sequence_bounds` (`Bounds`) stay on the host, so that no layer has to synchronise with the device to read them.
+    `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and `max_length_k` are transformers' arguments of flash attention.
     """
     bounds = np.asarray(bounds, dtype=np.int32)
     longest, on_device = int(np.diff(bounds).max()), torch.from_numpy(bounds)
@@ -81,5 +81,5 @@ def packed_bounds(bounds: np.ndarray) -> dict[str, Any]:
 
 
 def to_device(inputs: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Move the tensors among the inputs of a model."""
+    """Move the tensors among the inputs of a model to a device."""
     return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}

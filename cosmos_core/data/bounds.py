@@ -1,4 +1,4 @@
-"""Bounds for programs that come with a model: a chat template may loop without end, or write more than fits."""
+"""Limits of time and memory for chat templates, which are programs of a model that may loop or allocate without end."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from types import FrameType
 from cosmos_core.errors import ModelError
 
 SECONDS = 10.0
-"""A conversation of a million tokens is rendered in less than one."""
+"""Time limit in seconds; rendering a conversation of a million tokens takes less than one."""
 MEMORY = 2 << 30
-"""Bytes beyond what the process has."""
+"""Memory limit in bytes, in addition to what the process already uses."""
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class _TooLong(Exception):
-    """Raised in the middle of what takes too long."""
+    """Raised by the signal handler inside code that takes too long."""
 
 
 @contextmanager
 def bounded(what: str) -> Iterator[None]:
-    """End what runs inside the block after `SECONDS`, and give it no more than `MEMORY`.
+    """Limit the code in the block to `SECONDS` of time and to `MEMORY` bytes of additional memory.
 
-    A loop in Python ends at its next step, and what a single operation in C may take is bounded by its memory. Only the
-    main thread of a process gets the signal; elsewhere the memory alone is bounded.
+    A loop in Python stops at its next bytecode; a single operation in C is limited only by memory. The time limit needs
+    a signal, which only the main thread of a process receives; other threads have the memory limit only.
 
     Raises:
-        ModelError: it was too much; `what` names it.
+        ModelError: the code exceeded a limit; `what` names the code in the message.
     """
     is_main = threading.current_thread() is threading.main_thread()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -40,7 +40,9 @@ def bounded(what: str) -> Iterator[None]:
     try:
         resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
         if is_main:
-            signal.setitimer(signal.ITIMER_REAL, SECONDS, 1.0)  # once more, should the first be lost in a destructor
+            signal.setitimer(
+                signal.ITIMER_REAL, SECONDS, 1.0
+            )  # repeated, in case a destructor swallows the first exception
         yield
     except _TooLong as error:
         raise ModelError(f"{what} runs on beyond {SECONDS:g} s; mend the template, or leave the row out") from error

@@ -1,6 +1,6 @@
-"""How prompts to complete and what tools say are rendered: the tools, the chat template and its flags.
+"""Rendering of prompts to complete and of tool results: the tools, the chat template and its flags.
 
-What a sampled turn and the text behind it are made of is `rollout/turns.py`.
+`rollout/turns.py` assembles a sampled turn and the text after it.
 """
 
 from __future__ import annotations
@@ -27,46 +27,46 @@ _KEY = "rollout.multi_turn_config"
 _USER = {"role": "user", "content": "?"}
 _FORMS: tuple[Message, ...] = (
     {"role": "assistant", "content": ""},
-    {"role": "assistant", "content": "", "reasoning_content": "."},  # Qwen3 writes thoughts of the last turn alone
+    {"role": "assistant", "content": "", "reasoning_content": "."},  # Qwen3 renders the thoughts of the last turn only
     {"role": "assistant", "content": "."},
 )
-"""Assistant turns of which a template may keep what it has written when a tool result follows."""
+"""Forms of an assistant turn to try until the template renders one the same way when a tool result follows."""
 
 
 @dataclass(frozen=True)
 class Chat:
-    """How prompts to complete are rendered."""
+    """Settings for rendering prompts to complete."""
 
     tools: tuple[dict[str, Any], ...] = ()
-    """What the template is told of the tools that may be called."""
+    """Descriptions of the callable tools that are passed to the template."""
     template: str | None = None
-    """None: the tokenizer's own."""
+    """Chat template in Jinja; None for the tokenizer's own."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     enable_thinking: bool | None = None
-    """None: the template is not told."""
+    """Flag `enable_thinking` of the template; None does not pass it."""
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return what the template is told beyond messages, tools and the generation prompt."""
-        given = {
+        """Return the arguments of `apply_chat_template` other than messages, tools and the generation prompt."""
+        arguments = {
             "chat_template": self.template,
             "continue_final_message": self.continue_final_message or None,
             "enable_thinking": self.enable_thinking,
         }
-        return {name: value for name, value in given.items() if value is not None}
+        return {name: value for name, value in arguments.items() if value is not None}
 
 
 PLAIN = Chat()
-"""As the tokenizer has it, with a generation prompt and without tools."""
+"""Rendering with the tokenizer's own template, with a generation prompt and without tools."""
 
 
 def chat_of(config: MultiTurnRolloutConfig, tools: Sequence[dict[str, Any]] | None = None) -> Chat:
-    """Return how a recipe has prompts rendered; `tools`: None to describe those that the recipe names.
+    """Return a recipe's settings for rendering prompts; if `tools` is None, describe the tools that the recipe names.
 
     Raises:
         ConfigError: a tool cannot be called.
-        DataError: the file of the template cannot be read.
+        DataError: the template file cannot be read.
     """
     if not config.enable:
         return PLAIN
@@ -82,7 +82,7 @@ def chat_of(config: MultiTurnRolloutConfig, tools: Sequence[dict[str, Any]] | No
 
 
 def open_tools(config: MultiTurnRolloutConfig, num_workers: int | None = None) -> ToolRunner:
-    """Return what calls the tools of a recipe, not yet entered."""
+    """Return a `ToolRunner` for the tools of a recipe, whose context is not entered yet."""
     return ToolRunner(
         config.called_tools,
         timeout_seconds=config.tool_timeout_seconds,
@@ -108,23 +108,24 @@ def _template(path: str | None) -> str | None:
 
 
 def is_told_of_tools(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> bool:
-    """Return whether the chat template looks at the tools that it is given."""
+    """Return whether the chat template uses the tools that are passed to it."""
     template = chat.template or tokenizer.get_chat_template(tools=list(chat.tools))
     return "tools" in str(template)
 
 
 class ToolText:
-    """What the chat template writes between the end of an assistant's turn and the beginning of the next.
+    """Tokens that the chat template writes between the end of an assistant turn and the beginning of the next one.
 
-    Only that is tokenised: the tokens before it are those that were drawn, whatever a template would make of them.
+    Only this text is tokenised. The tokens before it stay as they were sampled, even if the template would render them
+    differently.
 
     Raises:
-        ModelError: the template does not keep what it has written when a tool result follows, or leaves that out; or it
+        ModelError: the template renders earlier turns differently when a tool result follows, leaves the result out, or
             writes calls in a form that `parse_calls` does not read.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: Chat, end_ids: Sequence[int]) -> None:
-        """`end_ids`: tokens that end an assistant's turn."""
+        """`end_ids` are the tokens that end an assistant turn."""
         self._tokenizer, self._chat = tokenizer, chat
         self._ends = {str(tokenizer.decode([token])): token for token in end_ids}
         marks = [token for token in tokenizer.all_special_tokens if len(token) > 2]
@@ -135,50 +136,53 @@ class ToolText:
             self._check_calls()
 
     def ids(self, results: Sequence[tuple[str, ToolResult]]) -> tuple[int, ...]:
-        """Return the tokens of results, each with the name of its tool, behind a turn that ended with an end token.
+        """Return the tokens of tool results, given with tool names, that follow a turn which ended with an end token.
 
         Raises:
-            ModelError: as above.
+            ModelError: the template renders the assistant turn differently when the results follow.
         """
         assert self._form is not None
-        found = self._between(self._form, results)
-        if found is None:
+        end_and_text = self._between(self._form, results)
+        if end_and_text is None:
             raise _not_kept(self._tokenizer)
-        end, text = found
-        # Some tokenizers put a blank before the first word of a text, so the text does not begin with one.
+        end, text = end_and_text
+        # Some tokenizers insert a space before the first word, so tokenise the text together with the end token.
         ids = list(self._tokenizer(end + text, add_special_tokens=False, verbose=False)["input_ids"])
         if ids[:1] != [self._ends[end]]:
             return tuple(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         return tuple(ids[1:])
 
     def _kept_form(self) -> Message:
+        """Return the first of `_FORMS` that the template renders the same way when a tool result follows."""
         reason = ""
         for form in _FORMS:
             try:
-                found = self._between(form, [("tool", ToolResult("forty-two"))])
+                end_and_text = self._between(form, [("tool", ToolResult("forty-two"))])
             except (TemplateError, ValueError, TypeError) as error:
                 reason = f" ({' '.join(str(error).split())})"
                 continue
-            if found is not None and "forty-two" not in found[1]:
+            if end_and_text is not None and "forty-two" not in end_and_text[1]:
                 reason = " (it leaves out what a tool says)"
-            elif found is not None:
+            elif end_and_text is not None:
                 return form
         raise _not_kept(self._tokenizer, reason)
 
     def _check_calls(self) -> None:
-        """Refuse a template whose calls would not be read: the policy learned that form, and no tool would be called. A
-        template that writes no call says nothing of its form."""
+        """Refuse a template that writes tool calls in a form that `parse_calls` does not read.
+
+        The policy has learned that form, so no tool would ever be called. A template that writes no call is accepted.
+        """
         expected = ToolCall("look_up_word", {"word": "forty-two"})
         function = {"name": expected.name, "arguments": expected.arguments}
         calls = [{"type": "function", "id": "call00000", "function": function}]
         written = ""
         for form in (calls, with_texts(calls)):
             with suppress(TemplateError, ValueError, TypeError):
-                asked = self._rendered([_USER], add_generation_prompt=False)
+                prompt = self._rendered([_USER], add_generation_prompt=False)
                 turn = {"role": "assistant", "content": "", "tool_calls": form}
                 text = self._rendered([_USER, turn], add_generation_prompt=False)
                 text = text[
-                    next((i for i, (a, b) in enumerate(zip(asked, text, strict=False)) if a != b), len(asked)) :
+                    next((i for i, (a, b) in enumerate(zip(prompt, text, strict=False)) if a != b), len(prompt)) :
                 ]
                 if parse_calls(text) == [expected]:
                     return
@@ -192,9 +196,8 @@ class ToolText:
             )
 
     def _between(self, form: Message, results: Sequence[tuple[str, ToolResult]]) -> tuple[str, str] | None:
-        """Return the end token of the assistant's turn and the text behind it; None: the turn is rendered otherwise
-        when results follow."""
-        ids = [f"call{number:05d}" for number in range(len(results))]  # nine characters, as Mistral wants them
+        """Return the end token of the assistant turn and the text after it; None if results change the turn."""
+        ids = [f"call{number:05d}" for number in range(len(results))]  # nine characters, as Mistral requires
         called = [
             {"type": "function", "id": id_, "function": {"name": name, "arguments": {}}}
             for id_, (name, _) in zip(ids, results, strict=True)
@@ -224,7 +227,7 @@ class ToolText:
         return str(text)
 
     def _harmless(self, text: str) -> str:
-        """Return what a tool says without tokens that would end its turn, or begin another."""
+        """Return the text of a tool with special tokens broken up, so that they cannot end or begin a turn."""
         return self._marks.sub(lambda mark: f"{mark[0][0]} {mark[0][1:]}", text) if self._marks else text
 
 

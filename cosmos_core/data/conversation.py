@@ -1,7 +1,7 @@
-"""Conversations and prompts as tokens, and which tokens are to be learned.
+"""Tokens and loss masks of conversations and prompts.
 
 The text is rendered by the model's own chat template and tokenised once, as a whole, so training sees the tokens
-that inference sees. Reading rows is `messages.py`, finding the assistant's turns in the rendering is `learned.py`.
+that inference sees. `messages.py` reads rows; `learned.py` locates the assistant's turns in the rendering.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def conversation_tokens(
     tools: Tools = None,
     end_ids: tuple[int, ...] = (),
 ) -> tuple[list[int], list[int]]:
-    """Return token ids and loss mask, uncut.
+    """Return token ids and loss mask of a conversation or plain text, not cut to a maximum length.
 
-    Mask 1: learn to predict this token. In a conversation these are all that the assistant has to write, the token
-    that ends each of its turns included (`end_ids`: at which generation stops); in plain text, which ends with the end
-    token, all.
+    The mask is 1 for tokens that are learned. In a conversation these are the tokens that the assistant has to
+    generate, including the token that ends each turn (one of `end_ids`, at which generation stops). In plain text these
+    are all tokens, including the final end token.
 
     Raises:
-        DataError: the assistant's tokens cannot be told from the others.
+        DataError: the assistant's tokens cannot be located.
         SkippedRow: the assistant says nothing.
         RefusedRow: the chat template refuses the conversation.
         ModelError: the tokenizer has no chat template.
@@ -47,16 +47,16 @@ def conversation_tokens(
 
 
 def inside(span: Span, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Return which tokens, given by the offsets of their characters, have a character inside the span."""
+    """Return a mask of the tokens that have a character inside the span, from the character offsets of tokens."""
     start, end = span
-    # Byte-level tokenizers that trim offsets give a blank token no width, at its own end.
+    # Byte-level tokenizers that trim offsets give a whitespace token zero width, at its own end.
     return (ends > start) & ((starts < end) | ((starts == ends) & (ends <= end)))
 
 
 def continued_tokens(
     tokenizer: PreTrainedTokenizerBase, prompt: str, completion: str, where: str
 ) -> tuple[list[int], list[int]]:
-    """Return token ids and loss mask of plain text of which the completion, with the end token behind it, is learned.
+    """Return token ids and loss mask of a plain prompt and completion; completion and end token are learned.
 
     A token that reaches from the prompt into the completion belongs to the completion.
 
@@ -73,7 +73,7 @@ def cut(tokens: tuple[list[int], list[int]], max_length: int, where: str) -> tup
     """Cut ids and mask on the right.
 
     Raises:
-        SkippedRow: no token to learn is left; the first token of a row never is one, as nothing predicts it.
+        SkippedRow: no token to learn is left, not counting the first token, which nothing predicts.
     """
     ids, mask = tokens
     if not any(mask[1:]):
@@ -89,14 +89,14 @@ def tokenize_prompt(
     """Return token ids and text of a prompt, with the generation prompt of the chat template unless `chat` has none.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
         messages: turns up to the one to complete.
-        max_length: most tokens: `policy.model_max_length` less one for a completion.
+        max_length: maximum number of tokens: `policy.model_max_length` minus one for a completion.
         where: location of the row, for messages.
-        chat: how it is rendered.
+        chat: rendering settings.
 
     Raises:
-        SkippedRow: the prompt is longer.
+        SkippedRow: the prompt is longer than `max_length`.
         RefusedRow: the template refuses it.
         ModelError: the tokenizer has no chat template.
     """
@@ -111,7 +111,7 @@ def tokenize_text(tokenizer: PreTrainedTokenizerBase, text: str, max_length: int
     """Return token ids and text of a rendered prompt.
 
     Raises:
-        SkippedRow: it is longer.
+        SkippedRow: the prompt is longer than `max_length`.
     """
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if len(ids) > max_length:
@@ -144,7 +144,7 @@ def _masked_tokens(
 def _masked_piecewise(
     tokenizer: PreTrainedTokenizerBase, text: str, spans: list[Span], where: str
 ) -> tuple[list[int], list[int]]:
-    """Without offsets: tokenise between the borders of the spans, right when that changes no token."""
+    """Tokenise the text between span borders separately, for tokenizers without offsets; fail if tokens change."""
     ids: list[int] = []
     mask: list[int] = []
     borders = [0, *(border for span in spans for border in span), len(text)]

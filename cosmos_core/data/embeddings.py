@@ -1,4 +1,4 @@
-"""Text embeddings that a data set brings with it: safetensors, or a pickle of numpy arrays and of nothing else."""
+"""Reader of text embeddings in a data set: safetensors, or a pickle that may only contain NumPy arrays."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _ALLOWED = {
     ("numpy.core.numeric", "_frombuffer"),
     ("_codecs", "encode"),
 }
-"""What a pickle of numpy arrays calls. Anything else could run a program."""
+"""Globals that a pickle of NumPy arrays refers to. Any other global could execute arbitrary code."""
 
 
 def read_embedding(path: Path, names: tuple[str, ...]) -> dict[str, Tensor]:
-    """Return the tensors of a text embedding, without the dimension of the batch.
+    """Return the tensors of a text embedding, without a batch dimension.
 
     Args:
         path: the file.
-        names: what the text encoder gives; a pickle, which has no names, holds the only one of them.
+        names: names of the text encoder's outputs; a pickle has no names, so it needs exactly one.
 
     Raises:
-        DataError: it is damaged, holds something else than arrays, or has not these names.
+        DataError: the file is damaged, holds other objects than arrays, or lacks one of the names.
     """
     if path.suffix == ".safetensors":
         try:
@@ -57,6 +57,8 @@ def read_embedding(path: Path, names: tuple[str, ...]) -> dict[str, Tensor]:
 
 
 class _Arrays(pickle.Unpickler):
+    """Unpickler that refuses every global but those of NumPy arrays."""
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED:
             raise pickle.UnpicklingError(f"it names {module}.{name}, and a pickle may hold numpy arrays alone")
@@ -64,15 +66,15 @@ class _Arrays(pickle.Unpickler):
 
 
 def _unpickled(path: Path) -> np.ndarray:
-    """Return the array of a pickle, which may be in a list of one.
+    """Return the array of a pickle, which may be inside lists of one element.
 
     Raises:
-        DataError: it holds anything else, nothing of which was called.
+        DataError: the pickle is damaged or holds other objects, of which none was called.
     """
     try:
         with open(path, "rb") as file:
             value = _Arrays(file).load()
-    except Exception as error:  # a damaged pickle raises whatever it likes
+    except Exception as error:  # a damaged pickle can raise any exception
         if isinstance(error, OSError) and is_of_machine(error):
             raise
         raise DataError(f"{path.name}: {first_line(error)}") from error

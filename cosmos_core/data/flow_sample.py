@@ -1,7 +1,7 @@
-"""What a denoiser is given: latents at a noise level with their text. The diffusion counterpart of `sample.py`.
+"""Training samples of a denoiser: latents at a noise level with their text. The diffusion counterpart of `sample.py`.
 
-Drawing noise and noise level of a row is a pure function of the row and a seed, so that no split of the work over ranks
-or micro-batches, and no resumption, changes what is learned.
+Noise and noise level are pure functions of the row and a seed, so neither the division of work over ranks and
+micro-batches nor resuming a run changes what is learned.
 
 Shapes: C channels, F frames (videos alone), H height, W width, all of the latent.
 """
@@ -23,41 +23,43 @@ from cosmos_core.models.flow import draw_noise_levels, loss_weights
 
 @dataclass(frozen=True, slots=True)
 class FlowSample:
-    """Latents of one image or clip at a noise level; nothing in it has the dimension of a batch."""
+    """Latents of one image or clip at a noise level; no tensor has a batch dimension."""
 
     latents: Tensor
     """(C, [F,] H, W): clean, or, where `noise` is None, already at the noise level."""
     sigma: float
     """Noise level from 0, clean, to 1, pure noise."""
     text: Mapping[str, Tensor]
-    """What `text_embedding` gave for the prompt."""
+    """Embedding of the prompt, as `text_embedding` returns it."""
     noise: Tensor | None = None
-    """Is put onto clean latents by the adapter's `add_noise`."""
+    """Noise that the adapter's `add_noise` adds to clean latents; None if `latents` are already noisy."""
     num_given: int = 0
-    """Latent frames that the network is given clean, from the first on, and that are not learned."""
+    """Number of leading latent frames that are clean conditioning frames of the network and have no loss."""
     weight: float = 1.0
-    """Weight of its loss."""
+    """Weight of the sample's loss."""
     negative: Mapping[str, Tensor] | None = None
-    """Text to guide away from; None: no guidance."""
+    """Embedding of the negative prompt for guidance; None disables guidance."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """What an algorithm wants to find again beside it, such as an advantage."""
+    """Additional values of an algorithm, such as an advantage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """How noise levels, dropped prompts and given frames are drawn for rows."""
+    """Settings for drawing noise levels, dropped prompts and conditioning frames of rows."""
 
     config: DiffusersConfig
     null_text: Mapping[str, Tensor]
-    """Stands for a dropped prompt."""
+    """Embedding that replaces the embedding of a dropped prompt."""
     shift: float
-    """Moves noise levels towards noise, as larger images need."""
+    """Timestep shift: moves noise levels towards pure noise, which larger images need."""
     max_given: int = 0
-    """Most latent frames that may be given; 0: none ever is."""
+    """Maximum number of conditioning frames that the model supports, in latent frames; 0 for none."""
 
     def sample(self, row: MediaRow, seed: int, *, dropout: float | None = None) -> FlowSample:
-        """Return a row with noise, noise level, text and given frames drawn by `seed`; `dropout`: the probability of
-        a dropped prompt in place of the configured one."""
+        """Return the sample of a row, with noise, noise level, text and conditioning frames drawn from `seed`.
+
+        `dropout` overrides the configured probability of dropping the prompt.
+        """
         generator = torch.Generator().manual_seed(seed)
         config = self.config
         sigma_1 = draw_noise_levels(
@@ -67,7 +69,7 @@ class Draws:
         is_dropped = torch.rand((), generator=generator).item() < (
             config.prompt_dropout if dropout is None else dropout
         )
-        given = self._given(row, generator)
+        num_given = self._given(row, generator)
         latents = row.mean
         if row.logvar is not None:
             spread = torch.exp(0.5 * row.logvar)
@@ -78,12 +80,12 @@ class Draws:
             sigma_1.item(),
             self.null_text if is_dropped else row.text,
             noise,
-            num_given=given,
+            num_given=num_given,
             weight=loss_weights(sigma_1, config.weighting_scheme).item(),
         )
 
     def _given(self, row: MediaRow, generator: torch.Generator) -> int:
-        """Return how many latent frames are given, at least one fewer than there are."""
+        """Draw the number of conditioning frames, at least one fewer than the row's latent frames."""
         frames = row.mean.shape[1] if row.mean.ndim == 4 else 1
         low = min(self.config.min_given_frames, frames - 1)
         high = min(self.config.max_given_frames, self.max_given, frames - 1)
@@ -91,5 +93,5 @@ class Draws:
 
 
 def seed_of(*numbers: int) -> int:
-    """Return a seed that is a digest of numbers, such as those of the run, the step and the row."""
+    """Return a seed that is a digest of numbers, such as the run's seed, the step and the row."""
     return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:7])

@@ -1,7 +1,7 @@
-"""Rows of a file in each format that is read: JSON Lines, JSON, CSV and TSV, compressed or not, parquet and Arrow.
+"""Readers of file formats: JSON Lines, JSON, CSV and TSV, compressed or not, parquet and Arrow.
 
-JSON and CSV are parsed here so that a row's location is a line. A block at a time is in memory, of every format but
-Arrow, which is mapped. Which files are read is `rows.py`.
+JSON and CSV are parsed here so that a row's location is a line. Only one block of a file is in memory at a time; Arrow
+files are memory-mapped. `rows.py` chooses the files.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _BLANKS = re.compile(r"[ \t\n\r]*")
 _OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
 Located = tuple[str, Row]
-"""A row behind what an error about it says: `train.jsonl:12` where there are lines, else `train.parquet row 11`."""
+"""Location and row; the location is `train.jsonl:12` in formats with lines, else `train.parquet row 11`."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of one file or one split, read from the beginning each time that they are asked for."""
+    """Rows of one file or one split; each call of `read` iterates from the beginning."""
 
     name: str
     num_rows: int
@@ -51,7 +51,7 @@ class Part:
 
 @contextmanager
 def _opened(path: Path, newline: str) -> Iterator[TextIO]:
-    """Open a text file behind its byte order marks.
+    """Open a text file and skip its byte order marks.
 
     Raises:
         DataError: it cannot be read, or is not UTF-8.
@@ -59,7 +59,7 @@ def _opened(path: Path, newline: str) -> Iterator[TextIO]:
     with ExitStack() as stack:
         with refused(f"{path.name} cannot be read"):
             file = stack.enter_context(_OPENERS.get(path.suffix, open)(path, "rb"))
-            marks = 0  # some programs write one each time that they save
+            marks = 0  # some programs add one with each save
             while file.read(len(BOM_UTF8)) == BOM_UTF8:
                 marks += len(BOM_UTF8)
             file.seek(marks)
@@ -106,7 +106,7 @@ def _object(text: str, where: str) -> Row:
 
 
 def _json(path: Path) -> Iterator[Located]:
-    """Read a file that holds one array of objects; anything else as JSON Lines."""
+    """Yield the rows of a JSON array of objects; read any other file as JSON Lines."""
     with _opened(path, "\n") as file:
         beginning = file.read(_BLOCK)
         if not beginning.lstrip().startswith("["):
@@ -125,12 +125,12 @@ def _json(path: Path) -> Iterator[Located]:
 
 
 def _elements(file: TextIO, text: str) -> Iterator[Any]:
-    """Yield each element of a JSON array that begins with `text` and goes on in `file`.
+    """Yield each element of a JSON array that begins with `text` and continues in `file`.
 
-    It is read block by block: no more of it is held than a block and an element.
+    The file is read in blocks: memory holds at most one block and one element.
 
     Raises:
-        ValueError: it is no array, or ends too early.
+        ValueError: the text is not an array, or ends too early.
     """
     decoder = json.JSONDecoder()
     at = text.index("[") + 1
@@ -155,32 +155,32 @@ def _elements(file: TextIO, text: str) -> Iterator[Any]:
 
 
 def _blanks(text: str, at: int) -> int:
-    """Return where the blanks of JSON that begin here end."""
+    """Return the index after the JSON whitespace that starts at `at`."""
     match = _BLANKS.match(text, at)
     assert match
     return match.end()
 
 
 def _check_array(path: Path) -> None:
-    """Say as `json` does what is wrong with an array; an empty one is right.
+    """Parse the whole file with `json` to get its precise error message; accept an empty array.
 
     Raises:
-        DataError: it is malformed.
+        DataError: the array is malformed.
     """
     try:
         with _opened(path, "\n") as file:
-            found = json.loads(file.read())
+            elements = json.loads(file.read())
     except json.JSONDecodeError as error:
         raise DataError(f"{path.name}:{error.lineno}: malformed JSON, {error.msg} at column {error.colno}") from None
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path.name}: malformed JSON, {first_line(error)}") from None
-    if found:
+    if elements:
         raise DataError(f"{path.name}: the array cannot be read; save it as JSON Lines")
 
 
 def _csv(path: Path) -> Iterator[Located]:
-    """Read CSV or TSV with a header; every value stays a string, so that the text `007` is not 7."""
-    csv.field_size_limit(2**31 - 1)  # by default 128 KiB, which a conversation may exceed
+    """Yield the rows of CSV or TSV with a header; values stay strings, so that the text `007` does not become 7."""
+    csv.field_size_limit(2**31 - 1)  # the default of 128 KiB is too small for some conversations
     with _opened(path, "") as file:
         reader = csv.reader(file, strict=True, delimiter="\t" if ".tsv" in path.suffixes[-2:] else ",")
         lines = filter(None, reader)
@@ -200,12 +200,12 @@ def _csv(path: Path) -> Iterator[Located]:
 
 
 def _text(read: Callable[[Path], Iterator[Located]], path: Path) -> Part:
-    """Return the rows of a text file; a damaged one is told here, before any work is done."""
+    """Return the rows of a text file, after reading it once so that a damaged file raises an error here."""
     return Part(path.name, sum(1 for _ in read(path)), lambda: read(path))
 
 
 def _parquet(path: Path) -> Part:
-    """Return the rows of a parquet file, of which one batch at a time is in memory."""
+    """Return the rows of a parquet file, read batch by batch."""
     reason = f"{path.name} is not a readable parquet file"
     with refused(reason):
         num_rows = pa.parquet.read_metadata(path).num_rows
@@ -238,18 +238,18 @@ def _arrow(path: Path) -> Part:
 
 
 def _dataset(table: pa.Table) -> Any:
-    import datasets  # seconds to import, and JSON Lines do without
+    import datasets  # takes seconds to import, and JSON Lines do not need it
 
     return datasets.Dataset(table)
 
 
 def dataset_part(dataset: Any, name: str) -> Part:
-    """Return the rows of a data set of the library `datasets`."""
+    """Return the rows of a data set object of the library `datasets`."""
     return Part(name, len(dataset), lambda: _numbered(name, _undecoded(dataset)))
 
 
 def _undecoded(dataset: Any) -> Iterator[Row]:
-    """Yield rows with images as they are stored, path and bytes: not every row that is looked at needs its pixels."""
+    """Yield rows with images as stored (path and bytes), since decoding the pixels of every row would be wasteful."""
     if "Image(" not in str(dataset.features):
         yield from dataset
         return
@@ -258,7 +258,7 @@ def _undecoded(dataset: Any) -> Iterator[Row]:
 
 
 def _numbered(name: str, rows: Iterable[Row]) -> Iterator[Located]:
-    """Yield rows of what has columns and no lines; one that the library cannot read is named."""
+    """Yield rows of a columnar format, numbered from 0; a row that cannot be read is named in the error."""
     remaining = iter(rows)
     for index in count():
         where = f"{name} row {index}"
@@ -271,8 +271,7 @@ def _numbered(name: str, rows: Iterable[Row]) -> Iterator[Located]:
 
 
 def _with_own_arguments(value: Any) -> Any:
-    """Return turns whose tool calls have the arguments that they were written with: a model would learn to write the
-    others, which Arrow fills in, as null."""
+    """Return turns whose tool calls lack the null arguments that Arrow fills in, which a model would learn to write."""
     if not isinstance(value, list) or not any(isinstance(turn, dict) and turn.get("tool_calls") for turn in value):
         return value
     return [
@@ -284,13 +283,13 @@ def _with_own_arguments(value: Any) -> Any:
 
 @contextmanager
 def refused(what: str) -> Iterator[None]:
-    """Return one line for whatever a reader raises over a file that anybody may have written."""
+    """Convert any exception of a reader to a `DataError` of one line, unless the machine is at fault."""
     try:
         yield
     except DataError:
         raise
     except Exception as error:
-        if is_of_machine(error):  # not the file's doing
+        if is_of_machine(error):  # not caused by the file
             raise
         raise DataError(f"{what}: {first_line(error)}") from error
 
@@ -305,6 +304,6 @@ def open_part(path: Path) -> Part:
     """Return the rows of a file whose name ends with one of `DATA_SUFFIXES`.
 
     Raises:
-        DataError: it is malformed.
+        DataError: the file is malformed.
     """
     return _READERS[path.with_suffix("").suffix if path.suffix in _OPENERS else path.suffix](path)

@@ -1,8 +1,8 @@
-"""Images of a row: where a conversation shows them, where their bytes are, and the pixels behind them.
+"""Images of a row: their positions in a conversation, their sources and their pixels.
 
-Understood are parts of a turn (`{"type": "image", "image": path}`, `image_url` with a path or a data: URI), and a
-column `image` or `images` - paths, bytes, or both as data sets of Hugging Face store them - whose images stand where a
-turn says <image>, at parts without a source, or before the first words of the user. Nothing is fetched from a network.
+Supported are parts of a turn (`{"type": "image", "image": path}`, `image_url` with a path or a data: URI), and a column
+`image` or `images` with paths, bytes, or both as in Hugging Face data sets. The images of a column belong to <image>
+marks, to parts without a source, or precede the first user text. Nothing is fetched from a network.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ _SOURCES = ("image", "image_url", "url", "path")
 _IMAGE = {"type": "image"}
 _LONGEST_PATH = 4095  # PATH_MAX of Linux
 _DAMAGE = (OSError, SyntaxError, ValueError, TypeError, RuntimeError, EOFError, LookupError, struct.error)
-"""What the decoders of Pillow raise, each in its own way."""
+"""Exceptions of Pillow's decoders for damaged files."""
 
 
 def placed_images(turns: list[Message], row: Row, where: str) -> tuple[list[Message], list[Any]]:
-    """Return the turns with a bare part wherever they show an image, and the sources of the images in that order.
+    """Return the turns with a placeholder part for each image, and the sources of the images in the same order.
 
     Raises:
-        DataError: the turns do not show as many images as the row has, or show videos.
+        DataError: the turns show more or fewer images than the row has, or the row has a video.
     """
     if any(_listed(row.get(column)) for column in _VIDEO_COLUMNS):
         raise DataError(f"{where}: the row has a video, and this version reads images and text; leave such rows out")
-    given = next((found for column in COLUMNS if (found := _listed(row.get(column)))), [])
-    if given:
+    column_images = next((images for column in COLUMNS if (images := _listed(row.get(column)))), [])
+    if column_images:
         turns = [{**turn, "content": _split(turn["content"])} for turn in turns]
-    if given and not any(_num_images(turn) for turn in turns):
-        turns = _before_the_first_words(turns, len(given), where)
-    unused: Iterator[Any] = iter(given)
+    if column_images and not any(_num_images(turn) for turn in turns):
+        turns = _before_the_first_words(turns, len(column_images), where)
+    unused: Iterator[Any] = iter(column_images)
     sources: list[Any] = []
     placed = []
     for turn in turns:
@@ -77,27 +77,27 @@ def placed_images(turns: list[Message], row: Row, where: str) -> tuple[list[Mess
 
 
 def read_image(source: Any, root: Path, where: str) -> tuple[ImageRef, Image]:
-    """Return the image of a source and what prepared rows keep of it; `root` is the folder that paths are relative to.
+    """Return the image of a source and its `ImageRef` for prepared rows; paths are relative to the folder `root`.
 
     Raises:
-        DataError: there is no such file, or it is no image that can be decoded as a whole.
+        DataError: the file does not exist, or is not an image that can be decoded completely.
     """
     path, content = _located(source, where)
     if content is not None:
         return ImageRef(None, content, _digest(content)), _decoded(content, f"{where}: the image in the row")
     assert path is not None
-    file = Path(os.path.expanduser(path))  # Path.expanduser raises for a user that is not there
+    file = Path(os.path.expanduser(path))  # Path.expanduser raises for an unknown user
     file = file if file.is_absolute() else root / file
-    found = _read(file, f"{where}: image {path!r}")
+    file_content = _read(file, f"{where}: image {path!r}")
     name = file.relative_to(root) if file.is_relative_to(root) else file.absolute()
-    return ImageRef(str(name), None, _digest(found)), _decoded(found, f"{where}: image {file}")
+    return ImageRef(str(name), None, _digest(file_content)), _decoded(file_content, f"{where}: image {file}")
 
 
 def open_image(ref: ImageRef) -> Image:
     """Return the image of a prepared row, whose path is absolute.
 
     Raises:
-        DataError: its file is not there any more, or is another one.
+        DataError: the file of the image is missing, or has changed since it was prepared.
     """
     if ref.content is not None:
         return _decoded(ref.content, "the image of a prepared row")
@@ -112,14 +112,14 @@ def open_image(ref: ImageRef) -> Image:
 
 
 def _listed(value: Any) -> list[Any]:
-    """Return what a column of images holds, as a list."""
+    """Return the value of an image column as a list."""
     if value is None or value == "":
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def _split(content: Any) -> Any:
-    """Return the parts of a text that says <image>; anything else as it is."""
+    """Split a text with <image> marks into parts; return any other content unchanged."""
     if not isinstance(content, str) or not IMAGE_MARK.search(content):
         return content
     parts: list[dict[str, Any]] = []
@@ -149,7 +149,7 @@ def _before_the_first_words(turns: list[Message], count: int, where: str) -> lis
 
 
 def _source(part: dict[str, Any], unused: Iterator[Any]) -> Any:
-    """Return what a part names, or the next image of the row's column."""
+    """Return the image source in a part, or else the next image of the row's column; None if there is none left."""
     named = next((part[key] for key in _SOURCES if part.get(key) is not None), None)
     return next(unused, None) if named is None else named
 
@@ -158,9 +158,9 @@ def _located(source: Any, where: str) -> tuple[str | None, bytes | None]:
     """Return the path of an image, or its bytes.
 
     Raises:
-        DataError: neither is there.
+        DataError: the source has neither a local path nor bytes.
     """
-    if isinstance(source, dict):  # `url` as OpenAI has it, `bytes` and `path` as data sets of Hugging Face
+    if isinstance(source, dict):  # `url` in OpenAI's format, `bytes` and `path` in Hugging Face data sets
         content = source.get("bytes")
         source = content if content is not None else source.get("url") or source.get("path")
     if isinstance(source, (bytes, bytearray)):
@@ -199,7 +199,7 @@ def _read(file: Path, what: str) -> bytes:
 
 
 def in_rgb(image: Image) -> Image:
-    """Return an image in RGB; of 16 bits of grey the upper 8, where Pillow would make white of all but the darkest."""
+    """Convert an image to RGB; 16-bit greyscale keeps its upper 8 bits, Pillow would clip most values to white."""
     from PIL import Image as pillow
 
     if image.mode == "I" or image.mode.startswith("I;16"):
@@ -214,12 +214,12 @@ def _digest(content: bytes) -> str:
 
 
 def _decoded(content: bytes, what: str) -> Image:
-    """Return the image as the processors of transformers read a file: upright, in RGB.
+    """Decode an image as the processors of transformers do: in RGB, rotated according to its EXIF orientation.
 
     Raises:
-        DataError: it is no image, is cut off, or is larger than Pillow takes for safe.
+        DataError: the content is not an image, is truncated, or exceeds the size limit of Pillow.
     """
-    from PIL import Image as pillow  # text alone does without
+    from PIL import Image as pillow  # not needed for rows with text only
     from PIL import ImageOps
 
     try:

@@ -1,4 +1,4 @@
-"""A sequence whose items are made when they are asked for."""
+"""A sequence that creates its items on access."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class LazySequence(Sequence[T_co]):
-    """Indices, negative ones and slices come down to `item` of an index from 0 on."""
+    """Sequence that implements indexing, negative indices and slices through `item` of a non-negative index."""
 
     @abstractmethod
     def item(self, index: int) -> T_co:

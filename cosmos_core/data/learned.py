@@ -1,6 +1,6 @@
-"""Which characters of a rendered conversation the assistant has to write: by the template's marks, else by its form.
+"""Spans of a rendered conversation that the assistant has to generate: by the template's {% generation %} marks if any.
 
-The two methods for templates without marks are `spans.py`.
+`spans.py` has the two methods for templates without marks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cosmos_core.data.spans import Render, Span, prefix_spans, skeleton_spans, t
 from cosmos_core.data.turn_weights import is_learned
 from cosmos_core.errors import DataError
 
-_LONG = 64  # turns; to render each beginning of a conversation takes time with the square of their number
+_LONG = 64  # turns; rendering every prefix of a conversation takes time quadratic in their number
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -31,15 +31,15 @@ def learned_spans(
     tools: Tools = None,
     end_ids: tuple[int, ...] = (),
 ) -> tuple[str, list[Span]]:
-    """Return the rendering of a conversation, and where the assistant speaks in it.
+    """Return the rendering of a conversation, and the spans of the assistant's turns that are learned.
 
-    Where the template marks what the assistant writes with {% generation %}, the marks decide. A span reaches through
-    the token that ends the turn: `end_ids`, at which generation stops, or the tokenizer's end token.
+    If the template marks assistant text with {% generation %}, the marks decide. A span includes the token that ends
+    the turn: one of `end_ids`, at which generation stops, or the tokenizer's end token.
 
     Raises:
-        DataError: it cannot be told.
-        SkippedRow: the assistant says nothing, or nothing that is learned.
-        RefusedRow, ModelError: as `render`.
+        DataError: the assistant's turns cannot be located in the rendering.
+        SkippedRow: no assistant turn with content is learned.
+        RefusedRow, ModelError: as in `render`.
     """
     if not any(_says_something(turn) for turn in turns if is_learned(turn)):
         raise SkippedRow(where, "without an assistant turn to learn")
@@ -63,7 +63,7 @@ def learned_spans(
 
 
 def _turn_spans(render_part: Render, turns: list[Message], full: str, closing: Sequence[str]) -> list[Span] | None:
-    """Return where each of the assistant's turns stands, by the form of the rendering; None: it cannot be told."""
+    """Return the span of each assistant turn without using marks; None if the turns cannot be located."""
     is_long = len(turns) > _LONG
     spans = None if is_long else prefix_spans(render_part, turns, full)
     if spans is None:
@@ -72,14 +72,14 @@ def _turn_spans(render_part: Render, turns: list[Message], full: str, closing: S
 
 
 def _inside_of(chosen: list[Span], marked: list[Span], whole: list[Span], where: str) -> list[Span]:
-    """Return the marked spans of the chosen turns, of all that there are."""
-    kept = [span for span in marked if any(_overlap(span, each) for each in chosen)]
-    if any(_overlap(span, each) for span in kept for each in whole if each not in chosen):
+    """Return the marked spans that lie in the chosen turns; `whole` has the spans of all assistant turns."""
+    selected = [span for span in marked if any(_overlap(span, each) for each in chosen)]
+    if any(_overlap(span, each) for span in selected for each in whole if each not in chosen):
         raise DataError(
             f"{where}: weight = 0 leaves out a turn, and the chat template marks it together with another; put "
             "{% generation %} around each turn, or leave out `weight`"
         )
-    return kept
+    return selected
 
 
 def _overlap(one: Span, other: Span) -> bool:
@@ -87,9 +87,9 @@ def _overlap(one: Span, other: Span) -> bool:
 
 
 def _with_end(span: Span, full: str, ends: Sequence[str], *, is_marked: bool) -> Span:
-    """Return the span with the end token behind it, without which a model never learns to stop.
+    """Extend the span by the end token after it, without which a model never learns to stop.
 
-    Marks often leave it out; and in some families, as in GLM-4, the first token of the next turn ends the turn.
+    Marks often exclude it; in some model families, such as GLM-4, the first token of the next turn ends the turn.
     """
     start, stop = span
     if not is_marked and full[start:stop].endswith(tuple(ends)):
@@ -104,14 +104,14 @@ def _end_tokens(tokenizer: PreTrainedTokenizerBase, end_ids: tuple[int, ...]) ->
 
 
 def _says_something(message: Message) -> bool:
-    """Return whether a turn has words, or what else a chat template may render."""
+    """Return whether a turn has text, or other keys that a chat template may render."""
     return any(text.strip() for text in texts_of(message)) or len(message) > len(("role", "content"))
 
 
 def _unfound(turns: list[Message], where: str) -> DataError:
-    """Return what to raise where the assistant's turns cannot be told from the others."""
+    """Return the error to raise if the assistant's turns cannot be located in the rendering."""
     first = next(turn["role"] for turn in turns if turn["role"] not in {"system", "developer"})
-    if first == "assistant":  # the row's doing, not the template's
+    if first == "assistant":  # caused by the row, not by the template
         return SkippedRow(where, "that begins with the assistant, in a way that the chat template hides")
     return DataError(
         f"{where}: the assistant's turns cannot be found in what the chat template renders, which reorders turns, or "
@@ -127,9 +127,9 @@ def _marked_spans(
     full: str,
     tools: Tools,
 ) -> list[Span] | None:
-    """Return what the template itself marks with {% generation %}; None: it has no such marks.
+    """Return the spans that the template marks with {% generation %}; None if it has no such marks.
 
-    In characters: a mask of tokens would lose the bytes of a character that is several tokens, and what follows it.
+    Spans are in characters: the token mask of transformers loses a character of several tokens, and what follows it.
     """
     template = (
         owner.get_chat_template(tools=tools) if isinstance(owner, PreTrainedTokenizerBase) else owner.chat_template
@@ -150,5 +150,5 @@ def _marked_spans(
 
 @lru_cache(maxsize=4)  # read for every row, and slow to gather
 def added_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """Return tokens that stand for themselves in the text, such as <|im_end|>."""
+    """Return the special and added tokens of a tokenizer as they appear in text, such as <|im_end|>."""
     return tuple({*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()})

@@ -1,6 +1,6 @@
-"""A first look at the rows of a data set, in the second before a run begins: is it there, can its first rows be read?
+"""Quick check before a run that data sets exist and that their first rows can be read.
 
-Without tokenizer, torch or transformers, so that a wrong file or column is told at once; `prepare.py` looks at all.
+It needs no tokenizer, torch or transformers, so a wrong file or column is reported early; `prepare.py` reads all rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cosmos_core.errors import DataError
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome
 
-_NUM_ROWS = 200  # of each split, the first ones
+_NUM_ROWS = 200  # first rows of each split
 
 Reader = Callable[[Row, str], object]
 
@@ -37,7 +37,7 @@ def run(stage: Stage) -> Outcome:
     """Read the first rows of each split.
 
     Raises:
-        DataError: `prepare` would fail: a file is wrong, or more rows cannot be read than may be left out.
+        DataError: a file is wrong, or more rows cannot be read than may be left out, so `prepare` would fail.
     """
     recipe = stage.recipe
     policy, held_out, annotations = (
@@ -51,10 +51,10 @@ def run(stage: Stage) -> Outcome:
         name, key = annotations, "custom.dataset.annotation_path"
     rows = load_rows(DatasetConfig(name=name), key) if name else load_rows(policy.dataset, "train.train_policy.dataset")
     _check(rows, _reader(recipe, is_held_out=False), policy.dataset.max_skipped_fraction)
-    if beside := policy.real_rows:
-        rows = load_rows(beside.dataset, "train.train_policy.data_term")
-        column, system_prompt = beside.conversation_column_name, getattr(policy, "system_prompt", "")
-        _check(rows, _conversations(column, system_prompt), beside.max_skipped_fraction)
+    if data_term := policy.real_rows:
+        rows = load_rows(data_term.dataset, "train.train_policy.data_term")
+        column, system_prompt = data_term.conversation_column_name, getattr(policy, "system_prompt", "")
+        _check(rows, _conversations(column, system_prompt), data_term.max_skipped_fraction)
     if held_out.name:
         rows = load_rows(held_out, "validation.dataset")
         _check(rows, _reader(recipe, is_held_out=True), held_out.max_skipped_fraction)
@@ -78,15 +78,15 @@ def _check(rows: Rows, read: Reader, most: float) -> None:
 
 
 def _reader(recipe: Recipe, *, is_held_out: bool) -> Reader:
-    """What reads a row of a split as `prepare` does, up to its images."""
+    """Return a function that reads a row of a split as `prepare` does, but does not open images."""
     policy = recipe.train.train_policy
     if isinstance(policy, RlConfig):
         columns = (policy.prompt_column_name, policy.response_column_name, policy.system_prompt)
         return lambda row, where: read_prompt(row, where, *columns, with_images=True)
     assert isinstance(policy, SupervisedConfig)
     column, system_prompt, own_names = policy.conversation_column_name, policy.system_prompt, policy.own_names
-    is_asked = is_held_out and recipe.validation.reward_function
-    read = read_held_out if is_asked else READERS[policy.rows]
+    has_reward = is_held_out and recipe.validation.reward_function
+    read = read_held_out if has_reward else READERS[policy.rows]
     return lambda row, where: read(ReadRow(row, own_names, where), where, column, system_prompt, with_images=True)
 
 

@@ -1,12 +1,12 @@
-"""Encoded text and media, kept by content: what was encoded once is never encoded again, by any run.
+"""Cache of encoded texts and media, addressed by content, so that no run encodes the same content again.
 
     <output_dir>/.cosmos/media/<encoders>/<key>.safetensors   the tensors of a shard's entries
-    <output_dir>/.cosmos/media/<encoders>/<key>.json          its digest, written last: without it there is no shard
+    <output_dir>/.cosmos/media/<encoders>/<key>.json          digest of the shard, written last as its commit record
 
-An entry is what an encoder made of one text or one image; its key is the digest of that. A shard is entries that follow
-one another, and its key is the digest of theirs and of the encoders, so that the same data gives the same files in
-whichever order runs come. Where a shard ends is decided by the keys: a row that is put in the middle of a data set
-changes the shard that it is in, and no other.
+An entry is an encoder's output for one text or one image; its key is the digest of that text or image. A shard holds
+consecutive entries. Its key is the digest of their keys and of the encoders, so the same data gives the same files in
+whatever order runs encode them. The keys also determine where a shard ends: a row that is inserted into a data set
+changes only the shard that contains it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cosmos_core.run.files import copy_file, follow_umask, read_json, remove_lef
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 2  # raised when the same bytes are read as other pixels or tokens
+_VERSION = 2  # increase it if the same bytes are decoded to other pixels or tokens
 _USUAL_ENTRIES, _MOST_ENTRIES = 32, 128
 
 Entry = dict[str, Tensor]
@@ -36,7 +36,7 @@ ItemT = TypeVar("ItemT")
 
 
 class Keyed(NamedTuple, Generic[ItemT]):
-    """Something to encode, with the digest of its content."""
+    """An item to encode, with the digest of its content."""
 
     key: str
     item: ItemT
@@ -48,7 +48,7 @@ def digest_of(*parts: object) -> str:
 
 
 def shards_of(items: Iterable[Keyed[ItemT]]) -> Iterator[list[Keyed[ItemT]]]:
-    """Yield items in shards, whose ends are decided by the keys alone; an item that comes twice is in the first."""
+    """Group items into shards whose boundaries depend only on the keys; a repeated item is in its first shard only."""
     seen: set[str] = set()
     shard: list[Keyed[ItemT]] = []
     for each in items:
@@ -64,10 +64,10 @@ def shards_of(items: Iterable[Keyed[ItemT]]) -> Iterator[list[Keyed[ItemT]]]:
 
 
 class MediaCache:
-    """The shards of one set of encoders; several processes may write to it at a time."""
+    """The cached shards of one set of encoders; several processes may write to the cache concurrently."""
 
     def __init__(self, root: Path, encoders: str) -> None:
-        """`encoders`: the digest of all that decides what is encoded, but the content."""
+        """`encoders` is the digest of everything except the content that determines the encoders' output."""
         self.folder = root / encoders
         self._encoders = encoders
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -78,7 +78,7 @@ class MediaCache:
         return digest_of(_VERSION, self._encoders, list(keys))
 
     def has(self, shard: str) -> bool:
-        """Return whether a shard is there and is what was written; one that is not is told of and forgotten."""
+        """Return whether a shard exists and is intact; a damaged shard is logged and removed from the cache."""
         record, path = read_json(self._record(shard)), self.path(shard)
         if not isinstance(record, dict):
             return False
@@ -89,13 +89,15 @@ class MediaCache:
         return False
 
     def refused(self, shard: str) -> dict[str, str]:
-        """Return the items of a shard that could not be encoded, by key, and why."""
+        """Return the reasons why items of a shard could not be encoded, by key."""
         record = read_json(self._record(shard))
         return dict(record.get("refused", {})) if isinstance(record, dict) else {}
 
     def write(self, shard: str, entries: Mapping[str, Entry | str]) -> None:
-        """Write a shard: its tensors, then the record that says it is whole; a text in place of an entry says why the
-        item could not be encoded."""
+        """Write a shard: first its tensors, then its record, which marks it as complete.
+
+        A string instead of an entry is the reason why the item could not be encoded.
+        """
         path = self.path(shard)
         building = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         encoded = {key: entry for key, entry in entries.items() if not isinstance(entry, str)}
@@ -114,21 +116,21 @@ class MediaCache:
         write_json(self._record(shard), {"size": size, "sha256": digest, "refused": refused})
 
     def copy(self, shard: str, target: Path) -> None:
-        """Copy a shard: its blocks are shared where the file system can."""
+        """Copy a shard to `target`, as a copy-on-write clone if the file system supports it."""
         copy_file(self.path(shard), target)
 
     def shapes(self, shard: str, name: str) -> dict[str, list[int]]:
-        """Return the shape of one tensor of each entry of a shard, by key, from the head of its file."""
-        found = {}
+        """Return the shape of one tensor of each entry of a shard, by key, from the header of its file."""
+        shapes = {}
         with safe_open(str(self.path(shard)), framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 - not a mapping
                 entry, _, tensor = key.partition(".")
                 if tensor == name:
-                    found[entry] = list(file.get_slice(key).get_shape())
-        return found
+                    shapes[entry] = list(file.get_slice(key).get_shape())
+        return shapes
 
     def path(self, shard: str) -> Path:
-        """Return where the tensors of a shard lie."""
+        """Return the path of the tensors of a shard."""
         return self.folder / f"{shard}.safetensors"
 
     def _record(self, shard: str) -> Path:

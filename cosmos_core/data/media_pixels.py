@@ -1,7 +1,7 @@
-"""Pixels of an image or a clip as a VAE is given them: one size of a few, one number of frames, values in [-1, 1].
+"""Decoding of images and clips to the pixels that a VAE encodes: one of a few sizes, a fixed number of frames, uint8.
 
 An image is scaled until it covers the size and cropped around its middle. A video is read frame by frame, and only the
-frames of the clip are kept, at their final size.
+frames of the clip are kept in memory, at their final size.
 
 Shapes: F frames, H height, W width, C channels.
 """
@@ -28,27 +28,27 @@ if TYPE_CHECKING:
 Size = tuple[int, int]
 """Height and width."""
 _STEPS = 8
-"""Aspect ratios between square and 1:2."""
-_LEAST_OF_SECONDS = 0.95  # of those that the head says, which are rounded by some programs
+"""Number of aspect ratios between 1:1 and 1:2."""
+_LEAST_OF_SECONDS = 0.95  # minimum fraction of the declared duration, which some programs round
 
 
 @dataclass(frozen=True)
 class Framing:
-    """How media of any size become pixels of one."""
+    """Settings for converting media of any size to pixels of one size."""
 
     size: Size
-    """Height and width; with `buckets` the area that every size has."""
+    """Height and width; with `buckets`, their product is the approximate area of each bucket."""
     num_frames: int = 0
-    """Frames of a clip; 0: an image, which has no dimension of time."""
+    """Number of frames of a clip; 0 for images, which have no frame dimension."""
     multiple: int = 16
-    """What height and width of a bucket are divisible by."""
+    """Divisor of the height and width of each bucket."""
     buckets: bool = False
-    """Take the size of this area whose aspect ratio is nearest; False: `size` always."""
+    """Whether to use the bucket with the closest aspect ratio; False always uses `size`."""
     sampling: str = "random"
-    """Which frames of a longer video: `first`, `middle` or `random` are consecutive, `uniform` spreads over it."""
+    """Frames to take from a longer video: consecutive (`first`, `middle`, `random`) or evenly spaced (`uniform`)."""
 
     def size_of(self, height: int, width: int) -> Size:
-        """Return the size that media of this size are brought to."""
+        """Return the size to which media of the given size are resized and cropped."""
         if not self.buckets:
             return self.size
         ratio = math.log(height / width)
@@ -57,21 +57,21 @@ class Framing:
 
 @lru_cache(maxsize=8)
 def bucket_sizes(size: Size, multiple: int) -> tuple[Size, ...]:
-    """Return the sizes with about the area of one, from 1:2 to 2:1, whose sides are divisible by `multiple`."""
+    """Return sizes of about the same area as `size`, from 1:2 to 2:1, whose sides are divisible by `multiple`."""
     side = math.sqrt(size[0] * size[1])
-    found = []
+    sizes = []
     for step in range(-_STEPS, _STEPS + 1):
         ratio = 2.0 ** (step / _STEPS / 2)
         height, width = (max(multiple, round(length / multiple) * multiple) for length in (side * ratio, side / ratio))
-        found.append((height, width))
-    return tuple(dict.fromkeys(found))
+        sizes.append((height, width))
+    return tuple(dict.fromkeys(sizes))
 
 
 def pixels_of(content: Content, framing: Framing, draw: float) -> np.ndarray:
-    """Return an image (HWC) or a clip (FHWC) as uint8; `draw`, from 0 to 1, chooses a clip where `sampling` is random.
+    """Return an image (HWC) or a clip (FHWC) as uint8; `draw` in [0, 1] selects the clip if `sampling` is random.
 
     Raises:
-        DataError: it cannot be decoded as a whole, or a video has too few frames.
+        DataError: the content cannot be decoded completely, or a video has too few frames.
         OSError: a disk or a network failed, which says nothing about the content.
     """
     try:
@@ -83,7 +83,7 @@ def pixels_of(content: Content, framing: Framing, draw: float) -> np.ndarray:
         return image[None] if framing.num_frames else image
     except DataError:
         raise
-    except Exception as error:  # decoders raise whatever they like over a damaged file
+    except Exception as error:  # decoders can raise any exception for a damaged file
         if is_transient(error):
             raise
         raise DataError(f"it cannot be decoded: {first_line(error)}") from error
@@ -98,7 +98,7 @@ def _image(content: Content) -> Image:
 
 
 def _framed(image: Image, framing: Framing) -> np.ndarray:
-    """Return the image scaled to cover its size, cropped around the middle."""
+    """Return the image scaled to cover its target size and cropped around its centre."""
     from PIL import Image as pillow
 
     height, width = framing.size_of(image.height, image.width)
@@ -111,22 +111,22 @@ def _framed(image: Image, framing: Framing) -> np.ndarray:
 
 
 def _clip(content: Content, framing: Framing, draw: float) -> np.ndarray:
-    """Return the frames of a clip; the video is decoded once, to the last of them."""
+    """Return the frames of a clip; the video is decoded once, up to the last of these frames."""
     total = _count(content)
     if total < framing.num_frames:
         raise DataError(f"it has {total} frames, and policy.diffusers.train_frames = {framing.num_frames} are needed")
-    wanted = _chosen(total, framing, draw)
+    indices = _chosen(total, framing, draw)
     frames: list[np.ndarray] = []
     for index, frame in enumerate(_frames(content)):
-        if index == wanted[len(frames)]:
+        if index == indices[len(frames)]:
             frames.append(_framed(frame.to_image().rotate(frame.rotation, expand=True), framing))
-        if len(frames) == len(wanted):
+        if len(frames) == len(indices):
             return np.stack(frames)
-    raise DataError(f"its frame {wanted[len(frames)]} of {total} cannot be decoded")
+    raise DataError(f"its frame {indices[len(frames)]} of {total} cannot be decoded")
 
 
 def _chosen(total: int, framing: Framing, draw: float) -> list[int]:
-    """Return the frames of a clip in a video of `total`."""
+    """Return the indices of a clip's frames in a video of `total` frames."""
     count = framing.num_frames
     if framing.sampling == "uniform":
         return np.linspace(0, total - 1, count).round().astype(int).tolist()
@@ -139,7 +139,7 @@ def _count(content: Content) -> int:
     """Return the number of frames of a video.
 
     Raises:
-        DataError: it has none, or ends before what its head says.
+        DataError: the file has no video stream, or ends before the length in its header.
     """
     with _opened(content) as container:
         if not container.streams.video:
@@ -160,10 +160,10 @@ def _count(content: Content) -> int:
 
 
 def _declared_seconds(container: Any, stream: Any) -> float:
-    """Return how long the head of a file says that its video is; 0: it does not say."""
+    """Return the duration of a video in the header of its file, in seconds; 0 if it is missing."""
     if stream.duration is not None:
         return float(stream.duration * stream.time_base)
-    hours, _, rest = stream.metadata.get("DURATION", "").partition(":")  # as Matroska has it
+    hours, _, rest = stream.metadata.get("DURATION", "").partition(":")  # the format of Matroska
     minutes, _, seconds = rest.partition(":")
     if seconds:
         return 3600 * float(hours) + 60 * float(minutes) + float(seconds)
@@ -171,7 +171,7 @@ def _declared_seconds(container: Any, stream: Any) -> float:
 
 
 def frame_rate(content: Content) -> float:
-    """Return the frames a second of a video, rounded to hundredths; 0: it does not say."""
+    """Return the frame rate of a video in Hz, rounded to hundredths; 0 if it is unknown."""
     with _opened(content) as container:
         rate = container.streams.video[0].average_rate
         return round(float(rate), 2) if rate else 0.0
@@ -183,7 +183,7 @@ def _frames(content: Content) -> Iterator[Any]:
 
 
 def _opened(content: Content) -> Any:
-    """Return a container of PyAV: it streams a file of its own, and reads what is a part of one from memory."""
+    """Return a PyAV container that streams a whole file, or reads a range of a file or a row's bytes from memory."""
     import av
 
     is_whole = content.path is not None and content.size is None

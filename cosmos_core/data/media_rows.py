@@ -1,9 +1,9 @@
-"""Reading what the `prepare` stage wrote for diffusion: latents to learn, or prompts to draw from, with their text.
+"""Reader of a diffusion model's prepared rows: latents to learn or prompts to sample from, with text embeddings.
 
-    <stage>/data/train.arrow  validation.arrow      one line per row; which tensors it has, by shard and name
+    <stage>/data/train.arrow  validation.arrow      one row each, with the shard and name of its tensors
     <stage>/data/tensors/<key>.safetensors          text embeddings and latents, memory-mapped
 
-Nothing here needs a text encoder or a VAE: they ran once, in `prepare`. Making these files is `media_cache.py`.
+No text encoder or VAE is needed here: they ran once, in `prepare`. `media_cache.py` writes the shards.
 
 Shapes: C channels, F frames (videos alone), H height, W width, all of the latent.
 """
@@ -25,11 +25,11 @@ from cosmos_core.data.prepared import open_table
 from cosmos_core.errors import DataError, first_line
 
 TENSORS = "tensors"
-"""The folder of the shards, beside the tables."""
+"""Name of the folder with the shards, in the folder of the tables."""
 NULL_TEXT = b"null text"
-"""Key of the schema's metadata: where the embedding of the empty prompt lies."""
+"""Key of the schema's metadata with the shard and entry of the empty prompt's embedding."""
 _KEPT_BYTES = 64 << 20
-"""Of rows in memory, which are read from their shards only once."""
+"""Maximum bytes of rows that are cached in memory after their first read."""
 _OPEN_SHARDS = 128
 
 
@@ -41,9 +41,9 @@ class MediaRow:
     """Row number in the prepared file: the same image in every process and epoch."""
     prompt: str
     text: dict[str, Tensor]
-    """What `text_embedding` gave for the prompt, without the dimension of the batch."""
+    """Embedding of the prompt, as `text_embedding` returns it, without a batch dimension."""
     mean: Tensor
-    """Mean of the posterior of the normalised latent, or the latent where the VAE draws nothing: (C, [F,] H, W)."""
+    """Mean of the posterior of the normalised latent, or the latent of a deterministic VAE: (C, [F,] H, W)."""
     logvar: Tensor | None
     """Log-variance of that posterior, of the same shape; None: the latent is `mean`."""
 
@@ -56,16 +56,16 @@ class MediaPrompt:
     """Row number in the prepared file: the same prompt in every process and epoch."""
     prompt: str
     text: dict[str, Tensor]
-    """What `text_embedding` gave for the prompt, without the dimension of the batch."""
+    """Embedding of the prompt, as `text_embedding` returns it, without a batch dimension."""
     metadata: dict[str, Any]
-    """What a reward may compare with: the other keys of the prompt's line."""
+    """Other keys of the prompt's line, for reward functions."""
 
 
 RowT = TypeVar("RowT", MediaRow, MediaPrompt)
 
 
 class _Media(LazySequence[RowT]):
-    """Rows of a table whose tensors lie in shards; nothing of them is held."""
+    """Rows of a table whose tensors are read from shards on access."""
 
     def __init__(self, table: pa.Table, folder: Path) -> None:
         self._table, self._folder = table, folder
@@ -75,8 +75,7 @@ class _Media(LazySequence[RowT]):
 
     @cached_property
     def null_text(self) -> dict[str, Tensor]:
-        """The text embedding of the empty prompt, without the dimension of the batch: the condition that guidance and
-        its dropout put in place of a prompt."""
+        """Text embedding of the empty prompt, without a batch dimension, for guidance and for dropped prompts."""
         return self._tensors(json.loads(self._table.schema.metadata[NULL_TEXT]))
 
     def _value(self, name: str, index: int) -> Any:
@@ -95,7 +94,7 @@ class _Media(LazySequence[RowT]):
 
 
 class MediaRows(_Media[MediaRow]):
-    """Images or clips to learn, by row; nobody changes the tensors of a row."""
+    """Images or clips to learn, by row; callers must not modify the tensors of a row."""
 
     def __init__(self, table: pa.Table, folder: Path, kept_bytes: int = _KEPT_BYTES) -> None:
         super().__init__(table, folder)
@@ -104,11 +103,11 @@ class MediaRows(_Media[MediaRow]):
 
     @cached_property
     def shapes(self) -> list[tuple[int, ...]]:
-        """The shape of each row's latent: micro-batches hold latents of one shape."""
+        """Shape of each row's latent; a micro-batch holds latents of one shape only."""
         return [tuple(shape) for shape in self._table["shape"].to_pylist()]
 
     def item(self, index: int) -> MediaRow:
-        """See `LazySequence.item`; rows of little data are kept, as many as there is room for."""
+        """See `LazySequence.item`; rows are cached while the memory budget has room for them."""
         row = self._kept.get(index)
         if row is None:
             latent = self._tensors(self._value("media", index))
@@ -134,17 +133,16 @@ def open_media(folder: Path, split: str) -> MediaRows:
     """Return the images or clips of a split of a prepare stage's data folder.
 
     Raises:
-        DataError: there is no such split, the file is damaged, or it holds other rows.
+        DataError: the split does not exist, its file is damaged, or it holds rows of another kind.
     """
     return MediaRows(open_table(folder, split, "media"), folder)
 
 
 def open_media_prompts(folder: Path, split: str) -> MediaPrompts:
-    """Return the prompts of a split of a prepare stage's data folder: of prompt sets, or of images and clips, whose
-    prompts can be drawn from as well.
+    """Return the prompts of a split of a prepare stage's data folder, either a prompt set or the prompts of media.
 
     Raises:
-        DataError: there is no such split, the file is damaged, or it holds other rows.
+        DataError: the split does not exist, its file is damaged, or it holds rows of another kind.
     """
     kinds: tuple[Literal["media", "media_prompts"], ...] = ("media_prompts", "media")
     return MediaPrompts(open_table(folder, split, *kinds), folder)

@@ -1,14 +1,14 @@
-"""Images, clips and prompts of a data set as items behind their location, of which nothing is decoded yet.
+"""Images, clips and prompts of a data set as items with their location; media are not decoded here.
 
     NAME.json + NAME.jpg | png | webp | mp4 ...     a folder of pairs; the JSON object has `prompt`, or NAME.txt or
                                                     NAME.caption holds it
-    metas/NAME.txt + videos/NAME.mp4                and perhaps t5_xxl/NAME.safetensors, the embedding of the text
-    SHARD.tar                                       webdataset: members of one name, `json` or `txt` beside the media
-    metadata.jsonl | csv | parquet                  with `file_name`, and the media beside it: an imagefolder
+    metas/NAME.txt + videos/NAME.mp4                optionally with t5_xxl/NAME.safetensors, the text embedding
+    SHARD.tar                                       webdataset: members of one name, media with `json` or `txt`
+    metadata.jsonl | csv | parquet                  an imagefolder: rows with `file_name`, media in the folder
     rows with a column of images                    a `save_to_disk` folder, parquet, or a data set on the Hub
-    prompts alone                                   a line each (.txt), or rows with `prompt`
+    prompts alone                                   one per line (.txt), or rows with `prompt`
 
-Pixels are `media_pixels.py`; which rows are for training and which are held out is `prepare_media.py`.
+`media_pixels.py` decodes media; `media_splits.py` divides items into training rows and held-out rows.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ _BLOCK = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """The bytes of an image or a video: a file, a range of one, or what a row holds."""
+    """The bytes of an image or a video: a file, a range of a file, or bytes of a row."""
 
     is_video: bool
     path: Path | None = None
     offset: int = 0
     size: int | None = None
-    """None: to the end."""
+    """Number of bytes from `offset` on; None: up to the end of the file."""
     held: bytes = field(default=b"", repr=False)
 
     def digest(self) -> str:
-        """Return the sha256 of the bytes.
+        """Return the SHA-256 of the bytes.
 
         Raises:
             OSError: the file cannot be read.
@@ -68,7 +68,7 @@ class Content:
         return digest.hexdigest()
 
     def open(self) -> BinaryIO:
-        """Open the file where the bytes begin."""
+        """Open the file and seek to the first of the bytes."""
         assert self.path is not None
         file = open(self.path, "rb")  # noqa: SIM115 - the caller closes it
         file.seek(self.offset)
@@ -88,35 +88,35 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A prompt, and the image or clip that it describes where there is one."""
+    """A prompt with the image or clip that it describes, or a prompt alone."""
 
     where: str
-    """What an error about it says."""
+    """Location of the item, for error messages."""
     prompt: str
     metadata: dict[str, Any] = field(default_factory=dict)
-    """The other keys of its line, for rewards."""
+    """Other keys of the prompt's line, for reward functions."""
     content: Content | None = None
     embedding: Path | None = None
-    """A file with the embedding of the prompt; None: the text encoder makes it."""
+    """File with the embedding of the prompt; None if the text encoder computes it."""
     lacks: str = ""
-    """Where its media were looked for in vain; empty: beside it."""
+    """Reason why the item has no media; empty if its media file is merely missing."""
     problem: str = ""
-    """Why the row cannot be used, as one line; empty: it can."""
+    """Reason why the row cannot be used, in one line; empty if it can."""
 
 
 Items = Callable[[], Iterator[Item]]
-"""Reads a data set from its beginning."""
+"""Function that iterates over a data set from its beginning."""
 
 
 def open_items(dataset: DatasetConfig, key: str) -> Items:
-    """Return what reads the items of a data set, its splits one after another.
+    """Return a function that iterates over the items of all splits of a data set, in order.
 
     Args:
-        dataset: where they are.
-        key: the table's name in the TOML, for messages.
+        dataset: location and splits of the data set.
+        key: name of the data set's table in the TOML, for messages.
 
     Raises:
-        DataError: there is nothing to read there.
+        DataError: the data set is missing, or its format is not supported.
     """
     name = dataset.local_dir or dataset.name
     if not name.strip():
@@ -143,7 +143,7 @@ def _reader(path: Path, split: str, dataset: DatasetConfig, key: str) -> Items:
     if tars := _tars(path):
         return lambda: (item for path in tars for item in _members(path))
     if metadata := next((path / name for name in _METADATA if (path / name).is_file()), None):
-        # one file, whose rows are all of its folder
+        # one metadata file describes the whole folder
         path, split = metadata, "train" + split[split.find("[") :] if "[" in split else "train"
     elif path.is_dir() and _is_media_folder(path):
         return lambda: _pairs(path)
@@ -152,7 +152,7 @@ def _reader(path: Path, split: str, dataset: DatasetConfig, key: str) -> Items:
 
 
 def _is_media_folder(path: Path) -> bool:
-    """Return whether a folder has images or videos, or files of one prompt each."""
+    """Return whether a folder has images or videos, or JSON files with one prompt each."""
     if (path / "metas").is_dir() or _tars(path):
         return True
     names = sorted(entry.name for entry in os.scandir(path) if entry.is_file())
@@ -172,7 +172,7 @@ def _json_of(file: Path) -> Any:
 
 
 def _pairs(folder: Path) -> Iterator[Item]:
-    """Yield the items of NAME.json files, each with the media of its name, and of media that have a caption file."""
+    """Yield an item for each NAME.json with its media file, and for each media file with a caption file."""
     media: dict[str, Path] = {}
     for entry in sorted(folder.iterdir()):
         if not entry.name.startswith(".") and entry.suffix.lower() in _MEDIA_SUFFIXES:
@@ -199,7 +199,7 @@ def _pairs(folder: Path) -> Iterator[Item]:
 
 
 def _caption(media: Path) -> str | None:
-    """Return the text of the caption file of an image or a video, empty if it cannot be read; None: it has none."""
+    """Return the text of the caption file of an image or a video; empty if unreadable, None if there is none."""
     file = next((file for end in CAPTION_SUFFIXES if (file := media.with_suffix(end)).is_file()), None)
     try:
         return None if file is None else file.read_text(encoding="utf-8-sig").strip()
@@ -208,7 +208,7 @@ def _caption(media: Path) -> str | None:
 
 
 def _metas(folder: Path) -> Iterator[Item]:
-    """Yield the items of metas/NAME.txt, each with the video or image of its name."""
+    """Yield an item for each metas/NAME.txt, with the video or image NAME."""
     media = {
         file.stem: file
         for below in _MEDIA_FOLDERS
@@ -247,20 +247,20 @@ def _content(path: Path | None) -> Content | None:
 
 def _tars(path: Path) -> list[Path]:
     if path.is_dir():
-        found = (file for file in path.iterdir() if file.suffix == ".tar" and file.is_file())
-        return sorted(file for file in found if not file.name.startswith("."))
+        tars = (file for file in path.iterdir() if file.suffix == ".tar" and file.is_file())
+        return sorted(file for file in tars if not file.name.startswith("."))
     return [path] if path.suffix == ".tar" else []
 
 
 def _members(path: Path) -> Iterator[Item]:
-    """Yield the items of a webdataset shard: members that follow one another with one name up to its first dot."""
+    """Yield the items of a webdataset shard: consecutive members whose names agree up to the first dot."""
     group: dict[str, tarfile.TarInfo] = {}
     name = ""
     try:
         with tarfile.open(path, "r:") as archive:
             for member in filter(tarfile.TarInfo.isfile, archive):
                 folder, _, base = member.name.rpartition("/")
-                if base.startswith("."):  # macOS puts a file of its own beside each
+                if base.startswith("."):  # macOS adds a ._NAME file for each file
                     continue
                 stem, _, suffix = base.partition(".")
                 if group and f"{folder}/{stem}" != name:
@@ -276,10 +276,10 @@ def _members(path: Path) -> Iterator[Item]:
 
 
 def _check_end(path: Path, offset: int) -> None:
-    """Look at what is where the reading of a tar file ended: it ends at whatever is no header of a member.
+    """Check that reading a tar file stopped at its end: `tarfile` also stops silently at a damaged header.
 
     Raises:
-        tarfile.ReadError: that is no block of zeros, which is behind the last member.
+        tarfile.ReadError: the block at `offset` is not the block of zeros that follows the last member.
     """
     with open(path, "rb") as file:
         file.seek(offset)
@@ -291,6 +291,7 @@ def _check_end(path: Path, offset: int) -> None:
 
 
 def _item_of_members(archive: tarfile.TarFile, path: Path, group: dict[str, tarfile.TarInfo]) -> Item:
+    """Return the item of a group of webdataset members, by suffix."""
     where = f"{path.name}:{next(iter(group.values())).name}"
     media = next((suffix for suffix in group if f".{suffix}" in _MEDIA_SUFFIXES), None)
     content = None
@@ -314,7 +315,7 @@ def _bytes(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
 
 
 def _prompt_lines(files: Iterable[Path], path: Path) -> Iterator[Item]:
-    """Yield the prompts of text files, a line each; blank lines are left out."""
+    """Yield an item for each line of text or JSON Lines files; blank lines are skipped."""
     for file in files:
         with open(file, encoding="utf-8-sig", errors="replace") as lines:
             for number, line in enumerate(lines, start=1):
@@ -341,18 +342,18 @@ def _item_of_row(located: Located, folder: Path) -> Item:
     value, is_video = row[key], key in {"video", "mp4"}
     if key == "file_name":
         is_video = str(value).lower().endswith(VIDEO_SUFFIXES)
-    described = {name: other for name, other in row.items() if name not in _MEDIA_KEYS}
+    description = {name: other for name, other in row.items() if name not in _MEDIA_KEYS}
     if isinstance(value, dict):
         value = value["bytes"] if value.get("bytes") is not None else value.get("path")
     if isinstance(value, bytes):
-        return _described(described, where, Content(is_video, held=value), None)
+        return _described(description, where, Content(is_video, held=value), None)
     if isinstance(value, str):
-        return _described(described, where, Content(is_video, folder / os.path.expanduser(value)), None)
+        return _described(description, where, Content(is_video, folder / os.path.expanduser(value)), None)
     return Item(where, "", problem=f"{where}: column {key!r} holds neither a path nor the bytes of a file")
 
 
 def _described(value: Any, where: str, content: Content | None, embedding: Path | None) -> Item:
-    """Return the item that a JSON object describes."""
+    """Return the item that a JSON object describes, with its media and embedding."""
     if not isinstance(value, dict):
         return Item(where, "", problem=f'{where}: it must be a JSON object such as {{"prompt": "..."}}')
     if (key := _prompt_key(value)) is None:
@@ -362,7 +363,7 @@ def _described(value: Any, where: str, content: Content | None, embedding: Path 
 
 
 def _prompt_key(value: dict[str, Any]) -> str | None:
-    """Return the key of the first text that is not empty, otherwise of the first; None: there is none."""
+    """Return the key of the first non-empty prompt text, else of the first empty one; None if there is no text."""
     texts = [name for name in PROMPT_KEYS if isinstance(value.get(name), str)]
     return next((name for name in texts if value[name].strip()), texts[0] if texts else None)
 

@@ -1,6 +1,6 @@
-"""Which rows a `prepare` stage of a diffusion model encodes: each data set is read once, for the keys of its content.
+"""Splits of a diffusion model's `prepare` stage: each data set is read once, to compute the keys of its content.
 
-Nothing is encoded here (`prepare_media.py`), and nothing decoded.
+Nothing is decoded or encoded here; `prepare_media.py` does that.
 """
 
 from __future__ import annotations
@@ -27,61 +27,62 @@ from cosmos_core.errors import ConfigError, DataError
 from cosmos_core.run.stage import Stage
 
 TRAIN, VALIDATION = "train", "validation"
-_DECODERS = 4  # threads, for which Pillow and PyAV let go of the interpreter
+_DECODERS = 4  # threads; Pillow and PyAV release the GIL
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 class Encoders(Protocol):
-    """What turns text and pixels into what a diffusion model is trained on: a part of its adapter."""
+    """Encoders of text and pixels: the part of a diffusion model's adapter that a `prepare` stage needs."""
 
     residence: Any
     """A `models.offload.Residence`."""
 
     def text_embedding(self, prompts: list[str]) -> dict[str, Tensor]:
-        """Return the embeddings of prompts, each with a dimension of the batch."""
+        """Return the embeddings of prompts, each with a batch dimension."""
         ...
 
     def visual_embedding(self, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return mean and log-variance of the normalised latents of pixels (BC[F]HW) in [-1, 1]; None: the VAE draws
-        nothing."""
+        """Return mean and log-variance of the normalised latents of pixels (BC[F]HW) in [-1, 1].
+
+        The log-variance is None for a deterministic VAE."""
         ...
 
 
 @dataclass(frozen=True)
 class Source:
-    """Encoders, which load their weights when they are first asked for, and what is known of them before."""
+    """Encoders that load their weights on first use, with properties that are known without the weights."""
 
     encoders: Encoders
     digest: str
-    """Of their weights and of all settings that decide what they give for a text or for pixels."""
+    """Digest of the encoders' weights and of all settings that determine their output."""
     multiple: int = 16
-    """What height and width have to be divisible by."""
+    """Required divisor of height and width, in pixels."""
     frame_multiple: int = 1
-    """What the frames of a clip, without the first, have to be divisible by."""
+    """Required divisor of the number of frames of a clip minus one."""
     is_video: bool = False
-    """Whether it takes clips."""
+    """Whether the model takes clips."""
 
 
 class Row(NamedTuple):
-    """What is kept of an item between two passes."""
+    """Data of an item that are kept between the pass that computes keys and the pass that encodes."""
 
     where: str
     prompt: str
     metadata: str
     text: str
-    """Key of the embedding."""
+    """Cache key of the text embedding."""
     media: str
-    """Key of the latent; empty: a prompt alone."""
+    """Cache key of the latent; empty for a prompt without media."""
 
 
 class Split(NamedTuple):
-    """A data set that was read once."""
+    """The items of a data set with their keys, after one pass over the data set."""
 
     items: Items
     rows: list[Row | None]
-    """One per item; None: it is not of this split, or is left out."""
+    """One row per item; None if the item is not in this split or is left out."""
     skipped: list[str]
     total: int
     config: DatasetConfig
@@ -93,10 +94,10 @@ class Split(NamedTuple):
 
 
 def framing_of(recipe: Recipe, dataset: DatasetConfig, source: Source) -> Framing:
-    """Return how media of a data set become pixels.
+    """Return the settings for decoding the media of a data set to pixels.
 
     Raises:
-        ConfigError: the model cannot take such a size.
+        ConfigError: the model does not support the size or the number of frames.
     """
     diffusers = recipe.policy.diffusers
     for name, size in zip(("height", "width"), diffusers.inference_size, strict=True):
@@ -119,12 +120,12 @@ def framing_of(recipe: Recipe, dataset: DatasetConfig, source: Source) -> Framin
 
 
 def read_splits(stage: Stage, source: Source, kind: RowKind) -> dict[str, Split]:
-    """Return the rows to train on, and the held-out rows where there are any, none of which is encoded."""
+    """Return the training split, and the held-out split if there is one; nothing is encoded."""
     splits, most = _all_splits(stage, source, kind), stage.recipe.validation.max_rows
     if VALIDATION in splits and most is not None:
         held_out, rest = splits[VALIDATION], iter(range(most))
-        kept = [row if row is not None and next(rest, None) is not None else None for row in held_out.rows]
-        splits[VALIDATION] = held_out._replace(rows=kept)
+        limited_rows = [row if row is not None and next(rest, None) is not None else None for row in held_out.rows]
+        splits[VALIDATION] = held_out._replace(rows=limited_rows)
     return splits
 
 
@@ -154,23 +155,25 @@ def _all_splits(stage: Stage, source: Source, kind: RowKind) -> dict[str, Split]
 
 
 def _looked_at(stage: Stage, source: Source, config: DatasetConfig, key: str, *, needs_media: bool) -> Split:
-    """Read a data set once, for the keys of its texts and media."""
+    """Read a data set once and compute the keys of its texts and media."""
     items = open_items(config, key)
     framing = framing_of(stage.recipe, config, source)
     rows: list[Row | None] = []
     skipped: list[str] = []
-    for item, found in in_threads(stage, lambda item: (item, _row_of(item, framing, needs_media)), items()):
+    for item, row_or_reason in in_threads(stage, lambda item: (item, _row_of(item, framing, needs_media)), items()):
         stage.progress.beat()
-        rows.append(None if isinstance(found, str) else found)
-        if isinstance(found, str):
-            skipped.append(_printable(found if found.startswith(item.where) else f"{item.where}: {found}"))
+        rows.append(None if isinstance(row_or_reason, str) else row_or_reason)
+        if isinstance(row_or_reason, str):
+            skipped.append(
+                _printable(row_or_reason if row_or_reason.startswith(item.where) else f"{item.where}: {row_or_reason}")
+            )
     if not rows:
         raise DataError(f"{key}: {config.local_dir or config.name} holds no rows; at least one is needed")
     return Split(items, rows, skipped, len(rows), config)
 
 
 def _row_of(item: Item, framing: Framing, needs_media: bool) -> Row | str:
-    """Return what is kept of an item, or why it is left out."""
+    """Return the row of an item, or the reason why the item is left out."""
     if item.problem:
         return item.problem
     if needs_media and item.content is None:
@@ -193,13 +196,12 @@ def _row_of(item: Item, framing: Framing, needs_media: bool) -> Row | str:
 
 
 def _printable(text: str) -> str:
-    """Return a text in which what is no UTF-8 of the name of a file is a question mark."""
+    """Replace characters that cannot be encoded as UTF-8, as in some file names, by question marks."""
     return text.encode(errors="replace").decode()
 
 
 def in_threads(stage: Stage, function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-    """Yield results in the order of the items, a few of which are worked on ahead, in as many threads as the recipe
-    says."""
+    """Apply a function to items in a pool of threads, and yield the results in order with a bounded prefetch."""
     remaining = iter(items)
     count = stage.recipe.train.train_policy.dataloader_num_workers or _DECODERS
     with ThreadPoolExecutor(count) as pool:

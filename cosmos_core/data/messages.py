@@ -1,8 +1,8 @@
-"""What a row means: a conversation to learn, or a prompt with its reference answer.
+"""Interpretation of a row: a conversation to learn, or a prompt with its reference answer.
 
-Understood are OpenAI (`role`, `content`) and ShareGPT or LLaVA (`from`, `value`) turns, plain text, and two columns
-such as `question` and `answer`, or Alpaca's `instruction`, `input` and `output`. A prompt with two completions is
-`preferences.py`, tools are `tool_calls.py`. Nothing is rendered or tokenised here (`conversation.py`).
+Supported are OpenAI (`role`, `content`) and ShareGPT or LLaVA (`from`, `value`) turns, plain text, and two columns
+such as `question` and `answer`, or Alpaca's `instruction`, `input` and `output`. `preferences.py` reads prompts with
+two completions, `tool_calls.py` reads tools. `conversation.py` renders and tokenises.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from cosmos_core.errors import DataError
 
 Row = dict[str, Any]
 Message = dict[str, Any]
-"""`role` and `content`, and what else a chat template may read (`tool_calls`, `reasoning_content`, ...); `weight` = 0:
-an assistant turn that is not learned, however the row says so."""
+"""A turn with `role`, `content` and other keys that a chat template may read (`tool_calls`, `reasoning_content`, ...);
+`weight` = 0 marks an assistant turn without a loss, whichever key of the row says so."""
 
 _TEXT_ALONE = "this version learns from text alone where the model has no image processor"
 _CONVERSATION_COLUMNS = ("messages", "conversations", "conversation", "text")
@@ -29,7 +29,7 @@ _PAIR_COLUMNS = (
     ("question", "response"), ("instruction", "output"), ("instruction", "response"), ("input", "output"),
 )  # fmt: skip
 _RESPONSE_COLUMNS = ("output", "response", "completion", "answer")
-_BEHIND_AN_INSTRUCTION = ("input", "context")  # as Alpaca and Dolly have it
+_BEHIND_AN_INSTRUCTION = ("input", "context")  # columns of Alpaca and Dolly
 _PROMPT_COLUMNS = ("prompt", "question", "problem", "conversations", "messages")
 _SYSTEM_COLUMNS = ("system", "system_prompt")
 _KNOWN = {*_CONVERSATION_COLUMNS, *_PROMPT_COLUMNS, *_BEHIND_AN_INSTRUCTION, *chain.from_iterable(_PAIR_COLUMNS)}
@@ -41,19 +41,19 @@ _ROLES = {
 }  # fmt: skip
 _MEDIA_COLUMNS = ("image", "images", "video", "videos")
 IMAGE_MARK = re.compile("<image>")
-# At either end of a turn, where LLaVA puts it; in the middle of a sentence it is a word like any other.
+# LLaVA puts the mark at either end of a turn; in the middle of a sentence it is an ordinary word.
 _MEDIA_MARK = re.compile(r"\A\s*<(image|video)>|<(image|video)>\s*\Z")
 
 
 def remedy_of(most: float, *, is_all: bool) -> str:
-    """Return the end of a message about rows that cannot be used, of which a fraction of `most` may be left out."""
+    """Return the end of a message about unusable rows, of which at most the fraction `most` may be left out."""
     if is_all:
         return "none of those read can be: this training reads rows of another form; name their columns, or give others"
     return f"more than dataset.max_skipped_fraction = {most:g} allows; mend them, or raise it"
 
 
 class SkippedRow(DataError):
-    """A row of the right form with nothing to learn or to complete in it: `prepare` counts `reason` and goes on."""
+    """A well-formed row with nothing to learn or to complete: `prepare` counts the row under `reason` and continues."""
 
     def __init__(self, where: str, reason: str) -> None:
         super().__init__(where, reason)
@@ -64,13 +64,13 @@ class SkippedRow(DataError):
 
 
 class ReadRow(Row):
-    """A row that keeps the names of the columns whose values were taken."""
+    """A row that records which of its columns have been read."""
 
     def __init__(self, row: Row, own_names: Mapping[str, str], where: str) -> None:
-        """`own_names`: of known columns, `prompt`, `response`, `chosen` and `rejected`, to those of the row.
+        """`own_names` maps `prompt`, `response`, `chosen` and `rejected` to the names of the row's columns.
 
         Raises:
-            DataError: the row has no column of such a name.
+            DataError: the row lacks one of these columns.
         """
         if missing := [name for name in own_names.values() if row.get(name) is None]:
             raise DataError(f"{where}: no column {missing[0]!r}, which the recipe names; the row has {columns_of(row)}")
@@ -87,32 +87,33 @@ class ReadRow(Row):
         return super().__getitem__(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return a value, which is taken with that; `has` looks without taking it."""
+        """Return a value and record its column as read; the function `has` does not record it."""
         self._taken.add(name)
         return super().get(name, default)
 
     @property
     def unread(self) -> list[str]:
-        """Return the columns with a value that nothing has taken."""
+        """Return the names of the non-empty columns that have not been read."""
         taken = {self._own_names.get(name, name) for name in self._taken}
         return [name for name in self._columns if name not in taken]
 
 
 def has(row: Row, column: str) -> bool:
-    """Return whether a row has a value in a column."""
+    """Return whether a row has a value in a column, without recording the column as read."""
     return column in row and dict.get(row, column) is not None
 
 
 def plain_texts(row: Row, *columns: str | tuple[str, ...]) -> list[str] | None:
-    """Return the texts of columns, of several names the first that there is; None: one is missing or holds turns.
+    """Return the texts of columns for a model without a chat template; None if a text is missing or holds turns.
 
-    They stand one behind the other as they are: so a model without a chat template is given a prompt and completions.
+    A tuple in `columns` lists alternative names of one column, of which the first that exists is used. The texts are
+    meant to be concatenated as they are.
     """
     if any(has(row, name) for name in _CONVERSATION_COLUMNS):
         return None
     names = [[column] if isinstance(column, str) else column for column in columns]
-    found = [next((name for name in known if has(row, name)), "") for known in names]
-    values = [decoded(row[name]) for name in found if name]
+    present = [next((name for name in alternatives if has(row, name)), "") for alternatives in names]
+    values = [decoded(row[name]) for name in present if name]
     is_text = len(values) == len(columns) and all(isinstance(value, str) for value in values)
     return values if is_text and not system_of(row) else None
 
@@ -120,40 +121,40 @@ def plain_texts(row: Row, *columns: str | tuple[str, ...]) -> list[str] | None:
 def read_conversation(
     row: Row, where: str, column: str = "", system_prompt: str = "", *, with_images: bool = False
 ) -> list[Message] | str:
-    """Return the conversation of a row; a string is plain text, which has no turns.
+    """Return the conversation of a row as turns, or as a string if it is plain text.
 
     Args:
         row: one row of a data set.
         where: its location, for messages.
-        column: looked at first; a row without it may have another of the known columns.
-        system_prompt: put first when there is no system turn.
-        with_images: content may be a list of parts, `text` and `image`, and may say <image> (`images.py`).
+        column: the column to try first; a row without it may have another of the known columns.
+        system_prompt: inserted at the beginning if the row has no system turn.
+        with_images: allow content that is a list of `text` and `image` parts or contains <image> (`images.py`).
 
     Raises:
-        DataError: no known column, an unknown role, or content that is not text.
-        SkippedRow: an empty text or conversation.
+        DataError: the row has no known column, an unknown role, or content that is not text.
+        SkippedRow: the text or conversation is empty.
     """
-    found = next((c for c in (column, *_CONVERSATION_COLUMNS) if has(row, c)), None)
-    if found is not None:
-        value = row[found] if found == "text" else decoded(row[found])
+    present = next((c for c in (column, *_CONVERSATION_COLUMNS) if has(row, c)), None)
+    if present is not None:
+        value = row[present] if present == "text" else decoded(row[present])
         if not isinstance(value, str):
-            return with_system(read_turns(value, found, where, with_images), system_of(row) or system_prompt)
+            return with_system(read_turns(value, present, where, with_images), system_of(row) or system_prompt)
         if not value.strip():
             raise SkippedRow(where, "empty")
         return value
     for question, response in _PAIR_COLUMNS:
         if has(row, question) and has(row, response):
-            asked = as_turns(row, question, "user", where, with_images)
-            responded = as_turns(row, response, "assistant", where, with_images)
-            return with_system(asked + responded, system_of(row) or system_prompt)
+            question_turns = as_turns(row, question, "user", where, with_images)
+            response_turns = as_turns(row, response, "assistant", where, with_images)
+            return with_system(question_turns + response_turns, system_of(row) or system_prompt)
     remedy = "set train.train_policy.prompt_column_name and response_column_name"
-    if not _has_response(row):  # which the column of a conversation would leave out
+    if not _has_response(row):  # a conversation column would leave the response out
         remedy += ", or conversation_column_name for one column of turns or of plain text"
     raise DataError(f"{where}: no conversation among the columns {columns_of(row)}; {remedy}")
 
 
 def leaves_out_response(row: Row, column: str) -> bool:
-    """Return whether to read a column of that name is to learn its text alone, and nothing of what responds to it."""
+    """Return whether learning `column` learns only its plain text and leaves out a response in another column."""
     is_text = column not in {"", "text"} and isinstance(decoded(row.get(column)), str)
     return is_text and _has_response(row, column)
 
@@ -172,15 +173,14 @@ def read_prompt(  # noqa: PLR0913 - names of columns, and flags that default to 
     keeps_last: bool = False,
     with_images: bool = False,
 ) -> tuple[list[Message], str]:
-    """Return the prompt of a row as turns, and its reference answer ("" when there is none).
+    """Return the prompt of a row as turns, and its reference answer ("" if there is none).
 
-    A prompt that is a conversation ends before its last assistant turn when that comes last; that turn is the
-    reference where no column holds one. With `keeps_last` it stays in the prompt, for the policy to go on with.
-    `with_images`: as `read_conversation`.
+    A final assistant turn is removed from the prompt, and is the reference answer if no column holds one. With
+    `keeps_last` it stays in the prompt, for the policy to continue. `with_images` is as in `read_conversation`.
 
     Raises:
         DataError: a named column is missing, or no column looks like a prompt.
-        SkippedRow: there is nothing to complete.
+        SkippedRow: the row has no user turn.
     """
     for key, name in (("prompt_column_name", prompt_column), ("response_column_name", response_column)):
         if name in row and not has(row, name):
@@ -201,11 +201,11 @@ def read_prompt(  # noqa: PLR0913 - names of columns, and flags that default to 
 def read_held_out(
     row: Row, where: str, column: str = "", system_prompt: str = "", *, with_images: bool = False
 ) -> tuple[list[Message], str]:
-    """Return prompt and reference answer of a row that is made to be learned: ask for its last assistant turn.
+    """Return the prompt and reference answer of a held-out row for supervised learning, from its last assistant turn.
 
     Raises:
         DataError: the row is plain text, or not a conversation.
-        SkippedRow: there is nothing to complete.
+        SkippedRow: the row has no user turn.
     """
     conversation = read_conversation(row, where, column, system_prompt, with_images=with_images)
     if isinstance(conversation, str):
@@ -232,13 +232,12 @@ def _reference(row: Row, column: str, where: str) -> str | None:
     value = row[column]
     try:
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    except TypeError:  # columnar formats hold dates, decimals and bytes
+    except TypeError:  # columnar formats can hold dates, decimals and bytes
         raise DataError(f"{where}: column {column!r} holds {str(value)[:40]!r}, no JSON; write it as text") from None
 
 
 def as_turns(row: Row, column: str, role: str, where: str, with_images: bool = False) -> list[Message]:
-    """Return the turns that a column holds, or its text as one turn of the role; behind an instruction stands what it
-    is about."""
+    """Return the turns in a column, or its text as one turn of `role`; an `instruction` includes `input`, `context`."""
     value = decoded(row[column])
     if not isinstance(value, str):
         return read_turns(value, column, where, with_images)
@@ -248,24 +247,24 @@ def as_turns(row: Row, column: str, role: str, where: str, with_images: bool = F
 
 
 def _text(row: Row, column: str) -> str:
-    """Return what a column says; empty: nothing, or no text."""
+    """Return the text of a column; empty if the column is missing or holds no text."""
     value = row.get(column)
     return value if isinstance(value, str) and value.strip() else ""
 
 
 def decoded(value: Any) -> Any:
-    """Return a conversation that a format without lists, such as CSV, holds as JSON; anything else as it is."""
+    """Decode a conversation that is stored as a JSON string, as in CSV; return any other value unchanged."""
     turns = parsed(value) if isinstance(value, str) and re.match(r"\s*\[\s*\{", value) else None
     is_talk = turns and all(isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in turns)
     return turns if is_talk else value
 
 
 def read_turns(value: Any, column: str, where: str, with_images: bool = False) -> list[Message]:
-    """Return a list of turns with the names and forms that chat templates read.
+    """Convert a list of turns to the key names and forms that chat templates read.
 
     Raises:
-        DataError: it is no such list, and the message names the turn.
-        SkippedRow: it is empty.
+        DataError: the value is not a list of turns; the message names the turn.
+        SkippedRow: the list is empty.
     """
     if not isinstance(value, list):
         raise DataError(f"{where}: column {column!r} holds {str(value)[:40]!r}; a conversation is a list of turns")
@@ -279,7 +278,7 @@ def read_turns(value: Any, column: str, where: str, with_images: bool = False) -
 def _turn(turn: Any, where: str, with_images: bool) -> Message:
     if not isinstance(turn, dict):
         raise DataError(f"{where}: {str(turn)[:40]!r} is not a turn; write role and content, or from and value")
-    # Arrow gives each turn every key that any turn has, with None for what it lacks.
+    # Arrow gives each turn the keys of all turns, with None for the missing ones.
     turn = {key: value for key, value in turn.items() if value is not None}
     role = turn.get("role", turn.get("from"))
     if not isinstance(role, str) or role not in _ROLES:
@@ -296,10 +295,10 @@ def _turn(turn: Any, where: str, with_images: bool) -> Message:
 
 
 def read_content(content: Any, where: str, with_images: bool = False) -> Any:
-    """Return the text of a turn, or its parts where it shows images.
+    """Return the text of a turn, or its parts if it shows images.
 
     Raises:
-        DataError: it is neither, or shows what is not read.
+        DataError: the content is neither text nor such parts, or shows media that are not supported.
     """
     check_parts(content, where)
     if with_images and isinstance(content, list) and any(_shows_image(part) for part in content):
@@ -317,11 +316,11 @@ def read_content(content: Any, where: str, with_images: bool = False) -> Any:
 
 
 def _shows_image(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") in ("image", "image_url")  # no set: a list may stand there
+    return isinstance(part, dict) and part.get("type") in ("image", "image_url")  # `type` may be unhashable
 
 
 def _part(part: Any, where: str) -> dict[str, Any]:
-    """Return a part of a turn: `{"type": "text", "text": ...}`, or `type` = `image` and what names the image."""
+    """Normalise a part of a turn to `{"type": "text", "text": ...}`, or to `type` = `image` with the image's source."""
     if _shows_image(part):
         return {**part, "type": "image"}
     if isinstance(part, dict) and part.get("type") in (None, "text") and isinstance(part.get("text"), str):
@@ -330,30 +329,30 @@ def _part(part: Any, where: str) -> dict[str, Any]:
 
 
 def texts_of(message: Message) -> list[str]:
-    """Return the words of a turn, those between two images apart."""
+    """Return the texts of a turn: one string, or one per text part if the turn shows images."""
     content = message["content"]
     return [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
 
 
 def alternating(turns: list[Message]) -> Iterator[list[Message]]:
-    """Yield the turns in forms that a chat template may accept when it refuses their roles.
+    """Yield alternative forms of the turns for a chat template that refuses their sequence of roles.
 
-    The closest first: turns of one role in a row as one turn; then the system's as a part of what the user says.
+    The closest form comes first: consecutive turns of one role are merged. Then system turns become user turns too.
     """
     yield merged(turns)
     yield merged([{**turn, "role": "user"} if turn["role"] == "system" else turn for turn in turns])
 
 
 def merged(turns: list[Message]) -> list[Message]:
-    """Return the turns with those of one role in a row as one turn."""
-    found: list[Message] = []
+    """Merge consecutive turns of one role into one turn, except tool results and turns with extra keys."""
+    result: list[Message] = []
     for turn in turns:
-        last = found[-1] if found else {}
+        last = result[-1] if result else {}
         if last.get("role") == turn["role"] != "tool" and last.keys() == turn.keys() <= {"role", "content", "weight"}:
-            found[-1] = {**turn, "content": _put_together(last["content"], turn["content"])}
+            result[-1] = {**turn, "content": _put_together(last["content"], turn["content"])}
         else:
-            found.append(turn)
-    return found
+            result.append(turn)
+    return result
 
 
 def _put_together(first: Any, second: Any) -> Any:
@@ -364,33 +363,34 @@ def _put_together(first: Any, second: Any) -> Any:
 
 
 def system_of(row: Row) -> str:
-    """Return what a column says to put before the turns; empty: there is none."""
+    """Return the system prompt in a column of the row; empty if there is none."""
     return next(filter(None, (_text(row, column) for column in _SYSTEM_COLUMNS)), "")
 
 
 def with_system(turns: list[Message], system_prompt: str) -> list[Message]:
-    """Return the turns with the system prompt before them, unless they have one of their own."""
+    """Insert the system prompt before the turns, unless they already have a system or developer turn."""
     if not system_prompt or any(turn["role"] in {"system", "developer"} for turn in turns):
         return turns
     return [{"role": "system", "content": system_prompt}, *turns]
 
 
 def columns_of(row: Row) -> str:
-    """Return the names of a row's columns for a message."""
+    """Return the names of a row's columns for an error message."""
     names = [repr(name)[1:-1][:40] for name in row]  # escaped: a name may have a line break
     return ", ".join(names[:20]) + ", ..." * (len(names) > 20) or "(none)"
 
 
 def columns_for_rewards(row: Row, prompt: list[Message]) -> str:
-    """Return the columns of a row as JSON without bytes, the prompt under `prompt`: a text where a column holds it as
-    one, else the turns."""
-    asked = [turn["content"] for turn in prompt if turn["role"] != "system"]
-    is_text = len(asked) == 1 and isinstance(asked[0], str) and any(asked[0] == value for value in row.values())
+    """Return the columns of a row as JSON without bytes and media columns, for reward functions. The key `prompt` holds
+    the prompt: as text if a column of the row is that text, else as turns."""
+    texts = [turn["content"] for turn in prompt if turn["role"] != "system"]
+    is_text = len(texts) == 1 and isinstance(texts[0], str) and any(texts[0] == value for value in row.values())
     columns = {name: value for name, value in row.items() if name not in _MEDIA_COLUMNS}
-    return json.dumps(_plain({**columns, "prompt": asked[0] if is_text else prompt}), default=str)
+    return json.dumps(_plain({**columns, "prompt": texts[0] if is_text else prompt}), default=str)
 
 
 def _plain(value: Any) -> Any:
+    """Return a value without bytes, and with NumPy values as Python ones, for JSON."""
     if isinstance(value, dict):
         if _shows_image(value):
             return {"type": "image"}

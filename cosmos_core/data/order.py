@@ -18,13 +18,15 @@ _WORD = 2**64
 
 
 def shuffled(num_rows: int, *seeds: int) -> np.ndarray:
-    """Return `range(num_rows)` in an order that the seeds decide, the same with every version of NumPy: int64."""
+    """Return a permutation of `range(num_rows)`, int64, that depends only on the seeds and not on the NumPy version."""
     # Sorting raw draws, not Generator.permutation: NumPy keeps only the raw stream stable between versions.
     draws = np.random.PCG64(np.random.SeedSequence([seed % _WORD for seed in seeds])).random_raw(num_rows)
     return np.argsort(draws, kind="stable").astype(np.int64)
 
 
-@lru_cache(maxsize=4)  # a step asks for one epoch of prompts and one of a data term; an epoch's end looks ahead
+@lru_cache(
+    maxsize=4
+)  # per step one epoch of prompts and one of a data term; the end of an epoch also reads the next one
 def epoch_order(seed: int, epoch: int, num_rows: int, shuffle: bool) -> np.ndarray:
     """Return the row numbers of one epoch in training order: int64, read-only, each of `range(num_rows)` once."""
     order = shuffled(num_rows, seed, epoch) if shuffle else np.arange(num_rows, dtype=np.int64)
@@ -33,9 +35,9 @@ def epoch_order(seed: int, epoch: int, num_rows: int, shuffle: bool) -> np.ndarr
 
 
 def batches_per_epoch(batch_size: int, num_rows: int, drop_last: bool = True) -> int:
-    """Return the optimizer steps in one pass over the rows.
+    """Return the number of optimizer steps in one pass over the rows.
 
-    With `drop_last` the rows that fill no batch wait for another epoch.
+    With `drop_last` the rows that do not fill a batch are left out of the epoch.
 
     Raises:
         DataError: the rows do not fill one batch.
@@ -49,7 +51,7 @@ def batches_per_epoch(batch_size: int, num_rows: int, drop_last: bool = True) ->
 
 
 def left_over(train: TrainConfig, size: int, num_rows: int) -> str:
-    """Return what is to be said of rows that fill no batch of `size` at the end of an epoch; empty: there are none.
+    """Return a notice about rows that do not fill a batch of `size` at the end of an epoch; empty if there are none.
 
     Raises:
         DataError: the rows do not fill one step.

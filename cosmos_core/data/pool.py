@@ -1,4 +1,4 @@
-"""The beginning of each process that makes rows, in a module of its own: what is imported behind it is logged too."""
+"""Initializer of the processes that tokenise rows: a separate module, so that logging is set up before more imports."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from cosmos_core.observe.logs import configure
 
 
 def begin() -> None:
-    """Log as the worker does, and end with the parent: a pool's process waits on a pipe that it holds open itself, and
-    would outlive a killed one."""
+    """Configure logging as in the worker, and exit when the parent process ends.
+
+    A process of a pool waits on a pipe that it holds open itself, and would outlive a parent that was killed.
+    """
     configure()
     parent = multiprocessing.parent_process()
     assert parent is not None

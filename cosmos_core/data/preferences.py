@@ -1,4 +1,4 @@
-"""What rows of preferences mean: a prompt with a chosen and a rejected completion, or with a completion and a label."""
+"""Reader of preference rows: a prompt with a chosen and a rejected completion, or with a completion and a label."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.
 
 
 class Preference(NamedTuple):
-    """Two completions of a prompt; all three are turns, or all are plain text."""
+    """A prompt with two completions: all three are lists of turns, or all three are plain text."""
 
     prompt: list[Message] | str
     chosen: list[Message] | str
@@ -40,42 +40,41 @@ class Preference(NamedTuple):
 def read_preference(
     row: Row, where: str, column: str = "", system_prompt: str = "", *, with_images: bool = False
 ) -> Preference:
-    """Return prompt, chosen and rejected completion of a row, each as text or as turns.
+    """Return the prompt and the chosen and rejected completion of a row, all as turns or all as plain text.
 
-    Without a column of prompts the prompt is what `chosen` and `rejected` begin with alike: the same turns, or the same
-    text, which then is plain and has no turns. Turns that begin with the prompt, or with its last turns, do not repeat
-    it.
+    Without a prompt column the prompt is the common beginning of `chosen` and `rejected`: their common turns, or the
+    common prefix of two plain texts. If the completions repeat the prompt or its last turns, these are removed.
 
     Args:
         row: one row of a data set.
         where: its location, for messages.
-        column: of the prompt, looked at first; a row without it may have `prompt` or another of the known columns.
-        system_prompt: put before turns that have no system turn.
-        with_images: as `read_conversation`.
+        column: the prompt column to try first; a row without it may have `prompt` or another of the known columns.
+        system_prompt: inserted before turns that have no system turn.
+        with_images: as in `read_conversation`.
 
     Raises:
-        DataError: `chosen`, `rejected` or the prompt is missing or of a wrong form.
-        SkippedRow: there is nothing to compare.
+        DataError: `chosen`, `rejected` or the prompt is missing or has the wrong form.
+        SkippedRow: the completions are equal or empty, or the prompt is empty.
     """
     one, other = (_compared(row, name, where, with_images) for name in ("chosen", "rejected"))
     if one == other:
         raise SkippedRow(where, "with equal chosen and rejected")
-    found = next((c for c in (column, *_PROMPT_COLUMNS) if has(row, c)), None)
-    if found is None and isinstance(one, str) and isinstance(other, str):
+    prompt_column = next((c for c in (column, *_PROMPT_COLUMNS) if has(row, c)), None)
+    if prompt_column is None and isinstance(one, str) and isinstance(other, str):
         return _plain_preference(one, other, where)
     chosen, rejected = _response_turns(one), _response_turns(other)
-    prompt = [] if found is None else as_turns(row, found, "user", where, with_images)
+    prompt = [] if prompt_column is None else as_turns(row, prompt_column, "user", where, with_images)
     if "assistant" not in {chosen[0]["role"], rejected[0]["role"]}:
         shared = chosen[: _num_shared(chosen, rejected)]
         chosen, rejected = chosen[len(shared) :], rejected[len(shared) :]
-        prompt = _agreed(prompt, shared, found, where) if shared else []
+        prompt = _agreed(prompt, shared, prompt_column, where) if shared else []
     if any(not turns or turns[0]["role"] != "assistant" for turns in (chosen, rejected)):
         raise SkippedRow(where, "whose chosen and rejected answer different prompts")
     if any(turn.get("weight") == 0 for turn in (*chosen, *rejected)):
         raise DataError(
             f"{where}: weight = 0 in `chosen` or `rejected` or loss = false: they are compared as a whole; leave it out"
         )
-    if not prompt and found is None:
+    if not prompt and prompt_column is None:
         raise DataError(
             f"{where}: no prompt among the columns {columns_of(row)}; name it `prompt`, or set "
             "train.train_policy.prompt_column_name"
@@ -93,7 +92,7 @@ def read_label(row: Row, where: str) -> bool:
     """Return whether the completion of a row is desirable.
 
     Raises:
-        DataError: the row does not say it.
+        DataError: the row has no valid label.
     """
     value = row.get("label")
     if (label := _LABELS.get(str(value).lower())) is None:
@@ -107,11 +106,11 @@ def read_label(row: Row, where: str) -> bool:
 def read_labelled(
     row: Row, where: str, column: str = "", system_prompt: str = "", *, with_images: bool = False
 ) -> list[Message]:
-    """Return the conversation of a row with a label, of which what follows the last user turn is learned.
+    """Return the conversation of a row with a label; only turns after the last user turn are learned.
 
     Raises:
-        DataError: the row has no label, or as `read_conversation`.
-        SkippedRow: there is nothing to respond to.
+        DataError: the row has no valid label, is plain text, or cannot be read by `read_conversation`.
+        SkippedRow: the row has no user turn.
     """
     read_label(row, where)
     turns = read_conversation(row, where, column, system_prompt, with_images=with_images)
@@ -126,20 +125,20 @@ def read_labelled(
 READERS: dict[str, Callable[..., Any]] = {
     "sequences": read_conversation, "pairs": read_preference, "labelled": read_labelled,
 }  # fmt: skip
-"""What reads a row of each kind that is learned: row, location, column and system prompt, and `with_images`."""
+"""Reader function of each kind of rows to learn, called with row, location, column, system prompt and `with_images`."""
 
 
 def _agreed(prompt: list[Message], shared: list[Message], column: str | None, where: str) -> list[Message]:
-    """Return the prompt of a column and the turns that both completions begin with as one: one holds the other.
+    """Return the longer of the prompt in a column and the turns that both completions begin with.
 
     Raises:
-        DataError: they are different prompts.
+        DataError: neither contains the other, so they are different prompts.
     """
-    asked, repeated = ([_words(turn) for turn in turns] for turns in (prompt, shared))
-    says_nothing = not any(words for _, words in asked)
-    if says_nothing or any(repeated[i : i + len(asked)] == asked for i in range(len(repeated))):
+    prompt_words, shared_words = ([_words(turn) for turn in turns] for turns in (prompt, shared))
+    says_nothing = not any(words for _, words in prompt_words)
+    if says_nothing or any(shared_words[i : i + len(prompt_words)] == prompt_words for i in range(len(shared_words))):
         return shared
-    if asked[-len(repeated) :] == repeated:
+    if prompt_words[-len(shared_words) :] == shared_words:
         return prompt
     raise DataError(
         f"{where}: column {column!r} says {' '.join(texts_of(prompt[-1]))[:40]!r} and `chosen` begins with "
@@ -148,7 +147,7 @@ def _agreed(prompt: list[Message], shared: list[Message], column: str | None, wh
 
 
 def _words(turn: Message) -> tuple[str, list[str]]:
-    """Return what two turns have in common that say the same, whatever their blanks and the form of their images."""
+    """Return role and words of a turn, for comparison regardless of whitespace and of the form of images."""
     return turn["role"], IMAGE_MARK.sub(" ", " ".join(texts_of(turn))).split()
 
 
@@ -182,5 +181,5 @@ def _response_turns(response: list[Message] | str) -> list[Message]:
 
 
 def _num_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return how many turns, or characters, both begin with."""
+    """Return the length of the common prefix of two sequences."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

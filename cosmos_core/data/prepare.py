@@ -1,11 +1,10 @@
-"""The program of a `prepare` stage: rows in, token files out, so that training starts at once and reads no text.
+"""The program of a `prepare` stage: it tokenises rows to files, so that training starts quickly and reads no text.
 
     <stage>/data/train.arrow  validation.arrow  data_term.arrow  statistics.json
 
-The same rows, tokenizer and settings give the same bytes, whatever the number of processes; a chunk of rows at a time
-is in memory. A row with nothing in it to learn, or one that cannot be read, is left out and counted; too many of the
-latter end the stage. Opening these files is `prepared.py`; what is a conversation and what is learned of it,
-`messages.py` and `conversation.py`.
+The same rows, tokenizer and settings give the same bytes with any number of processes. Only a few chunks of rows are in
+memory at a time. Rows without content to learn and unreadable rows are left out and counted; too many unreadable rows
+fail the stage. `prepared.py` opens the files; `messages.py` and `conversation.py` interpret and tokenise rows.
 """
 
 from __future__ import annotations
@@ -50,16 +49,16 @@ from cosmos_core.types import JsonValue, Outcome
 logger = logging.getLogger(__name__)
 
 _TRAIN, _VALIDATION = "train", "validation"
-_CHUNK_ROWS = 256  # rows of one record batch and of one task of a process; part of the file's bytes
+_CHUNK_ROWS = 256  # rows per record batch and per task of a process; changing it changes the files' bytes
 
 
 def run(stage: Stage) -> Outcome:
-    """Tokenise the training rows, and the held-out rows where there are any.
+    """Tokenise the training rows, and the held-out rows if there are any.
 
     Raises:
-        DataError: a file, a data set or too many rows are wrong, and the message names where; or no row is left.
+        DataError: a data set is missing or malformed, too many rows are unreadable, or no row is left.
         ModelError: the tokenizer is missing or has no chat template.
-        Preempted: a signal came; nothing was written.
+        Preempted: a stop was requested; no file was written.
     """
     if stage.recipe.train.train_policy.rows in MEDIA:
         return import_module("cosmos_core.data.prepare_media").run(stage)  # diffusers is not imported for text
@@ -68,11 +67,11 @@ def run(stage: Stage) -> Outcome:
     tokenizer = _tokenizer(stage.model, stage.recipe.policy)
     ends = end_ids(stage.model, stage.recipe.policy.model_revision, tokenizer)
     jobs = {split: replace(_job(stage, split, rows), end_ids=ends) for split, rows in splits.items()}
-    jobs, untold = _rendered_jobs(stage, jobs, tokenizer)
+    jobs, tool_notices = _rendered_jobs(stage, jobs, tokenizer)
     total = sum(len(rows) for rows in splits.values())
     statistics: dict[str, dict[str, Any]] = {}
     notices: list[JsonValue] = [f"{key} has no effect: videos are not read" for key in media_of(stage.recipe).ignored]
-    notices += untold
+    notices += tool_notices
     done = 0
     with replaced_folder(stage.path / "data") as folder:
         for split, rows in splits.items():
@@ -96,7 +95,7 @@ def run(stage: Stage) -> Outcome:
 def _rendered_jobs(
     stage: Stage, jobs: dict[str, Job], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[dict[str, Job], list[JsonValue]]:
-    """Return the jobs with how prompts to complete are rendered, and what is to be said of it."""
+    """Return the jobs with the recipe's rendering of prompts, and notices about it."""
     if all(job.kind != "prompts" for job in jobs.values()):
         return jobs, []
     chat = chat_of(stage.recipe.rollout.multi_turn_config)
@@ -107,10 +106,10 @@ def _rendered_jobs(
 
 
 def _write_split(stage: Stage, path: Path, job: Job, rows: Rows, done: int, total: int) -> Counts:
-    """Write one file; `done` of `total` rows went before.
+    """Write the file of one split; `done` of `total` rows of all splits are already processed.
 
     Raises:
-        DataError: too many rows cannot be read, or nothing is left to write.
+        DataError: too many rows cannot be read, or no row is left to write.
     """
     counts = Counts(job.kind, job.column, job.room)
     with pa.ipc.new_file(path, job.schema) as file, closing(_tokenised(stage, job, rows)) as chunks:
@@ -132,17 +131,17 @@ def _write_split(stage: Stage, path: Path, job: Job, rows: Rows, done: int, tota
 
 
 def _splits(stage: Stage) -> dict[str, Rows]:
-    """Return rows to train on, held-out rows when there are any, and those of a data term."""
+    """Return the rows of each split: training rows, and held-out rows and data-term rows if there are any."""
     policy, opener = stage.recipe.train.train_policy, _opener(stage)
-    beside = {}
+    extra_splits = {}
     if policy.real_rows is not None:
-        beside[DATA_TERM] = load_rows(policy.real_rows.dataset, "train.train_policy.data_term")
+        extra_splits[DATA_TERM] = load_rows(policy.real_rows.dataset, "train.train_policy.data_term")
     splits = _own_splits(stage, opener)
     if _VALIDATION in splits:
         held_out = splits[_VALIDATION] = splits[_VALIDATION].first(stage.recipe.validation.max_rows)
         if policy.rows == "sequences" and stage.recipe.validation.reward_function:
-            beside[LEARNED_HELD_OUT] = held_out
-    return {**splits, **beside}
+            extra_splits[LEARNED_HELD_OUT] = held_out
+    return {**splits, **extra_splits}
 
 
 def _own_splits(stage: Stage, opener: Opener) -> dict[str, Rows]:
@@ -171,10 +170,10 @@ def _opener(stage: Stage) -> Opener:
 
 
 def _dataset(recipe: Recipe, split: str) -> DatasetConfig:
-    """Return the table that a split's rows come from."""
-    beside, held_out = recipe.train.train_policy.real_rows, recipe.validation.dataset
-    if split == DATA_TERM and beside is not None:
-        return beside.dataset
+    """Return the config table of the data set that a split's rows come from."""
+    data_term, held_out = recipe.train.train_policy.real_rows, recipe.validation.dataset
+    if split == DATA_TERM and data_term is not None:
+        return data_term.dataset
     return held_out if split in (_VALIDATION, LEARNED_HELD_OUT) and held_out.name else recipe.train.train_policy.dataset
 
 

@@ -1,10 +1,10 @@
-"""The program of a `prepare` stage of a diffusion model: prompts, images and clips in, embeddings and latents out.
+"""The program of a `prepare` stage of a diffusion model: it encodes prompts, images and clips.
 
-Text encoders and VAE run here, once for each text and each image, and never in training. What they gave is kept by its
-content beside the runs (`media_cache.py`), so that a stage which was killed, another run and another algorithm go on
-from there; the stage has its own files of it (`media_rows.py`). Where all is known already no encoder is loaded.
+Text encoders and VAE run here, once for each text and each image, and never in training. Their outputs are cached by
+content in a folder that runs share (`media_cache.py`), so that a stage that was killed, other runs and other algorithms
+reuse them; the stage copies what it needs (`media_rows.py`). No encoder is loaded if everything is cached.
 
-A row that cannot be read or decoded is left out, counted and named; too many of them end the stage.
+A row that cannot be read or decoded is left out, counted and reported; too many of them fail the stage.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from cosmos_core.types import JsonValue, Outcome
 logger = logging.getLogger(__name__)
 
 CACHE = "media"
-"""Folder of what was encoded, in the folder that runs share."""
+"""Name of the cache folder, in the folder that runs share."""
 _TEXTS_AT_ONCE = 32
 _MOST_NAMED = 5
-_MOST_DECODED = 1000  # of a split that is looked at
+_MOST_DECODED = 1000  # media of a split that `look` decodes
 
 T = TypeVar("T")
 
@@ -53,20 +53,19 @@ def run(stage: Stage) -> Outcome:
     """Encode the rows of a stage with the encoders of its model.
 
     Raises:
-        ModelError: the model is no pipeline that is known.
-        DataError, Preempted: as `prepare`.
+        ModelError: the model is not a supported pipeline.
+        DataError, Preempted: as in `prepare`.
     """
     return prepare(stage, source_of(stage))
 
 
 def look(stage: Stage, source: Source | None = None) -> dict[str, tuple[str, int, list[JsonValue]]]:
-    """Return what the rows of each split are, their number and the first prompts; none is encoded. `cosmos check` calls
-    it.
+    """Return a description, the number of rows and the first prompts of each split, for `cosmos check`.
 
-    Media that are to be learned are decoded, of a large data set some of them, evenly spread.
+    Nothing is encoded. Media to learn are decoded; of a large data set only an evenly spaced sample is.
 
     Raises:
-        ModelError, DataError: as `run`.
+        ModelError, DataError: as in `run`.
     """
     source, kind = source or source_of(stage), stage.recipe.train.train_policy.rows
     return {name: _look(stage, source, name, split, kind) for name, split in read_splits(stage, source, kind).items()}
@@ -74,28 +73,28 @@ def look(stage: Stage, source: Source | None = None) -> dict[str, tuple[str, int
 
 def _look(stage: Stage, source: Source, name: str, split: Split, kind: RowKind) -> tuple[str, int, list[JsonValue]]:
     skipped, rates, num_kept = list(split.skipped), set[float](), len(split.kept)
-    told = ""
+    details = ""
     if is_learned(name, split, kind):
         framing, stride = framing_of(stage.recipe, split.config, source), -(-num_kept // _MOST_DECODED) or 1
         media = ((row, item.content) for row, item in zip(split.rows, split.items(), strict=False) if row is not None)
-        chosen = islice(media, 0, None, stride)
-        for row, rate, problem in in_threads(stage, lambda each: _looked_at(*each, framing), chosen):
+        sampled = islice(media, 0, None, stride)
+        for row, rate, problem in in_threads(stage, lambda each: _looked_at(*each, framing), sampled):
             stage.progress.beat()
             rates |= {rate} if rate else set()
             skipped += [f"{row.where}: {problem}"] if problem else []
-        told = f" (of which {-(-num_kept // stride):,} were decoded)" if stride > 1 else ""
+        details = f" (of which {-(-num_kept // stride):,} were decoded)" if stride > 1 else ""
     num_kept -= len(skipped) - len(split.skipped)
     _check_skipped(name, skipped, split, num_kept)
     if rates:
-        told += f", clips of {min(rates):g}" + (f" to {max(rates):g}" if len(rates) > 1 else "") + " frames a second"
-        told += ", which are learned frame by frame" if len(rates) > 1 else ""
-    told += f", {len(skipped):,} left out (first: {skipped[0]})" if skipped else ""
+        details += f", clips of {min(rates):g}" + (f" to {max(rates):g}" if len(rates) > 1 else "") + " frames a second"
+        details += ", which are learned frame by frame" if len(rates) > 1 else ""
+    details += f", {len(skipped):,} left out (first: {skipped[0]})" if skipped else ""
     prompts = [{"text": row.prompt, "reference": "", "metadata": json.loads(row.metadata)} for row in split.kept[:2]]
-    return f"{name}: {num_kept:,} rows{told}", num_kept, list(prompts)
+    return f"{name}: {num_kept:,} rows{details}", num_kept, list(prompts)
 
 
 def _looked_at(row: Row, content: Content | None, framing: Framing) -> tuple[Row, float, str]:
-    """Return the row, the frames a second of its clip, and why its media cannot be decoded; empty: they can."""
+    """Return the row, the frame rate of its clip, and why its media cannot be decoded; empty if they can."""
     decoded = _decoded(row.media, content, framing)
     if isinstance(decoded, str):
         return row, 0.0, decoded
@@ -103,15 +102,15 @@ def _looked_at(row: Row, content: Content | None, framing: Framing) -> tuple[Row
 
 
 def is_learned(name: str, split: Split, kind: RowKind) -> bool:
-    """Return whether the media of a split are encoded, and not its prompts alone."""
+    """Return whether the media of a split are encoded in addition to its prompts."""
     return kind == MEDIA[0] and (name == TRAIN or all(row.media for row in split.kept))
 
 
 def source_of(stage: Stage) -> Source:
-    """Return the encoders of a stage's model, of which no weight is loaded yet.
+    """Return the encoders of a stage's model without loading their weights.
 
     Raises:
-        ModelError: the model is no pipeline that is known.
+        ModelError: the model is not a supported pipeline.
     """
     policy = stage.recipe.policy
     family = open_family(stage.model, policy, "cuda" if torch.cuda.is_available() else "cpu")
@@ -127,11 +126,11 @@ def source_of(stage: Stage) -> Source:
 
 
 def prepare(stage: Stage, source: Source) -> Outcome:
-    """Encode the training rows, and the held-out rows where there are any.
+    """Encode the training rows, and the held-out rows if there are any.
 
     Raises:
-        DataError: a data set is missing, too many rows cannot be used, or none is left.
-        Preempted: a signal came; what was encoded stays encoded.
+        DataError: a data set is missing, too many rows cannot be used, or no row is left.
+        Preempted: a stop was requested; what was encoded stays in the cache.
     """
     stage.progress.phase("prepare")
     kind: RowKind = stage.recipe.train.train_policy.rows
@@ -157,7 +156,7 @@ def prepare(stage: Stage, source: Source) -> Outcome:
 
 
 class _Work:
-    """Encodes what the cache does not have, and writes what it has."""
+    """Encodes the texts and media that are not cached, and writes splits from the cache."""
 
     def __init__(self, stage: Stage, source: Source, kind: RowKind) -> None:
         self._stage, self._source, self._kind = stage, source, kind
@@ -166,10 +165,10 @@ class _Work:
         self.num_encoded = [0, 0]
 
     def write(self, name: str, split: Split, null: dict[str, str], folder: Path) -> tuple[int, list[str]]:
-        """Write a split and return how many rows are in it, and why each is not that was left out.
+        """Write a split and return its number of rows, and a reason for each row that was left out.
 
         Raises:
-            DataError: too many rows cannot be used, or none is left.
+            DataError: too many rows cannot be used, or no row is left.
         """
         is_media = is_learned(name, split, self._kind)
         with self._source.encoders.residence.staying():
@@ -195,21 +194,21 @@ class _Work:
         return len(records), skipped
 
     def texts(self, texts: Sequence[Keyed[str]], folder: Path) -> dict[str, dict[str, str]]:
-        """Return where the embeddings of texts lie, by key."""
+        """Encode texts and return the shard and entry of each embedding, by key."""
         shard = self._shard(list(texts), self._encode_texts, folder, 0)
         return {each.key: {"shard": shard, "entry": each.key} for each in texts}
 
     def _entries(self, split: Split, *, is_media: bool, folder: Path) -> _Entries:
-        """Encode the texts or the media of a split, shard by shard."""
-        chosen = ((row, item) for row, item in zip(split.rows, split.items(), strict=False) if row is not None)
+        """Encode the texts or the media of a split shard by shard, and return their locations."""
+        pairs = ((row, item) for row, item in zip(split.rows, split.items(), strict=False) if row is not None)
         entries = _Entries({}, {}, {})
         if is_media:
             framing = framing_of(self._stage.recipe, split.config, self._source)
             encode: Any = lambda items: self._encode_media(items, framing)  # noqa: E731
-            keyed: Iterable[Any] = (Keyed(row.media, (row.media, item.content)) for row, item in chosen)
+            keyed: Iterable[Any] = (Keyed(row.media, (row.media, item.content)) for row, item in pairs)
         else:
             encode = self._encode_texts
-            keyed = (Keyed(row.text, item.embedding or row.prompt) for row, item in chosen)
+            keyed = (Keyed(row.text, item.embedding or row.prompt) for row, item in pairs)
         for shard in shards_of(keyed):
             name = self._shard(shard, encode, folder, int(is_media))
             entries.refused.update(self._cache.refused(name))
@@ -222,7 +221,7 @@ class _Work:
     def _shard(
         self, shard: Sequence[Keyed[T]], encode: Callable[[Sequence[T]], list[Entry | str]], folder: Path, which: int
     ) -> str:
-        """Put a shard into the folder of the stage, encoded before if it is not known; return its name."""
+        """Copy a shard to the folder of the stage, after encoding it if it is not cached; return its name."""
         if self._stage.stop_requested:
             raise Preempted(f"stopped after {sum(self.num_encoded)} texts and media were encoded; they stay encoded")
         keys = [each.key for each in shard]
@@ -237,54 +236,55 @@ class _Work:
         return name
 
     def _encode_texts(self, texts: Sequence[str | Path]) -> list[Entry | str]:
-        """Return the embedding of each text; a path is that of an embedding which the data set brings with it."""
+        """Return the embedding of each text, or why it is missing; a path is a file with an embedding."""
         prompts = [text for text in texts if isinstance(text, str)]
-        made: list[Entry] = []
+        entries: list[Entry] = []
         for start in range(0, len(prompts), _TEXTS_AT_ONCE):
             with torch.no_grad():
                 batch = self._source.encoders.text_embedding(prompts[start : start + _TEXTS_AT_ONCE])
             size = len(prompts[start : start + _TEXTS_AT_ONCE])
-            made += [{name: values[i] for name, values in batch.items()} for i in range(size)]
-        encoded = iter(made)
+            entries += [{name: values[i] for name, values in batch.items()} for i in range(size)]
+        encoded = iter(entries)
         return [next(encoded) if isinstance(text, str) else self._given(text) for text in texts]
 
     def _given(self, path: Path) -> Entry | str:
+        """Return the embedding in a file of the data set, or why it cannot be used."""
         try:
-            found = read_embedding(path, tuple(self._usual))
+            embedding = read_embedding(path, tuple(self._usual))
         except DataError as error:
             return str(error)
         for name, usual in self._usual.items():
-            if _form(found[name]) != _form(usual):
+            if _form(embedding[name]) != _form(usual):
                 return (
-                    f"{path.name}: {name} is {list(found[name].shape)}, and the model's encoder gives "
+                    f"{path.name}: {name} is {list(embedding[name].shape)}, and the model's encoder gives "
                     f"{list(usual.shape)}; only the number of tokens, the first of two, may be another"
                 )
-        return found
+        return embedding
 
     @cached_property
     def _usual(self) -> Entry:
-        """The embedding of one text, as the encoder makes it."""
+        """Embedding of the empty text, as a reference for the shapes that the encoder returns."""
         with torch.no_grad():
             return {name: values[0] for name, values in self._source.encoders.text_embedding([""]).items()}
 
     def _encode_media(self, items: Sequence[tuple[str, Content | None]], framing: Framing) -> list[Entry | str]:
-        """Return the latent of each image or clip; pixels of one shape are encoded together, a few at a time."""
-        found: dict[int, Entry | str] = {}
+        """Return the latent of each image or clip, or why there is none; media of one shape are encoded in batches."""
+        latents: dict[int, Entry | str] = {}
         waiting: dict[tuple[int, ...], list[tuple[int, np.ndarray]]] = {}
         for index, pixels in enumerate(
             in_threads(self._stage, lambda item: _decoded(item[0], item[1], framing), items)
         ):
             self._stage.progress.beat()
             if isinstance(pixels, str):
-                found[index] = pixels
+                latents[index] = pixels
                 continue
             batch = waiting.setdefault(pixels.shape, [])
             batch.append((index, pixels))
             if len(batch) == self._batch:
-                found |= self._latents(waiting.pop(pixels.shape))
+                latents |= self._latents(waiting.pop(pixels.shape))
         for batch in waiting.values():
-            found |= self._latents(batch)
-        return [found[i] for i in range(len(items))]
+            latents |= self._latents(batch)
+        return [latents[i] for i in range(len(items))]
 
     def _latents(self, batch: Sequence[tuple[int, np.ndarray]]) -> dict[int, Entry | str]:
         pixels = torch.from_numpy(np.stack([each for _, each in batch])).float().div_(127.5).sub_(1)
@@ -297,14 +297,19 @@ class _Work:
 
 
 def _form(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return how many dimensions an embedding has, and its size without the number of tokens."""
+    """Return the number of dimensions of an embedding, and its shape without the number of tokens."""
     return tensor.ndim, *tensor.shape[1:]
 
 
 class _Entries(NamedTuple):
+    """Encoded texts or media of a split, by key."""
+
     at: dict[str, dict[str, str]]
+    """Shard and entry of each item."""
     shapes: dict[str, list[int]]
+    """Shape of each latent."""
     refused: dict[str, str]
+    """Reason why an item could not be encoded."""
 
 
 def _decoded(key: str, content: Content | None, framing: Framing) -> np.ndarray | str:
@@ -327,7 +332,7 @@ def _check_skipped(name: str, skipped: Sequence[str], split: Split, num_kept: in
 
 
 def _told(name: str, skipped: Sequence[str], total: int) -> list[str]:
-    """Return a line about rows that were left out, with the first of them."""
+    """Return a line about the rows that were left out, with the first reasons; no line if there are none."""
     if not skipped:
         return []
     more = f" and {len(skipped) - _MOST_NAMED} more" if len(skipped) > _MOST_NAMED else ""

@@ -1,7 +1,7 @@
-"""Reading what the `prepare` stage wrote: memory-mapped sequences to learn, pairs to compare, or prompts to complete.
+"""Reader of the files of a `prepare` stage: memory-mapped sequences to learn, pairs to compare, or prompts to complete.
 
-One Arrow IPC file per split, `train.arrow` and perhaps `validation.arrow` and `data_term.arrow`; the schema's metadata
-says which of these kinds of rows it holds. Making these files is `prepare.py`; batches and their order are elsewhere.
+There is one Arrow IPC file per split: `train.arrow` and optionally `validation.arrow` and `data_term.arrow`. The
+schema's metadata names the kind of rows. `prepare.py` writes these files; batches and their order are elsewhere.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from cosmos_core.types import ImageRef, Prompt
 
 RowKind = Literal["sequences", "pairs", "labelled", "prompts", "media", "media_prompts"]
 DATA_TERM = "data_term"
-"""The split of the rows that are learned beside rollouts."""
+"""Name of the split with the rows that are learned in addition to rollouts."""
 LEARNED_HELD_OUT = "held_out"
-"""The split of held-out rows as they would be learned, where `validation` has them as prompts to complete."""
+"""Name of the split with held-out rows as sequences to learn, where `validation` has them as prompts to complete."""
 MEDIA: tuple[RowKind, ...] = ("media", "media_prompts")
-"""The kinds of rows that are of diffusion models."""
+"""Kinds of rows of diffusion models."""
 
 _IDS, _MASK = pa.list_(pa.int32()), pa.list_(pa.uint8())
 
 
 _ENTRY = pa.struct({"shard": pa.string(), "entry": pa.string()})
 LOCATION = "place"
-"""Column that says where a row was read from."""
+"""Name of the column with the location that a row was read from."""
 _MEDIA = {"prompt": pa.string(), "metadata": pa.string(), "text": _ENTRY}
 
 
 def _schema(kind: RowKind, columns: dict[str, pa.DataType]) -> pa.Schema:
-    """Return the schema of a kind of rows, each of which ends with its location."""
+    """Return the schema of a kind of rows, whose last column is the location of the row."""
     return pa.schema({**columns, LOCATION: pa.string()}, metadata={b"rows": kind.encode()})
 
 
@@ -71,18 +71,18 @@ _NEEDED_FOR = {
 
 
 def visual_schema(kind: RowKind, root: Path) -> pa.Schema:
-    """Return the schema of rows that may show images; `root` is what their paths are relative to."""
+    """Return the schema of rows that may show images; `root` is the folder that image paths are relative to."""
     schema = _VISUAL[kind]
     return schema.with_metadata({**schema.metadata, _ROOT: str(root).encode()})
 
 
 def split_path(folder: Path, split: str) -> Path:
-    """Return where a split lies in the data folder of a `prepare` stage."""
+    """Return the path of the file of a split in the data folder of a `prepare` stage."""
     return folder / f"{split}.arrow"
 
 
 def has_split(folder: Path, split: str) -> bool:
-    """Return whether the data folder has this split."""
+    """Return whether the data folder of a `prepare` stage has this split."""
     return split_path(folder, split).is_file()
 
 
@@ -97,7 +97,7 @@ class _Images:
             self.counts = pc.fill_null(pc.list_value_length(self._column), 0).to_numpy().astype(np.int64)
 
     def __getitem__(self, index: int) -> tuple[ImageRef, ...]:
-        """Return the images of a row; paths are absolute."""
+        """Return the images of a row, with absolute paths."""
         if self._column is None:
             return ()
         refs = [ImageRef(**image) for image in self._column[index].as_py() or ()]
@@ -105,20 +105,20 @@ class _Images:
 
 
 class Sequences:
-    """Token sequences to learn: `[i]` is `(input_ids int64, loss_mask uint8)`, copied out of the mapped file."""
+    """Token sequences to learn: `[i]` is `(input_ids int64, loss_mask uint8)`, copied from the memory-mapped file."""
 
     def __init__(self, table: pa.Table, path: Path, ids: str = "input_ids", mask: str = "loss_mask") -> None:
-        """`ids` and `mask` name the columns."""
+        """`ids` and `mask` are the names of the columns."""
         self._ids, self._masks = table[ids], table[mask]
         self.lengths: np.ndarray = pc.list_value_length(self._ids).to_numpy().astype(np.int64)
-        """Tokens of each row, int64."""
+        """Number of tokens of each row, int64."""
         if not np.array_equal(self.lengths, pc.list_value_length(self._masks).to_numpy()):
             raise _damaged(path, f"{mask} and {ids} differ in length")
         self.labels: np.ndarray | None = table["label"].to_numpy() if "label" in table.column_names else None
-        """Whether each row is desirable; None: rows have no label."""
+        """True for each row whose completion is desirable; None if rows have no label."""
         self._images = _Images(table)
         self.num_images = self._images.counts
-        """Of each row, int64."""
+        """Number of images of each row, int64."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -128,12 +128,12 @@ class Sequences:
         return ids.astype(np.int64), mask.copy()
 
     def images(self, index: int) -> tuple[ImageRef, ...]:
-        """Return the images of a row, in the order in which it shows them; paths are absolute."""
+        """Return the images of a row in the order in which the row shows them, with absolute paths."""
         return self._images[index]
 
 
 class Pairs:
-    """Completions to compare: `chosen[i]` and `rejected[i]` begin with the same prompt, of which nothing is learned."""
+    """Pairs of completions to compare: `chosen[i]` and `rejected[i]` begin with the same prompt, which has no loss."""
 
     def __init__(self, table: pa.Table, path: Path) -> None:
         self.path = path
@@ -161,42 +161,42 @@ class Prompts(LazySequence[Prompt]):
 
 
 def open_sequences(folder: Path, split: str, kind: RowKind = "sequences") -> Sequences:
-    """Return the sequences of a split, memory-mapped; those of kind `labelled` have labels.
+    """Return the memory-mapped sequences of a split; rows of kind `labelled` have labels.
 
     Raises:
-        DataError: there is no such split, the file is damaged, or it holds other rows.
+        DataError: the split does not exist, its file is damaged, or it holds rows of another kind.
     """
     path = split_path(folder, split)
     return Sequences(_open(path, kind), path)
 
 
 def open_pairs(folder: Path, split: str) -> Pairs:
-    """Return the pairs of a split, memory-mapped.
+    """Return the memory-mapped pairs of a split.
 
     Raises:
-        DataError: there is no such split, the file is damaged, or it holds other rows.
+        DataError: the split does not exist, its file is damaged, or it holds rows of another kind.
     """
     path = split_path(folder, split)
     return Pairs(_open(path, "pairs"), path)
 
 
 def open_prompts(folder: Path, split: str) -> Prompts:
-    """Return the prompts of a split, memory-mapped.
+    """Return the memory-mapped prompts of a split.
 
     Raises:
-        DataError: there is no such split, the file is damaged, or it holds other rows.
+        DataError: the split does not exist, its file is damaged, or it holds rows of another kind.
     """
     return Prompts(_open(split_path(folder, split), "prompts"))
 
 
 def open_table(folder: Path, split: str, *kinds: RowKind) -> pa.Table:
-    """Return the table of a split, whose rows have to be of one of the kinds.
+    """Return the table of a split whose rows must be of one of `kinds`.
 
     Raises:
-        DataError: there is no such split, the file is damaged, or it holds other rows.
+        DataError: the split does not exist, its file is damaged, or it holds rows of another kind.
     """
-    found = rows_kind(folder, split)
-    return _open(split_path(folder, split), next((kind for kind in kinds if kind == found), kinds[0]))
+    actual_kind = rows_kind(folder, split)
+    return _open(split_path(folder, split), next((kind for kind in kinds if kind == actual_kind), kinds[0]))
 
 
 def shows_images(folder: Path) -> bool:
@@ -210,10 +210,10 @@ def shows_images(folder: Path) -> bool:
 
 
 def check_ids(folder: Path, num_embeddings: int) -> None:
-    """See that a model has an embedding for each token of prepared rows of text.
+    """Check that the model has an embedding for every token of prepared rows of text.
 
     Raises:
-        DataError: it has none, and the message names the row; or a file is damaged.
+        DataError: a token id has no embedding (the message names the row), or a file is damaged.
     """
     for table, name in _id_columns(folder):
         highest = pc.max(pc.list_flatten(table[name])).as_py()
@@ -226,7 +226,7 @@ def check_ids(folder: Path, num_embeddings: int) -> None:
 
 
 def longest_row(folder: Path) -> int:
-    """Return the most tokens of a prepared row of text.
+    """Return the number of tokens of the longest prepared row of text.
 
     Raises:
         DataError: a file is damaged.
@@ -236,31 +236,32 @@ def longest_row(folder: Path) -> int:
 
 
 def _id_columns(folder: Path) -> Iterator[tuple[pa.Table, str]]:
+    """Yield each table of a data folder with the name of each of its columns of token ids."""
     for table in map(_open, sorted(folder.glob("*.arrow"))):
         yield from ((table, name) for name in table.column_names if name.endswith("_ids"))
 
 
 def rows_kind(folder: Path, split: str) -> str:
-    """Return what a split holds, such as `sequences` or `prompts`, from the head of its file.
+    """Return the kind of rows in a split, such as `sequences` or `prompts`, from the header of its file.
 
     Raises:
-        DataError: there is no such split, or the file is damaged.
+        DataError: the split does not exist, or its file is damaged.
     """
     with _reader(split_path(folder, split)) as reader:
         return _kind_of(reader.schema)
 
 
 def _open(path: Path, kind: RowKind | None = None) -> pa.Table:
-    """Return the rows of a file, which have to be of a kind; None: of any."""
+    """Return the table of a file whose rows must be of `kind`; None accepts any kind."""
     with _reader(path) as reader:
         table = reader.read_all()
         table.validate(full=True)
-    found = _kind_of(table.schema)
-    if kind is None and found in SCHEMAS:
-        kind = found
-    if kind is None or found != kind:
+    actual_kind = _kind_of(table.schema)
+    if kind is None and actual_kind in SCHEMAS:
+        kind = actual_kind
+    if kind is None or actual_kind != kind:
         raise DataError(
-            f"{path} holds {found or 'unknown rows'}, but {_wanted(kind)} are needed; "
+            f"{path} holds {actual_kind or 'unknown rows'}, but {_wanted(kind)} are needed; "
             "prepare the data with the recipe of the stage that reads it"
         )
     if not any(table.schema.equals(schema) for schema in (SCHEMAS[kind], _VISUAL[kind])):

@@ -1,6 +1,6 @@
-"""Rows as records of a prepared file: a sequence to learn, a pair to compare, or a prompt to complete.
+"""Conversion of rows to records of a prepared file: a sequence to learn, a pair to compare, or a prompt to complete.
 
-Each row is read, tokenised and cut by itself, so that any process can do it; files and processes are `prepare.py`.
+Each row is read, tokenised and cut independently, in any process; `prepare.py` handles files and processes.
 """
 
 from __future__ import annotations
@@ -59,77 +59,77 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Ref = dict[str, Any]
-"""The fields of an `ImageRef`."""
+"""Fields of an `ImageRef` as a dictionary."""
 _USUAL_COLUMN = SupervisedConfig.model_fields["conversation_column_name"].default
 
 
 @dataclass(frozen=True)
 class Job:
-    """How the rows of one split become records."""
+    """Settings for converting the rows of one split to records."""
 
     recipe: Recipe
     kind: RowKind
     max_tokens: int
-    """Sequences are cut to this; a longer prompt is left out."""
+    """Maximum length in tokens: longer sequences are cut, longer prompts are left out."""
     model: str
     root: Path | None
-    """What paths of images are relative to; None: the model reads text alone."""
+    """Folder that image paths are relative to; None if the model reads only text."""
     end_ids: tuple[int, ...] = ()
-    """Tokens at which generation stops."""
+    """Token ids at which generation stops."""
     chat: Chat = PLAIN
-    """How prompts to complete are rendered."""
+    """Rendering of prompts to complete."""
     longest_completion: int = 0
-    """Of a prompt, where the sequence has room for it; tokens."""
+    """Maximum number of completion tokens, for prompts that leave room for so many."""
 
     @property
     def room(self) -> tuple[int, int]:
-        """Return the longest prompt that leaves room for the longest completion, and that completion; tokens."""
+        """Return the lengths of the longest prompt that leaves room for a completion, and of the longest completion."""
         return self.max_tokens + 1 - self.longest_completion, self.longest_completion
 
     @property
     def column(self) -> str:
-        """Return the column of the conversation that the recipe names, where it names one; empty: it does not."""
+        """Return the conversation column that the recipe names; empty if it keeps the default name."""
         name = self.conversation[0]
         return "" if name == _USUAL_COLUMN else name
 
     @property
     def conversation(self) -> tuple[str, str]:
-        """Return the column of conversations that are learned, and what is put before those without a system turn."""
+        """Return the column of conversations to learn, and the system prompt for those without a system turn."""
         policy = self.recipe.train.train_policy
         if isinstance(policy, SupervisedConfig):
             return policy.conversation_column_name, policy.system_prompt
-        beside = policy.real_rows if self.is_data_term else None
-        if beside is None or not isinstance(policy, RlConfig):
+        data_term = policy.real_rows if self.is_data_term else None
+        if data_term is None or not isinstance(policy, RlConfig):
             return "", ""
-        return beside.conversation_column_name, policy.system_prompt
+        return data_term.conversation_column_name, policy.system_prompt
 
     @property
     def own_names(self) -> dict[str, str]:
-        """Return what the recipe calls the columns of a prompt and its responses, by the names known here."""
+        """Return the recipe's names for the columns of prompt and responses, by their standard names."""
         policy = self.recipe.train.train_policy
         return policy.own_names if isinstance(policy, SupervisedConfig) else {}
 
     @property
     def is_data_term(self) -> bool:
-        """Return whether the rows are learned beside rollouts."""
+        """Return whether the rows are learned in addition to rollouts."""
         return self.kind == "sequences" and self.recipe.train.train_policy.has_rollouts
 
     @property
     def schema(self) -> pa.Schema:
-        """Return the schema of the file."""
+        """Return the Arrow schema of the file."""
         return visual_schema(self.kind, self.root) if self.root else SCHEMAS[self.kind]
 
 
 class _Record(NamedTuple):
     values: tuple[Any, ...]
-    """One per column of the file; the last is the location of the row."""
+    """One value per column of the file; the last is the location of the row."""
     is_merged: bool
     counts: dict[str, int]
-    """As those of a chunk."""
+    """Counts with the keys of `Chunk.counts`."""
 
 
 def make_chunk(tokenizer: PreTrainedTokenizerBase, job: Job, rows: list[Located]) -> Chunk:
-    """Tokenise rows into one record batch."""
+    """Convert rows to one record batch; rows that cannot be used are skipped and recorded with a reason."""
     make = {"prompts": _prompt, "pairs": _pair, "labelled": _labelled, "sequences": _sequence}[job.kind]
     records: list[_Record] = []
     skipped = []
@@ -156,10 +156,10 @@ def make_chunk(tokenizer: PreTrainedTokenizerBase, job: Job, rows: list[Located]
 
 
 def check_columns(recipe: Recipe, located: Located) -> None:
-    """Read a row, and nothing more: what is wrong with its columns comes before what is wrong with their number.
+    """Read one row, so that an error about columns is raised before an error about the number of rows.
 
     Raises:
-        DataError: it has no column that is read, or one of another form.
+        DataError: the row has none of the columns that are read, or a column has the wrong form.
     """
     where, row = located
     policy = recipe.train.train_policy
@@ -173,7 +173,7 @@ def check_columns(recipe: Recipe, located: Located) -> None:
 
 
 def _num_ends(batch: pa.RecordBatch, job: Job) -> int:
-    """Return how many end tokens are learned."""
+    """Return the number of end tokens that are learned in a batch."""
     count = 0
     for ids, mask in zip(IDS[job.kind], MASKS[job.kind], strict=False):
         is_end = np.isin(batch.column(ids).values.to_numpy(), job.end_ids)
@@ -182,6 +182,7 @@ def _num_ends(batch: pa.RecordBatch, job: Job) -> int:
 
 
 def _sequence(tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) -> _Record:
+    """Return the record of a sequence to learn."""
     if TOKENS in row:
         return _tokenised_sequence(job, row, where)
     texts = None if tokenizer.chat_template else plain_texts(row, "prompt", ("completion", "response"))
@@ -215,7 +216,7 @@ def _labelled(tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str
 
 
 def _tokenised_sequence(job: Job, row: Row, where: str) -> _Record:
-    """Return the record of a row that a data packer has tokenised."""
+    """Return the record of a sequence that a data packer has tokenised."""
     ids, labels = ([int(token) for token in row.get(name, ())] for name in (TOKENS, LABELS))
     mask = [int(label != NOTHING) for label in labels]
     if len(ids) != len(labels) or any(m and a != b for a, b, m in zip(ids, labels, mask, strict=True)):
@@ -242,11 +243,11 @@ def _visual_sequence(job: Job, conversation: list[Message], row: Row, where: str
 
 
 def _read_images(job: Job, turns: list[Message], row: Row, where: str) -> tuple[list[Message], list[Ref], list[Image]]:
-    """Return the turns with a bare part for each image, what prepared rows keep of the images, and the images."""
+    """Return the turns with a placeholder part for each image, the fields of their `ImageRef`s, and the images."""
     assert job.root is not None
     placed, sources = placed_images(turns, row, where)
-    found = [read_image(source, job.root, where) for source in sources]
-    return placed, [asdict(ref) for ref, _ in found], [image for _, image in found]
+    loaded = [read_image(source, job.root, where) for source in sources]
+    return placed, [asdict(ref) for ref, _ in loaded], [image for _, image in loaded]
 
 
 def _processor(job: Job) -> ProcessorMixin:
@@ -260,7 +261,7 @@ def _processor(job: Job) -> ProcessorMixin:
 def processor_of(
     model: str, revision: str | None, pixels: tuple[tuple[str, int], ...], chat_template: str | None
 ) -> ProcessorMixin | None:
-    """Return the processor of a model, held for the next row; None: it reads text alone."""
+    """Return the processor of a model, cached for the next row; None if the model reads only text."""
     processor = load_processor(model, revision, pixels)
     if processor is not None and chat_template is not None:
         set_template(processor.tokenizer, chat_template)
@@ -308,7 +309,7 @@ def _check_differ(values: list[list[int]], where: str, *, is_cut: bool) -> None:
 
 
 def _visual_pair(job: Job, talks: list[list[Message]], row: Row, where: str) -> _Record:
-    """Return the record of two conversations that begin with the same turns, which alone show images."""
+    """Return the record of two conversations that begin with the same turns, the only ones that show images."""
     processor, tools = _processor(job), read_tools(row, where)
     values: list[list[int]] = []
     shown: list[list[Ref]] = []
@@ -341,7 +342,7 @@ def _prompt(tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) 
         messages, reference = read_prompt(
             row, where, *names, policy.system_prompt, keeps_last=keeps_last, with_images=has_images
         )
-    else:  # what the model learned to complete, in the form in which it learned it
+    else:  # a held-out row, rendered in the same form as the training rows
         assert isinstance(policy, SupervisedConfig)
         messages, reference = read_held_out(
             row, where, policy.conversation_column_name, policy.system_prompt, with_images=has_images
@@ -373,19 +374,19 @@ _Tokens = TypeVar("_Tokens")
 
 
 def _accepted(tokenise: Callable[[_Turns], _Tokens], turns: _Turns) -> tuple[_Tokens, bool]:
-    """Return the tokens of the turns, put together where the chat template refuses them, and whether it did."""
+    """Tokenise turns, merged if the chat template refuses them; return the tokens and whether turns were merged."""
     try:
         return tokenise(turns), False
     except RefusedRow:
         assert not isinstance(turns, str)  # plain text needs no template
-        for others in alternating(turns):
+        for merged_turns in alternating(turns):
             with suppress(RefusedRow):
-                return tokenise(others), True
+                return tokenise(merged_turns), True
         raise
 
 
 def _check_characters(content: Any, where: str) -> None:
-    """JSON can hold half of a character outside the first 65536, and no tokenizer takes it."""
+    """Skip a row with a lone surrogate (half of a character above U+FFFF): JSON allows it, tokenizers refuse it."""
     try:
         json.dumps(content, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError:

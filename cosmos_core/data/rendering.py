@@ -1,4 +1,4 @@
-"""What a chat template writes of a conversation, and what it must not leave out."""
+"""Rendering of a conversation with a chat template, with checks that the template leaves out no required content."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from cosmos_core.data.messages import Message, SkippedRow, texts_of
 from cosmos_core.data.tool_calls import in_python, with_texts
 from cosmos_core.errors import DataError, ModelError
 
-_LONGEST = 1 << 26  # characters that a template writes: more than any model reads
+_LONGEST = 1 << 26  # characters of a rendering: more than any model reads
 Tools = list[Any] | None
-"""What the chat template is told of the tools that may be called."""
+"""Descriptions of the callable tools that are passed to the chat template."""
 
 
 class RefusedRow(SkippedRow):
-    """The chat template does not take a conversation of these roles in this order."""
+    """The chat template refuses a conversation, for example because of the order of its roles."""
 
 
 def render(
@@ -31,15 +31,15 @@ def render(
     tools: Tools = None,
     options: Mapping[str, Any] = {},
 ) -> tuple[list[Message], str]:
-    """Return what the chat template of a tokenizer or processor writes, and the turns as they were given to it.
+    """Render turns with the chat template of a tokenizer or processor; return the turns as passed to it, and the text.
 
-    `options` go to `apply_chat_template`.
+    `options` are passed to `apply_chat_template`.
 
-    Of a processor's templates some want strings where there is text alone, others parts everywhere: the form counts of
-    which the template writes the most.
+    Some templates of processors expect strings for turns with text only, others expect parts in all turns. Both forms
+    are tried, and the rendering that leaves out the fewest turns is returned.
 
     Raises:
-        DataError: the template writes nothing for what the user says.
+        DataError: the template leaves out the text of a user turn.
         RefusedRow: the template refuses the conversation, or leaves out its system turn or a tool call.
         ModelError: there is no chat template.
     """
@@ -49,23 +49,27 @@ def render(
             f"{whose} has no chat template; set policy.chat_template to a Jinja file, 'plain' or 'chatml', start from "
             "an instruct model, or give plain text: a column `text`, or `prompt` and `completion`"
         )
-    found: list[tuple[list[Message], list[Message], str]] = []
+    renderings: list[tuple[list[Message], list[Message], str]] = []
     for form in (turns, _in_parts(turns)) if isinstance(owner, ProcessorMixin) else (turns,):
         try:
             text = render_template(owner, form, add_generation_prompt, where=where, tools=tools, options=options)
-            found.append((_left_out(form, text), form, text))
+            renderings.append((_left_out(form, text), form, text))
         except TemplateError as error:
             reason = error
-    written = _with_written_arguments(turns)
-    if written != turns and (not found or any(in_python(turn.get("tool_calls"), found[0][2]) for turn in turns)):
-        return render(owner, written, where, add_generation_prompt=add_generation_prompt, tools=tools, options=options)
-    if not found:
+    rewritten = _with_written_arguments(turns)
+    if rewritten != turns and (
+        not renderings or any(in_python(turn.get("tool_calls"), renderings[0][2]) for turn in turns)
+    ):
+        return render(
+            owner, rewritten, where, add_generation_prompt=add_generation_prompt, tools=tools, options=options
+        )
+    if not renderings:
         raise RefusedRow(where, f"refused by the chat template ({reason})")
-    left_out, form, text = min(found, key=lambda each: len(each[0]))
+    left_out, form, text = min(renderings, key=lambda each: len(each[0]))
     for turn in left_out:
         if turn["role"] == "system":
             raise RefusedRow(where, "with a system turn that the chat template leaves out")
-        # Templates of some vision models look for parts in the content, and write nothing for a string.
+        # Templates of some vision models expect parts as content, and render nothing for a string.
         if turn["role"] == "user":
             raise DataError(
                 f"{where}: the chat template leaves out the user's text {' '.join(texts_of(turn))[:40]!r}; "
@@ -76,6 +80,7 @@ def render(
 
 
 def _in_parts(turns: list[Message]) -> list[Message]:
+    """Return the turns with each string content as a list of one text part."""
     return [
         {**turn, "content": [{"type": "text", "text": turn["content"]}]} if isinstance(turn["content"], str) else turn
         for turn in turns
@@ -83,19 +88,20 @@ def _in_parts(turns: list[Message]) -> list[Message]:
 
 
 def _with_written_arguments(turns: list[Message]) -> list[Message]:
-    """Return the turns in the form that a few chat templates want, as that of DeepSeek does: arguments as JSON text."""
+    """Return the turns with tool-call arguments as JSON text, which a few chat templates expect, such as DeepSeek's."""
     return [{**turn, "tool_calls": with_texts(turn["tool_calls"])} if "tool_calls" in turn else turn for turn in turns]
 
 
 def _left_out(turns: list[Message], text: str) -> list[Message]:
+    """Return the turns of which a text does not occur in the rendering `text`, compared by its last 20 characters."""
     return [turn for turn in turns if any(part.strip()[-20:] not in text for part in texts_of(turn))]
 
 
 def _check_tool_calls(messages: list[Message], text: str, where: str) -> None:
-    """Refuse a rendering without the row's tool calls, of which the model would learn to say nothing.
+    """Refuse a rendering without the row's tool calls, from which the model would learn not to call tools.
 
     Raises:
-        RefusedRow: the name of a called function is not in the text.
+        RefusedRow: the name of a called function does not occur in the text.
     """
     for call in (call for message in messages for call in message.get("tool_calls") or []):
         function = call.get("function", call) if isinstance(call, dict) else None
@@ -112,11 +118,11 @@ def render_template(
     tools: Tools = None,
     options: Mapping[str, Any] = {},
 ) -> str:
-    """Return what the chat template of a tokenizer or processor writes.
+    """Return the text that the chat template of a tokenizer or processor renders.
 
     Raises:
-        TemplateError: it fails, in whatever way: it is a program that came with the model.
-        ModelError: it does not end, or takes too much memory.
+        TemplateError: the template fails with any exception, as it is a program that came with the model.
+        ModelError: the template does not end, takes too much memory, or renders too much text.
     """
     try:
         with bounded(f"{where}: the chat template"):

@@ -1,7 +1,7 @@
-"""Rows of a data set as dictionaries behind their location, from a local file or folder, or from the Hub.
+"""Rows of a data set as pairs of location and dictionary, from a local file or folder, or from the Hub.
 
-A row's location ("train.jsonl:12", counted in lines from 1; "name[train] row 12", counted from 0) is what an error
-about it says. Formats of files are `formats.py`; what a row means is not decided here (`messages.py`).
+Error messages name a row by its location: "train.jsonl:12", in lines from 1, or "name[train] row 12", from 0.
+`formats.py` reads file formats, `messages.py` interprets rows.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _HELD_OUT = ("validation", "valid", "val", "dev", "test", "eval")
 
 
 class Rows:
-    """Rows of parts one after another, each behind its location, or a selection of them; nothing of them is held."""
+    """Rows of consecutive parts with their locations, or a selection of these rows, read anew in each iteration."""
 
     def __init__(self, parts: Sequence[Part], folder: Path, is_chosen: np.ndarray | None = None) -> None:
-        """`folder`: what paths in the rows are relative to; `is_chosen`: of each row, or None for all."""
+        """`folder` is what paths in the rows are relative to; `is_chosen` selects rows, None selects all."""
         self.folder = folder
         self._parts = parts
         self._is_chosen = is_chosen
@@ -49,7 +49,7 @@ class Rows:
         return rows if self._is_chosen is None else compress(rows, self._is_chosen)
 
     def first(self, count: int | None) -> Rows:
-        """Return the first rows; None: all."""
+        """Return the first `count` rows; None returns all rows."""
         if count is None or count >= len(self):
             return self
         is_chosen = (
@@ -58,21 +58,21 @@ class Rows:
         return Rows(self._parts, self.folder, is_chosen & (np.cumsum(is_chosen) <= count))
 
     def where(self, is_chosen: np.ndarray) -> Rows:
-        """Return the rows, of all, for which this is true."""
+        """Return the rows that the mask `is_chosen` selects; these rows must not be a selection already."""
         assert self._is_chosen is None
         return Rows(self._parts, self.folder, is_chosen)
 
 
 def load_rows(dataset: DatasetConfig, key: str = "dataset", opener: Opener | None = None) -> Rows:
-    """Return the rows of a data set, its splits one after another.
+    """Return the rows of all splits of a data set, in order.
 
     Args:
         dataset: where the rows come from.
         key: the table's name in the TOML, for messages.
-        opener: of a class of the user's own.
+        opener: opens a user's own data set class.
 
     Raises:
-        ConfigError: that class does not exist.
+        ConfigError: the user's class does not exist.
         DataError: the file, folder, split or Hub data set is missing or malformed, or holds no rows.
     """
     if not dataset.name.strip():
@@ -99,15 +99,15 @@ def has_local_split(path: Path, split: str) -> bool:
 
 
 def split_rows(rows: Rows, test_size: int | float, seed: int) -> tuple[Rows, Rows]:
-    """Set rows aside and return (train, held-out), both in the order of the file; the choice depends on the seed alone.
+    """Divide rows into (train, held-out), both in the order of the file; the division depends only on the seed.
 
     Args:
         rows: all rows.
-        test_size: a count, or a fraction below 1 that is rounded up.
-        seed: of the choice.
+        test_size: number of held-out rows, or a fraction below 1, rounded up.
+        seed: seed of the random choice.
 
     Raises:
-        DataError: nothing would be left to train on.
+        DataError: no row would be left to train on.
     """
     count = math.ceil(len(rows) * test_size) if isinstance(test_size, float) else test_size
     if count >= len(rows):
@@ -123,12 +123,12 @@ def _looks_local(name: str) -> bool:
 
 def _sliced_parts(path: Path, split: str, key: str) -> list[Part]:
     """Return the parts of a split, or of a slice of one as `datasets` names it: `train[:48]`, `train[10%:]`."""
-    found = _SLICE.fullmatch(split)
-    if found is None:
+    match = _SLICE.fullmatch(split)
+    if match is None:
         return _local_parts(path, split, key)
-    parts = _local_parts(path, found[1], key)
+    parts = _local_parts(path, match[1], key)
     total = sum(part.num_rows for part in parts)
-    first, last, _ = slice(*(_bound(text, total) for text in found.groups()[1:])).indices(total)
+    first, last, _ = slice(*(_bound(text, total) for text in match.groups()[1:])).indices(total)
     chosen, start = [], 0
     for part in parts:
         low, high = max(first - start, 0), min(last - start, part.num_rows)
@@ -163,7 +163,9 @@ def _local_parts(path: Path, split: str, key: str) -> list[Part]:
 
 
 def _read(file: Path) -> Part:
-    if re.search("[\0-\x1f\ud800-\udfff]", file.name):  # the location of each row, in messages and in prepared rows
+    if re.search(
+        "[\0-\x1f\ud800-\udfff]", file.name
+    ):  # the name is part of row locations, in messages and in prepared rows
         raise DataError(f"{file.name!r}: the name of a data file must be UTF-8 without control characters; rename it")
     return open_part(file)
 
@@ -181,16 +183,16 @@ def _is_of_split(file: Path, split: str) -> bool:
 def _files_of_split(folder: Path, split: str, key: str) -> list[Path]:
     files = _data_files(folder)
     chosen = [file for file in files if _is_of_split(file, split)]
-    if not chosen and split == _TRAIN:  # a folder of files that are not named for splits
+    if not chosen and split == _TRAIN:  # a folder whose files are not named after splits
         chosen = [file for file in files if not any(_is_of_split(file, name) for name in _HELD_OUT)]
     if not chosen:
-        found = ", ".join(file.name for file in files[:5]) or f"no data file{_folders_to_name(folder)}"
-        raise DataError(f"{key}.name: {folder} has no file for the split {split!r}; it holds {found}")
+        contents = ", ".join(file.name for file in files[:5]) or f"no data file{_folders_to_name(folder)}"
+        raise DataError(f"{key}.name: {folder} has no file for the split {split!r}; it holds {contents}")
     return chosen
 
 
 def _folders_to_name(folder: Path) -> str:
-    """Return what is said of the folders of a folder that has no data file, as in a copy of a data set of the Hub."""
+    """Return the part of a message that names sub-folders with data files, as in a copy of a data set of the Hub."""
     below = sorted(each for each in folder.iterdir() if each.is_dir() and _data_files(each))
     named = " or ".join(repr(str(each)) for each in below[:5])
     return f", and its folders are not looked into; name {named}" if below else ""
@@ -227,7 +229,7 @@ def _hub_part(dataset: DatasetConfig, split: str, key: str) -> Part:
 
 @contextmanager
 def _offline_unless_reachable() -> Iterator[None]:
-    """Have `datasets` look in its cache alone while there is no network; else it retries each file for 20 seconds."""
+    """Restrict `datasets` to its cache while the Hub is unreachable; otherwise it retries each file for 20 seconds."""
     import datasets
 
     before = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE

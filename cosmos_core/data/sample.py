@@ -1,4 +1,4 @@
-"""One sequence of tokens to learn from: what data sets and scored rollouts become before a model sees them."""
+"""One sequence of tokens to learn from: data sets and scored rollouts are converted to it before training."""
 
 from __future__ import annotations
 
@@ -15,41 +15,45 @@ class Sample:
     """One sequence to learn from."""
 
     input_ids: np.ndarray
-    """int64, the whole sequence."""
+    """Token ids of the whole sequence, int64."""
     loss_mask: np.ndarray
-    """uint8 of the same length: 1 where the token is learned."""
+    """Loss mask, uint8, of the same length as `input_ids`: 1 where the token is learned."""
     advantage: float = 0.0
     reward: float = 0.0
     rollout_logprobs: np.ndarray | None = None
-    """float32, what the engine gave each token with mask 1, in order, NaN where nobody sampled it; None: nobody sampled
-    any."""
+    """Log-probabilities that the engine returned for the tokens with mask 1, in order, float32.
+
+    NaN for a token that was not sampled; None if the sequence has no sampled token."""
     reference_logprob: float = 0.0
-    """Sum over the learned tokens under the reference policy; 0: there is none."""
+    """Sum of the learned tokens' log-probabilities under the reference policy; 0 without a reference policy."""
     images: tuple[ImageRef, ...] = ()
-    """What the tokens of images stand for, in their order."""
+    """Images that the image tokens of the sequence stand for, in order."""
     micro_batch: int | None = None
-    """Samples with the same number form a micro-batch; None: `mini_batch` samples of like length do."""
+    """Number of the sample's micro-batch; None: micro-batches are `mini_batch` samples of similar length."""
     top_ids: np.ndarray | None = None
-    """int64, of each token with mask 1, in order, the ids whose log-probabilities are wanted in its place; None: those
-    of the likeliest, if any."""
+    """Token ids whose log-probabilities are needed at each position with mask 1, in order, int64.
+
+    None: the most likely tokens, if log-probabilities of alternatives are needed at all."""
 
     @property
     def num_learned(self) -> int:
-        """Return the number of tokens with mask 1 that have a token before them."""
+        """Return the number of tokens with mask 1, without the first token of the sequence, which nothing predicts."""
         return int(self.loss_mask[1:].sum())
 
 
 def within_budget(samples: Sequence[Sample], most_tokens: int | None) -> list[Sample]:
-    """Put samples of like length, and of as many images, into micro-batches of so many tokens, padding included; None:
-    leave them."""
-    found = list(samples)
+    """Assign samples of similar length and with equally many images to micro-batches of at most `most_tokens` tokens.
+
+    Padding counts towards the limit. If `most_tokens` is None, return the samples unchanged.
+    """
+    assigned = list(samples)
     if most_tokens is None:
-        return found
+        return assigned
     number = width = count = num_images = 0
     for i in sorted(range(len(samples)), key=lambda i: (len(samples[i].images), -len(samples[i].input_ids))):
         if (count + 1) * width > most_tokens or not count or len(samples[i].images) != num_images:
             number, width, count = number + 1, len(samples[i].input_ids), 0
             num_images = len(samples[i].images)
         count += 1
-        found[i] = replace(samples[i], micro_batch=number)
-    return found
+        assigned[i] = replace(samples[i], micro_batch=number)
+    return assigned

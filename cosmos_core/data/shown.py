@@ -1,4 +1,4 @@
-"""Prepared rows as lines for a person: which tokens are learned, and which are masked."""
+"""Prepared rows as readable lines that show which tokens are learned and which are masked."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from cosmos_core.data.prepared import LOCATION, open_table
 
 
 def shown_rows(folder: Path, tokenizer: PreTrainedTokenizerBase, count: int) -> list[str]:
-    """Return the first rows of training, a line for each run of tokens that are learned or masked alike.
+    """Return lines that show the first training rows, one line per run of learned or masked tokens.
 
     Raises:
-        DataError: the file is damaged.
+        DataError: the file of the training split is missing or damaged.
     """
     table = open_table(folder, "train", "sequences", "pairs", "labelled", "prompts")
     columns = [name for name in table.column_names if name not in {"images", "prompt_text"}]

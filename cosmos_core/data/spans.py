@@ -1,7 +1,7 @@
-"""Where the assistant speaks in a rendered conversation, for any chat template, as spans of characters.
+"""Spans of characters of the assistant's turns in a rendered conversation, for any chat template.
 
-A span runs from the end of the generation prompt to the end of the token that closes the turn: exactly what a model
-has to write. Two methods, each proven against the rendering before it is believed; `None` says "not this way".
+A span runs from the end of the generation prompt to the end of the token that closes the turn: exactly the text that a
+model has to generate. Each of the two methods checks its result against the rendering, and returns None if it fails.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ from cosmos_core.data.messages import Message, texts_of
 
 Span = tuple[int, int]
 Render = Callable[[list[Message], bool], str]
-"""Messages, and whether to add the generation prompt, to text; raises TemplateError."""
+"""Function that renders messages, optionally with the generation prompt; raises TemplateError."""
 Head = tuple[str, str]
-"""A fixed part up to where the model goes on, and what it lacks of the generation prompt: the completion may have it"""
+"""Fixed text up to a completion, and the rest of the generation prompt, with which the completion may begin."""
 
 
 def prefix_spans(render: Render, messages: list[Message], full: str) -> list[Span] | None:
-    """Render the conversation up to and through each assistant turn; each must be a beginning of the whole.
+    """Return the spans by rendering the conversation up to and through each assistant turn; None if this fails.
 
-    Not so for templates that treat the last turn in another way, e.g. remove think blocks of the earlier ones.
+    Each rendering must be a prefix of `full`. It is not for templates that render the last turn differently, for
+    example by removing the think blocks of earlier turns.
     """
     spans = []
     for i in _assistant_turns(messages):
         try:
             before, through = render(messages[:i], True), render(messages[: i + 1], False)
-        except TemplateError:  # some templates refuse a beginning, e.g. one without a user turn
+        except TemplateError:  # some templates refuse a prefix, e.g. one without a user turn
             return None
         if not (through.startswith(before) and full.startswith(through)):
             return None
@@ -39,24 +40,24 @@ def prefix_spans(render: Render, messages: list[Message], full: str) -> list[Spa
 def skeleton_spans(
     render: Render, messages: list[Message], full: str, closing_tokens: Sequence[str]
 ) -> list[Span] | None:
-    """Render with a unique word instead of each completion, and find the parts that stayed the same in the whole.
+    """Return the spans by rendering a placeholder word for each completion and locating the fixed text in `full`.
 
-    What the template puts between the generation prompt and a completion (an empty think block) counts as completion.
+    Text between the generation prompt and a completion (an empty think block) belongs to the span. None if this fails.
     """
     turns = _assistant_turns(messages)
     unused = _unused_word(messages)
     words = [f"{unused}{k}x" for k in range(len(turns))]
-    hollow = list(messages)
+    with_placeholders = list(messages)
     for i, word in zip(turns, words, strict=True):
         is_text = isinstance(messages[i]["content"], str)
-        hollow[i] = {**messages[i], "content": word if is_text else [{"type": "text", "text": word}]}
-        hollow[i].pop("tool_calls", None)  # which the model has to write: they are no fixed part
+        with_placeholders[i] = {**messages[i], "content": word if is_text else [{"type": "text", "text": word}]}
+        with_placeholders[i].pop("tool_calls", None)  # the model has to generate the calls: they are not fixed text
     try:
-        fixed = _split_at(render(hollow, False), words)
-        ending = _split_at(render(hollow[: turns[-1] + 1], False), words)
+        fixed = _split_at(render(with_placeholders, False), words)
+        ending = _split_at(render(with_placeholders[: turns[-1] + 1], False), words)
         if fixed is None or ending is None:
             return None
-        heads = _heads(render, hollow, turns, fixed)
+        heads = _heads(render, with_placeholders, turns, fixed)
     except TemplateError:
         return None
     closers = [_closer(part, ending[-1], closing_tokens) for part in fixed[1:]]
@@ -64,7 +65,7 @@ def skeleton_spans(
 
 
 def trimmed(span: Span, text: str, closing_tokens: Sequence[str]) -> Span:
-    """Return the span without the blanks that a template writes after the token that closes the turn."""
+    """Return the span without the whitespace that a template writes after the token that closes the turn."""
     start, end = span
     body = text[start:end].rstrip()
     return (start, start + len(body)) if body.endswith(tuple(closing_tokens)) else span
@@ -75,6 +76,7 @@ def _assistant_turns(messages: list[Message]) -> list[int]:
 
 
 def _unused_word(messages: list[Message]) -> str:
+    """Return a word that does not occur in the messages."""
     word = "zqturn"
     while any(word in str(message) for message in messages):
         word += "q"
@@ -82,7 +84,7 @@ def _unused_word(messages: list[Message]) -> str:
 
 
 def _split_at(text: str, words: list[str]) -> list[str] | None:
-    """Return the parts between the words; None unless each word occurs once and in order."""
+    """Split a text at the words and return the parts; None unless each word occurs once and in order."""
     parts = []
     for word in words:
         if text.count(word) != 1:
@@ -93,65 +95,66 @@ def _split_at(text: str, words: list[str]) -> list[str] | None:
 
 
 def _heads(render: Render, messages: list[Message], turns: list[int], fixed: list[str]) -> list[Head]:
-    """Return the fixed parts before the completions."""
+    """Return the fixed text before each completion, up to the end of its generation prompt."""
     first, last = (_invitation(render, messages[:i]) for i in (turns[0], turns[-1]))
     heads = []
     for number, i in enumerate(turns):
         invitation = first if first == last else _invitation(render, messages[:i])
-        asked = _last_words(messages[max(0, i - 1) : i])
-        heads.append(_head(fixed[number], asked, *invitation) if invitation else (fixed[number], ""))
+        last_words = _last_words(messages[max(0, i - 1) : i])
+        heads.append(_head(fixed[number], last_words, *invitation) if invitation else (fixed[number], ""))
     return heads
 
 
 def _invitation(render: Render, before: list[Message]) -> tuple[str, str] | None:
-    """Return what the template writes behind the last words before a completion.
+    """Return what the template writes after the last turn before a completion: end of the turn, generation prompt.
 
-    These are the end of their turn, and the generation prompt; None: it writes the turns in another way when it asks.
+    Return None if adding the generation prompt changes the rendering of the turns.
     """
     try:
         without, with_prompt = render(before, False), render(before, True)
     except TemplateError:
         if any(turn["role"] == "user" for turn in before):
             raise
-        # No template renders nothing, and some want a question: the prompt is the one that follows any question.
+        # Templates refuse an empty conversation, and some need a user turn: take the prompt after any user turn.
         before = [*before, {"role": "user", "content": _unused_word(before)}]
         without, with_prompt = render(before, False), render(before, True)
     if not with_prompt.startswith(without):
         return None
-    asked = _last_words(before)
-    return without[without.rfind(asked) + len(asked) :], with_prompt[len(without) :]
+    last_words = _last_words(before)
+    return without[without.rfind(last_words) + len(last_words) :], with_prompt[len(without) :]
 
 
 def _last_words(before: list[Message]) -> str:
+    """Return the last text of the last turn; empty if there is none."""
     return texts_of(before[-1])[-1].strip() if before and texts_of(before[-1]) else ""
 
 
 def _head(part: str, asked: str, closing: str, prompt: str) -> Head:
-    """Return the fixed part up to the end of the generation prompt, or of as much of it as is there.
+    """Return the fixed text up to the end of the generation prompt or of its longest prefix, and the missing rest.
 
-    A template that asks with `<think>` and renders a completion without thoughts keeps a beginning of the prompt only.
+    If a generation prompt ends with `<think>`, a completion without thoughts is rendered after a prefix of it only.
     """
     invitation = asked + closing + prompt
     if invitation in part:
         return part[: part.rfind(invitation) + len(invitation)], ""
-    # Never look for the prompt in what the user says, nor for what the user says ("a") in the prompt.
-    said = next((words for words in (asked + closing, asked) if words in part), None)
-    if said is None or not prompt:
+    # Do not search for the prompt in the user's text, nor for the user's text ("a") in the prompt.
+    preceding = next((words for words in (asked + closing, asked) if words in part), None)
+    if preceding is None or not prompt:
         return part, ""
-    body = part.rfind(said) + len(said) if said else 0
+    body = part.rfind(preceding) + len(preceding) if preceding else 0
     for length in range(len(prompt), 0, -1):
-        found = part.rfind(prompt[:length], body)
-        # Where nothing was said before, a short beginning may be anything.
-        if found >= 0 and (said or length == len(prompt) or part.endswith(prompt[:length])):
-            return part[: found + length], prompt[length:]
+        position = part.rfind(prompt[:length], body)
+        # Without a text before it, a short prefix of the prompt may match unrelated text.
+        if position >= 0 and (preceding or length == len(prompt) or part.endswith(prompt[:length])):
+            return part[: position + length], prompt[length:]
     return part, ""
 
 
 def _closer(part: str, ending: str, closing_tokens: Sequence[str]) -> str:
-    """Return the beginning of the part after a completion that closes the turn.
+    """Return the prefix that closes the turn, from the fixed text after a completion.
 
-    It is what the part shares with the last turn's ending, and stops after a whole token: `<|end|><|user|>` shares
-    `<|end|><|` with `<|end|><|endoftext|>`.
+    It is the common prefix with the last turn's ending, up to the end of a whole token: `<|end|><|user|>` and
+    `<|end|><|endoftext|>` share `<|end|><|`, of which `<|end|>` is returned.
     """
     shared = next(
         (i for i, (a, b) in enumerate(zip(part, ending, strict=False)) if a != b), min(len(part), len(ending))
@@ -161,7 +164,7 @@ def _closer(part: str, ending: str, closing_tokens: Sequence[str]) -> str:
 
 
 def _align(full: str, heads: list[Head], tail: str, closers: list[str]) -> list[Span] | None:
-    """Return spans between the fixed parts, each with what closes its turn; None: there is more than one way."""
+    """Return the spans between the fixed texts, each with the text that closes its turn; None if they are ambiguous."""
     parts = [part for part, _ in heads]
     first, last = len(parts[0]), len(full) - len(tail)
     if not full.startswith(parts[0]) or not full.endswith(tail) or "" in parts[1:]:
@@ -180,19 +183,19 @@ def _align(full: str, heads: list[Head], tail: str, closers: list[str]) -> list[
 
 
 def _leftmost(text: str, parts: list[str], start: int) -> list[int] | None:
-    """Return where the parts stand one after another, each as early as possible."""
-    found = []
+    """Return the positions of the parts in order, each as early as possible; None if a part is missing."""
+    positions = []
     for part in parts:
-        found.append(text.find(part, start))
-        start = found[-1] + len(part)
-        if found[-1] < 0:
+        positions.append(text.find(part, start))
+        start = positions[-1] + len(part)
+        if positions[-1] < 0:
             return None
-    return found
+    return positions
 
 
 def _rightmost(text: str, parts: list[str], start: int) -> list[int]:
-    """Return where the parts stand one after another, each as late as possible; they are known to be there."""
-    found: list[int] = []
+    """Return the positions of the parts in order, each as late as possible; all parts must occur in the text."""
+    positions: list[int] = []
     for part in reversed(parts):
-        found.insert(0, text.rfind(part, start, found[0] if found else len(text)))
-    return found
+        positions.insert(0, text.rfind(part, start, positions[0] if positions else len(text)))
+    return positions

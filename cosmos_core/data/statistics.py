@@ -1,4 +1,4 @@
-"""What is said of the rows of a `prepare` stage: how many and how long, and which were cut, changed or left out."""
+"""Statistics of the rows of a `prepare` stage: numbers and lengths, and which rows were cut, changed or left out."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from cosmos_core.data.prepared import SCHEMAS, RowKind
 from cosmos_core.errors import DataError
 
 IDS = {kind: [name for name in schema.names if name.endswith("_ids")] for kind, schema in SCHEMAS.items()}
-"""Columns of token ids."""
+"""Columns of token ids, by kind of rows."""
 MASKS = {kind: [name for name in schema.names if name.endswith("_mask")] for kind, schema in SCHEMAS.items()}
-"""Columns of loss masks, in the same order."""
+"""Columns of loss masks, by kind of rows, in the same order as the columns of token ids."""
 
 _MOST_REASONS = 5
-"""In a notice: a chat template may say something else of each row."""
+"""Maximum number of reasons in a notice: a chat template may give a different reason for each row."""
 
 
 class Skipped(NamedTuple):
@@ -28,29 +28,29 @@ class Skipped(NamedTuple):
 
     reason: str
     where: str
-    """Its location."""
+    """Location of the row."""
     refusal: str = ""
-    """The error, of a row that cannot be read or that the chat template refuses; nothing to learn is no error."""
+    """Error of a row that cannot be read or rendered; empty if the row merely has nothing to learn."""
 
 
 class Chunk(NamedTuple):
-    """Some rows, tokenised."""
+    """A batch of tokenised rows with their counts."""
 
     batch: pa.RecordBatch
     skipped: list[Skipped]
     merged: list[str]
-    """Locations of rows whose turns were put together, because the chat template refuses them as they are."""
+    """Locations of rows whose turns were merged, because the chat template refuses them as they are."""
     counts: Counter[str]
-    """`truncated_rows`, whose sequences were longer than the model, `images`, `image_tokens`, `learned_ends`, rows from
-    an `other_column` than the recipe names, `plain_rows` of which every token is learned, `continued_rows` of plain
-    text whose prompt is not, and rows that are `text_alone` where another column has a response."""
+    """Counts of `images`, `image_tokens` and `learned_ends` (learned end tokens), and of rows: `truncated_rows`
+    were cut, `other_column` were read from another column than the recipe names, `plain_rows` learn every token,
+    `continued_rows` are plain text whose prompt has no loss, `text_alone` leave out a response in another column."""
     unread: Counter[str]
-    """Rows in which nothing reads a column, by its name."""
+    """Number of rows in which a column was not read, by the name of the column."""
 
 
 @dataclass
 class _First:
-    """How many there are, and what is said of the first: of a million rows no more is held."""
+    """A count with the description of the first counted item only, as there may be millions."""
 
     count: int = 0
     first: str = ""
@@ -61,10 +61,10 @@ class _First:
 
 
 class Counts:
-    """What is said of one split."""
+    """Statistics of one split, collected chunk by chunk."""
 
     def __init__(self, kind: RowKind, column: str = "", room: tuple[int, int] = (0, 0)) -> None:
-        """`column`: the one that the recipe names; empty: whichever there is. `room`: see `Job.room`."""
+        """`column` is the column that the recipe names, or empty; `room` is `Job.room`."""
         self._room = room
         self._kind = kind
         self._column = column
@@ -76,7 +76,7 @@ class Counts:
         self._merged = _First()
 
     def add(self, chunk: Chunk) -> None:
-        """Count the rows behind those so far."""
+        """Add the rows of the next chunk."""
         lengths = [np.diff(chunk.batch.column(name).offsets.to_numpy()) for name in IDS[self._kind]]
         self._lengths.append(np.sum(lengths, axis=0).astype(np.int32))
         self._counts += chunk.counts
@@ -92,16 +92,17 @@ class Counts:
 
     @property
     def num_rows(self) -> int:
-        """Return how many rows were written."""
+        """Return the number of rows that were written."""
         return sum(len(lengths) for lengths in self._lengths)
 
     @property
     def num_skipped(self) -> int:
-        """Return how many rows were left out."""
+        """Return the number of rows that were left out."""
         return sum(each.count for each in self._skipped.values())
 
     @property
     def _teaches_end(self) -> bool:
+        """Return whether a row teaches the end token, or none could because rows have no loss or are all cut."""
         is_always_cut = self._counts["truncated_rows"] >= self.num_rows
         return not MASKS[self._kind] or is_always_cut or self._counts["learned_ends"] > 0
 
@@ -109,7 +110,7 @@ class Counts:
         """Refuse a split of which too many rows cannot be read or are refused by the chat template.
 
         Raises:
-            DataError: there are more than this fraction of all its rows.
+            DataError: these rows are more than the fraction `most` of the split's `total` rows.
         """
         if self._refused.count > most * total:
             raise DataError(
@@ -118,45 +119,45 @@ class Counts:
             )
 
     def notices(self, end_token: str | None = None) -> list[str]:
-        """Return a line about rows that were left out, read from another column, put together, or have no end."""
-        found = []
+        """Return a line for each kind of rows to report: left out, from another column, merged, without an end token."""
+        lines = []
         if self._skipped:
-            told = dict(islice(self._skipped.items(), _MOST_REASONS))
-            reasons = [f"{each.count} {reason} (first: {each.first})" for reason, each in told.items()]
-            if others := self.num_skipped - sum(each.count for each in told.values()):
+            first = dict(islice(self._skipped.items(), _MOST_REASONS))
+            reasons = [f"{each.count} {reason} (first: {each.first})" for reason, each in first.items()]
+            if others := self.num_skipped - sum(each.count for each in first.values()):
                 reasons.append(f"{others} for other reasons")
-            found.append(f"{self.num_skipped} of {self.num_rows + self.num_skipped} rows skipped: {', '.join(reasons)}")
+            lines.append(f"{self.num_skipped} of {self.num_rows + self.num_skipped} rows skipped: {', '.join(reasons)}")
         if count := self._counts["other_column"]:
-            found.append(
+            lines.append(
                 f"{count} of {self.num_rows} rows have no column {self._column!r}, which "
                 "train.train_policy.conversation_column_name names: they were read from another known column"
             )
         if count := self._counts["text_alone"]:
-            found.append(
+            lines.append(
                 f"{count} of {self.num_rows} rows are learned as the text of column {self._column!r} alone, and have a "
                 "response in another column; leave train.train_policy.conversation_column_name out to learn that"
             )
         longest_prompt, completion = self._room
         num_short = sum(int((lengths > longest_prompt).sum()) for lengths in self._lengths)
         if self._kind == "prompts" and num_short:
-            found.append(
+            lines.append(
                 f"{num_short} of {self.num_rows} prompts leave less room in policy.model_max_length than the "
                 f"{completion} tokens of max_response_length: their completions end earlier"
             )
         if self._merged.count:
-            found.append(
+            lines.append(
                 f"turns put together in {self._merged.count} of {self.num_rows} rows (first: {self._merged.first}): "
                 "the chat template refuses a system turn, or turns of one role in a row"
             )
         if not self._teaches_end:
-            found.append(
+            lines.append(
                 f"no row teaches the end token {end_token!r}, so the model would not learn to stop; write it behind "
                 "the assistant's turns in the chat template, or make the token that closes them the eos_token"
             )
-        return found
+        return lines
 
     def summary(self) -> dict[str, Any]:
-        """Return what `statistics.json` says."""
+        """Return the split's entry of `statistics.json`."""
         lengths = np.concatenate(self._lengths).astype(np.int64)
         p50, p95 = np.percentile(lengths, [50, 95])
         return {

@@ -1,4 +1,4 @@
-"""Tools and calls of them in a row: as OpenAI and ShareGPT write them, in the form that chat templates read."""
+"""Conversion of tools and tool calls in rows, from the formats of OpenAI and ShareGPT to the form of chat templates."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from cosmos_core.errors import DataError
 
 
 def read_tools(row: dict[str, Any], where: str) -> list[Any] | None:
-    """Return what the column `tools` says of the tools that may be called, a list or its JSON; None: nothing.
+    """Return the tool descriptions in the column `tools`, a list or its JSON; None if there are none.
 
     Raises:
-        DataError: it is no list of objects.
+        DataError: the column is not a list of objects.
     """
     tools = row.get("tools")
     if isinstance(tools, str):
-        found = parsed(tools)
-        tools = [tools] if found is None and tools.strip() not in {"", "null"} else found
+        decoded = parsed(tools)
+        tools = [tools] if decoded is None and tools.strip() not in {"", "null"} else decoded
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -26,34 +26,36 @@ def read_tools(row: dict[str, Any], where: str) -> list[Any] | None:
 
 
 def calls_of(text: Any) -> list[Any] | None:
-    """Return the calls that a ShareGPT `function_call` writes as JSON; None: it is something else."""
-    found = parsed(text)
-    calls = found if isinstance(found, list) else [found]
+    """Return the tool calls in the JSON text of a ShareGPT `function_call`; None if the text holds no calls."""
+    value = parsed(text)
+    calls = value if isinstance(value, list) else [value]
     if not calls or not all(isinstance(call, dict) and {"name", "arguments"} <= call.keys() for call in calls):
         return None
     return with_objects([{"type": "function", "function": call} for call in calls])
 
 
 def with_objects(calls: Any) -> Any:
-    """Return tool calls whose arguments are the object that a string of theirs says, as OpenAI's interface has it:
-    chat templates write them as JSON, and would put the string into quotes."""
+    """Return tool calls with their arguments decoded from JSON strings, which OpenAI's interface uses, to objects.
+
+    Chat templates serialise arguments to JSON, and would quote the string.
+    """
     return _with_arguments(calls, _as_object)
 
 
 def with_texts(calls: Any) -> Any:
-    """Return tool calls whose arguments are JSON texts, for chat templates that put them together with other texts."""
+    """Return tool calls with their arguments as JSON strings, for chat templates that concatenate them with strings."""
     return _with_arguments(
         calls, lambda value: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     )
 
 
 def in_python(calls: Any, text: str) -> bool:
-    """Return whether a rendering has arguments as Python writes them: so does a chat template that expects texts."""
+    """Return whether a rendering has arguments in Python's notation: the chat template then expects JSON strings."""
     functions = [
         call.get("function", call) for call in (calls if isinstance(calls, list) else ()) if isinstance(call, dict)
     ]
-    found = [function.get("arguments") for function in functions if isinstance(function, dict)]
-    return any(arguments and isinstance(arguments, dict) and str(arguments) in text for arguments in found)
+    arguments_of_calls = [function.get("arguments") for function in functions if isinstance(function, dict)]
+    return any(arguments and isinstance(arguments, dict) and str(arguments) in text for arguments in arguments_of_calls)
 
 
 def _with_arguments(calls: Any, change: Any) -> Any:
@@ -69,15 +71,15 @@ def _with_argument(call: Any, change: Any) -> Any:
 
 
 def _as_object(value: Any) -> Any:
-    """Return the object that a text says, none of its keys where it is empty; any other value as it is."""
+    """Decode the JSON object in a string, `{}` if the string is empty; return any other value unchanged."""
     if not isinstance(value, str):
         return value
-    found = parsed(value) if value.strip() else {}
-    return found if isinstance(found, dict) else value
+    decoded = parsed(value) if value.strip() else {}
+    return decoded if isinstance(decoded, dict) else value
 
 
 def parsed(text: Any) -> Any:
-    """Return the value of a JSON text; None: it is none."""
+    """Decode a JSON text; return None if it is not JSON."""
     try:
         return json.loads(text)
     except (TypeError, ValueError, RecursionError):
@@ -85,8 +87,7 @@ def parsed(text: Any) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value as it was written: Arrow gives each object every key that any row has, with None for what it
-    lacks."""
+    """Remove keys with None from the objects in a value: Arrow gives each object the keys of all rows."""
     if isinstance(value, dict):
         return {key: without_nulls(each) for key, each in value.items() if each is not None}
     return [without_nulls(each) for each in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""Which turns of a row are learned, as the formats of OpenAI, ms-swift, Axolotl and others say it."""
+"""Reader of the keys that select which turns are learned, in the formats of OpenAI, ms-swift, Axolotl and others."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from cosmos_core.errors import DataError
 
 _KEYS = ("weight", "loss", "train", "loss_mask", "trainable")
 _PARTIAL_KEYS = ("loss_scale", "loss_weight", "train_detail", "training_detail")
-"""Keys that weigh a turn, or parts of it, otherwise than by 0 and 1."""
+"""Unsupported keys that weight a turn, or parts of it, by other values than 0 and 1."""
 
 
 def take_weight(turn: dict[str, Any], role: str, where: str) -> dict[str, int]:
-    """Take what says whether it is learned out of a turn, and return `weight` = 0 where it is not.
+    """Remove the keys that select whether a turn is learned, and return `{"weight": 0}` if it is not, else `{}`.
 
     Raises:
-        DataError: a key weighs the turn otherwise than by 0 and 1, or would have a turn of another role learned.
+        DataError: a key has another value than 0 and 1, or marks a turn of another role than the assistant as learned.
     """
     if partial := [key for key in _PARTIAL_KEYS if key in turn]:
         raise DataError(f"{where}: {partial[0]!r} is not read; a turn is learned as a whole (`weight` = 1) or not (0)")
-    said = {key: turn.pop(key) for key in _KEYS if key in turn}
-    for key, value in said.items():
+    flags = {key: turn.pop(key) for key in _KEYS if key in turn}
+    for key, value in flags.items():
         if not isinstance(value, int | float) or value not in (0, 1):
             raise DataError(f"{where}: {key} = {str(value)[:40]}; a turn is learned (1) or not (0)")
         if value and key != "weight" and role != "assistant":
             raise DataError(f"{where}: {key} = {value}, but only turns of the assistant are learned; leave {key} out")
-    return {} if all(said.values()) else {"weight": 0}
+    return {} if all(flags.values()) else {"weight": 0}
 
 
 def check_parts(content: Any, where: str) -> None:
-    """Refuse content of which a part says whether it is learned.
+    """Refuse content with a part that has a key for selecting what is learned.
 
     Raises:
-        DataError: one does.
+        DataError: a part has such a key.
     """
     for part in content if isinstance(content, list) else ():
         if keys := [key for key in (*_KEYS, *_PARTIAL_KEYS) if isinstance(part, dict) and key in part]:
@@ -40,5 +40,5 @@ def check_parts(content: Any, where: str) -> None:
 
 
 def is_learned(turn: dict[str, Any]) -> bool:
-    """Return whether a turn is what a model is to say."""
+    """Return whether a turn is an assistant turn that is learned."""
     return bool(turn["role"] == "assistant" and turn.get("weight", 1))

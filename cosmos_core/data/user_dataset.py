@@ -1,16 +1,15 @@
-"""Rows of a data set class and of a data packer of a user's own, as launcher scripts of Cosmos-RL have them.
+"""Rows from a user's own data set class and data packer, with the interfaces of Cosmos-RL's launcher scripts.
 
     train.train_policy.dataset.name = "mine.py:Questions"     # a class, a function of the recipe, or an object
     train.train_policy.data_packer = "mine.py:Packer"
 
-A data set has `__len__`, `__getitem__` and, where wanted, `setup(config[, tokenizer])` and
-`get_reference_answer(index)`.
-An item is a row (a dict), a conversation (a list of turns), an object with `prompt` or `conversation` and perhaps
-`reference_answer`, or a string, which is text as the model shall see it: no chat template is applied to it.
+A data set has `__len__`, `__getitem__` and optionally `setup(config[, tokenizer])` and `get_reference_answer(index)`.
+An item is a row (a dict), a conversation (a list of turns), an object with `prompt` or `conversation` and optionally
+`reference_answer`, or a string. The model sees a string as it is: no chat template is applied to it.
 
-Of a packer `get_rollout_input(item)` gives the prompt of an item, and `sft_process_sample(item)` an item in one of
-these forms, or `token_ids` and `label_ids` (-100 where nothing is learned). Batches are made by the model's adapter, so
-that its other methods are refused where a class has them.
+A packer's `get_rollout_input(item)` returns the prompt of an item. `sft_process_sample(item)` returns an item in one
+of the forms above, or `token_ids` and `label_ids` (-100 for tokens without a loss). The model's adapter makes the
+batches, so a packer that defines other methods of the Cosmos-RL interface is refused.
 """
 
 from __future__ import annotations
@@ -32,10 +31,11 @@ from cosmos_core.registry import import_user_code, location_of
 from cosmos_core.transient import is_transient
 
 RENDERED = "rendered text"
-"""Column of a prompt that is what the model sees."""
+"""Column with the text of a prompt exactly as the model sees it, without a chat template."""
 TOKENS, LABELS = "token_ids", "label_ids"
-"""Columns of a sequence that is tokenised; -100 where nothing is learned."""
+"""Columns of a sequence that a packer has tokenised: token ids, and labels with -100 for tokens without a loss."""
 NOTHING = -100
+"""Label of a token without a loss."""
 
 _NOT_CALLED = (
     "rollout_collate_fn", "get_rollout_output", "get_policy_input", "policy_compute_max_len", "policy_collate_fn",
@@ -44,49 +44,54 @@ _NOT_CALLED = (
 
 
 class Opener:
-    """Opens data sets and packers for one recipe; `load_tokenizer` is called for a `setup` that asks for one."""
+    """Opens the data sets and packers of one recipe.
+
+    `load_tokenizer` is called only if a `setup` method takes a tokenizer.
+    """
 
     def __init__(self, recipe: Recipe, load_tokenizer: Callable[[], Any]) -> None:
         self._recipe, self._load_tokenizer = recipe, load_tokenizer
 
     def part(self, name: str, key: str) -> Part:
-        """Return the rows of a data set class.
+        """Return the rows of the user's data set `name`; `key` is its table in the TOML, for messages.
 
         Raises:
-            ConfigError: there is none, or it cannot be imported.
-            DataError: it raised, or has no length.
+            ConfigError: the class does not exist or cannot be imported.
+            DataError: the class raised an error, or has no length.
         """
-        made = import_user_code(name)
+        loaded = import_user_code(name)
         with _blamed(f"{key}.name = {name!r}", None):
-            dataset = _thing_of(made, self._recipe)
+            dataset = _thing_of(loaded, self._recipe)
             self._set_up(dataset)
             length = len(dataset)
         return Part(name, length, partial(_items, dataset, name, length, self._recipe.train.train_policy))
 
     def packer(self) -> Callable[[Row, str], Row] | None:
-        """Return what the recipe's packer makes of a row; None: it names none.
+        """Return a function that applies the recipe's packer to a row; None if the recipe names no packer.
 
         Raises:
-            ConfigError: it has methods that would not be called.
+            ConfigError: the packer has methods that would never be called, or lacks the one that is needed.
         """
         policy = self._recipe.train.train_policy
         if not policy.data_packer:
             return None
-        made = import_user_code(policy.data_packer)
-        if unused := [name for name in _NOT_CALLED if name in vars(made if inspect.isclass(made) else type(made))]:
+        loaded = import_user_code(policy.data_packer)
+        if unused := [
+            name for name in _NOT_CALLED if name in vars(loaded if inspect.isclass(loaded) else type(loaded))
+        ]:
             raise ConfigError(
                 f"train.train_policy.data_packer = {policy.data_packer!r} has {', '.join(unused)}, which nothing calls "
                 "here: batches are made by the model's adapter; remove it, or write an algorithm of your own"
             )
-        wanted = "get_rollout_input" if isinstance(policy, RlConfig) else "sft_process_sample"
-        with _blamed(f"train.train_policy.data_packer = {policy.data_packer!r}", made):
-            packer = _thing_of(made, self._recipe)
+        method_name = "get_rollout_input" if isinstance(policy, RlConfig) else "sft_process_sample"
+        with _blamed(f"train.train_policy.data_packer = {policy.data_packer!r}", loaded):
+            packer = _thing_of(loaded, self._recipe)
             self._set_up(packer)
-        method = getattr(packer, wanted, None)
+        method = getattr(packer, method_name, None)
         if policy.rows == "pairs" or method is None:
             raise ConfigError(
                 f"train.train_policy.data_packer = {policy.data_packer!r}: a training on {policy.rows} calls "
-                + ("none; leave it out" if policy.rows == "pairs" else f"{wanted}, which it does not have")
+                + ("none; leave it out" if policy.rows == "pairs" else f"{method_name}, which it does not have")
             )
         return partial(_packed, method, policy)
 
@@ -99,8 +104,10 @@ class Opener:
 
 
 def _thing_of(named: Any, recipe: Recipe) -> Any:
-    """Return an object as it is, and what a class or a function makes; a function gets the recipe if it takes anything,
-    a class if it cannot do without."""
+    """Return the data set or packer that imported user code names: an object itself, or the result of a call.
+
+    A function is called with the recipe if it takes any argument, a class only if it has a required argument.
+    """
     is_class = inspect.isclass(named)
     if not callable(named) or (not is_class and hasattr(named, "__getitem__")):
         return named
@@ -111,6 +118,7 @@ def _thing_of(named: Any, recipe: Recipe) -> Any:
 
 
 def _items(dataset: Any, name: str, length: int, policy: AlgorithmConfig) -> Iterator[Located]:
+    """Yield each item of a user's data set as a row with its location and its reference answer."""
     look_up = getattr(dataset, "get_reference_answer", None) if isinstance(policy, RlConfig) else None
     for index in range(length):
         where = f"{name} item {index}"
@@ -122,12 +130,13 @@ def _items(dataset: Any, name: str, length: int, policy: AlgorithmConfig) -> Ite
 
 
 def _packed(method: Callable[[Any], Any], policy: AlgorithmConfig, row: Row, where: str) -> Row:
+    """Return the row that a packer's method makes of a row; a prompt keeps the columns of its reference answer."""
     with _blamed(where, method):
         packed = method(row)
     if isinstance(packed, dict) or not isinstance(policy, RlConfig):
         return _row(packed, policy, where)
-    kept = {name: value for name, value in row.items() if name == _reference_column(policy) or name in _REFERENCES}
-    return kept | _row(packed, policy, where)
+    refs = {name: value for name, value in row.items() if name == _reference_column(policy) or name in _REFERENCES}
+    return refs | _row(packed, policy, where)
 
 
 _REFERENCES = ("answer", "response", "solution", "result", "reference_answer")
@@ -138,7 +147,7 @@ def _reference_column(policy: AlgorithmConfig) -> str:
 
 
 def _row(item: Any, policy: AlgorithmConfig, where: str) -> Row:
-    """Return an item as a row with the columns that the recipe reads."""
+    """Convert an item of a user's data set or packer to a row with the columns that the recipe reads."""
     is_prompt = isinstance(policy, RlConfig)
     column = (policy.prompt_column_name if isinstance(policy, RlConfig) else "") or (
         "prompt" if is_prompt else "messages"
@@ -160,20 +169,22 @@ def _row(item: Any, policy: AlgorithmConfig, where: str) -> Row:
 
 
 def _reference(reference: Any, policy: AlgorithmConfig) -> Row:
-    """Return the column of a reference, with the text that a file would have of it; none without one."""
+    """Return a row with the reference answer as text, serialised as in a file; an empty row if there is none."""
     if reference is None:
         return {}
     try:
         text = reference if isinstance(reference, str) else json.dumps(reference, ensure_ascii=False)
-    except (TypeError, ValueError):  # a set, or a number of NumPy
+    except (TypeError, ValueError):  # a set or a NumPy scalar
         text = str(reference)
     return {_reference_column(policy): text}
 
 
 @contextmanager
 def _blamed(where: str, function: Any) -> Iterator[None]:
-    """What a user's code raises is an error about its data, with file and line; a row that is skipped stays one, and
-    what may be gone at the next attempt is no fault of the data."""
+    """Convert errors of a user's code to a `DataError` with file and line.
+
+    `SkippedRow` passes unchanged. A transient error becomes a `StageFailed`, because the data are not at fault.
+    """
     try:
         yield
     except (ConfigError, DataError, SkippedRow):

@@ -1,7 +1,7 @@
-"""Conversations that show images as tokens, and which tokens are to be learned: `conversation.py` for a processor.
+"""Tokens and loss masks of conversations with images: the counterpart of `conversation.py` for a processor.
 
-The processor of the model expands each image into its tokens, which depend on the image's size. What the assistant
-says is found in the text before that, moved to where it stands behind it, and never includes an image.
+The model's processor expands each image into tokens, whose number depends on the image's size. The assistant's spans
+are located in the text before the expansion and shifted to their positions after it; they never include an image.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 
 class VisualTokens(NamedTuple):
-    """A conversation with its images expanded, uncut."""
+    """Tokens of a conversation with its images expanded, not cut to a maximum length."""
 
     ids: list[int]
     mask: list[int]
-    """1: learn to predict this token."""
+    """Loss mask: 1 where the token is learned."""
     num_image_tokens: int
     images_end: int
-    """Where the last image ends; 0: there is none."""
+    """Index after the last token of the last image; 0 if there is no image."""
 
 
 def visual_tokens(
@@ -47,11 +47,11 @@ def visual_tokens(
     """Return token ids and loss mask of turns whose parts show `images`, in this order.
 
     Raises:
-        DataError: the chat template leaves out an image, or the processor refuses one; the assistant's words cannot be
-            told from the others.
+        DataError: the chat template leaves out an image, the processor refuses one, or the assistant's text cannot be
+            located.
         SkippedRow: the assistant says nothing.
         RefusedRow: the chat template refuses the conversation.
-        ModelError: the processor has no chat template, or its tokenizer does not say where its tokens are.
+        ModelError: the processor has no chat template, or its tokenizer returns no offsets of tokens.
     """
     if not processor.tokenizer.is_fast:
         raise ModelError("rows with images need a fast tokenizer; save one beside the model (tokenizer.json)")
@@ -62,7 +62,7 @@ def visual_tokens(
 def visual_prompt(
     processor: ProcessorMixin, turns: list[Message], images: list[Image], max_length: int, where: str, chat: Chat
 ) -> tuple[VisualTokens, str]:
-    """Return the tokens of a prompt whose parts show `images`, and its text, in which a word stands for each of them.
+    """Return the tokens of a prompt whose parts show `images`, and its text with a placeholder word for each image.
 
     Raises:
         DataError: as `visual_tokens`.
@@ -82,10 +82,10 @@ def visual_prompt(
 
 
 def cut_visual(tokens: VisualTokens, max_length: int, where: str) -> tuple[list[int], list[int]]:
-    """Return ids and mask, cut on the right.
+    """Cut token ids and loss mask on the right, and return them.
 
     Raises:
-        SkippedRow: no token to learn is left, or an image would be cut.
+        SkippedRow: no token to learn would be left, or an image would be cut.
     """
     if tokens.images_end > max_length:
         raise SkippedRow(where, "longer than policy.model_max_length before the end of the last image")
@@ -106,7 +106,7 @@ def _expanded(processor: ProcessorMixin, full: str, spans: list[Span], images: l
         encoded: Any = processor(
             text=[full],
             images=[images] if images else None,
-            add_special_tokens=not (bos and full.startswith(bos)),  # as `apply_chat_template` does it
+            add_special_tokens=not (bos and full.startswith(bos)),  # as in `apply_chat_template`
             return_offsets_mapping=True,
             return_text_replacement_offsets=True,
         )
@@ -126,15 +126,15 @@ def _expanded(processor: ProcessorMixin, full: str, spans: list[Span], images: l
 
 
 def _image_words(processor: ProcessorMixin, full: str, encoded: Any, where: str) -> list[tuple[Span, Span]]:
-    """Return the span of each image's word in the text, and of what became of it in the expanded text."""
+    """Return the span of each image's placeholder word in the text, with its span in the expanded text."""
     if "text_replacement_offsets" in encoded:
         return [(tuple(each["span"]), tuple(each["new_span"])) for each in encoded["text_replacement_offsets"][0]]
     bos = processor.tokenizer.bos_token
-    if bos and bos not in full:  # which such processors then put before the text
+    if bos and bos not in full:  # such processors insert it before the text, which shifts all offsets
         raise DataError(f"{where}: the chat template does not write {bos!r}, which the processor wants")
     return [(match.span(), match.span()) for match in re.finditer(re.escape(image_word(processor)), full)]
 
 
 def _moved(character: int, words: list[tuple[Span, Span]]) -> int:
-    """Return where a character of the text, outside of images, stands in the expanded text."""
+    """Return the position in the expanded text of a character outside of images."""
     return character + sum((new[1] - new[0]) - (old[1] - old[0]) for old, new in words if old[1] <= character)
