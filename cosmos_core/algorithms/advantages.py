@@ -110,10 +110,10 @@ def _batch_std(groups: list[np.ndarray]) -> list[np.ndarray]:
 
 def _max_rl(groups: list[np.ndarray]) -> list[np.ndarray]:
     """Return (r - mean) / mean, for rewards of 0 and 1 (MaxRL, arXiv 2602.02710)."""
-    least = min((r_G.min() for r_G in groups if r_G.size), default=0.0)
-    if least < 0:
+    min_r = min((r_G.min() for r_G in groups if r_G.size), default=0.0)
+    if min_r < 0:
         raise RewardError(
-            f"train.train_policy.algo = 'maxrl' divides by the mean reward of a group, and a reward is {least:g}; take "
+            f"train.train_policy.algo = 'maxrl' divides by the mean reward of a group, and a reward is {min_r:g}; take "
             f"rewards that are never negative, or another algo"
         )
     return [c_G / r_G.mean() if c_G.any() else c_G for c_G, r_G in zip(_centred(groups), groups, strict=True)]

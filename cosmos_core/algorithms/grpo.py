@@ -52,7 +52,8 @@ class _Fixed:
     teacher: Sequence[Tensor] | None
     """Log-probabilities of the teacher, per token; None: no teacher."""
     returns: Sequence[Tensor] | None
-    """Per-token advantages, which replace those of completions; None: the KL penalty is not part of the reward."""
+    """Per-token advantages, which replace the advantages of completions; None: the KL penalty is not part of the
+    reward."""
     high_entropy: Sequence[Tensor] | None
     """Masks of the tokens that the policy loss includes; None: all tokens."""
     correction: Correction | None
@@ -62,7 +63,7 @@ class _Fixed:
 
 
 class _Compared(NamedTuple):
-    """Log-probabilities that those of a micro-batch are compared with."""
+    """Reference values for the log-probabilities of a micro-batch."""
 
     old_BS: Tensor | None
     """Log-probabilities before the first update of the train step; None in that first update."""
@@ -80,7 +81,8 @@ class Grpo(Algorithm):
     config: GrpoConfig
 
     def __init__(self, config: GrpoConfig, custom: Mapping[str, Any] = {}, sampling: Sampling | None = None) -> None:
-        """Store the settings; `sampling`: those of completions, None: samples from softmax(logits / temperature)."""
+        """Store the settings; `sampling`: the sampling settings of completions, None: samples from softmax(logits /
+        temperature)."""
         super().__init__(config, custom, sampling)
         self._wants = Wants(config.temperature)
         self._correction = _correction(config, sampling)
@@ -153,10 +155,10 @@ class Grpo(Algorithm):
 
     def _ignored(self, group: ScoredGroup) -> list[int]:
         """Return for each completion how many of its first tokens are excluded from the loss."""
-        completions, least = group.group.completions, self.config.min_filter_prefix_tokens
-        if least is None:
+        completions, min_tokens = group.group.completions, self.config.min_filter_prefix_tokens
+        if min_tokens is None:
             return [0] * len(completions)
-        return shared_prefixes([each.token_ids for each in completions], [s.value for s in group.scores], least)
+        return shared_prefixes([each.token_ids for each in completions], [s.value for s in group.scores], min_tokens)
 
     def updates(self, samples: Sequence[Sample], view: View) -> Iterator[Update]:
         """Yield the optimizer steps of `mu_iterations` passes over the samples."""
@@ -257,9 +259,9 @@ class Grpo(Algorithm):
             weights_BS = torch.where(compared.drawn_BS, weights_BS, 1.0)
         if (kept_BS := _rows(fixed.high_entropy, micro)) is not None:
             weights_BS = kept_BS if weights_BS is None else kept_BS * weights_BS
-        taught = self._taught(micro, fixed, compared)
+        teacher_terms = self._taught(micro, fixed, compared)
         advantages_B = micro.logprobs_BS.new_tensor([s.advantage for s in micro.samples])
-        token_advantages_BS = taught.advantages_BS if taught else None
+        token_advantages_BS = teacher_terms.advantages_BS if teacher_terms else None
         if (returns_BS := _rows(fixed.returns, micro)) is not None:
             advantages_B = torch.zeros_like(advantages_B)
             token_advantages_BS = returns_BS if token_advantages_BS is None else returns_BS + token_advantages_BS
@@ -278,10 +280,10 @@ class Grpo(Algorithm):
             self._settings,
         )
         metrics = add_metrics(policy.metrics, metrics)
-        if taught is None:
+        if teacher_terms is None:
             return policy.loss_BT, metrics
-        loss_BT = policy.loss_BT if taught.loss_BS is None else policy.loss_BT + taught.loss_BS
-        return loss_BT, add_metrics(metrics, taught.metrics)
+        loss_BT = policy.loss_BT if teacher_terms.loss_BS is None else policy.loss_BT + teacher_terms.loss_BS
+        return loss_BT, add_metrics(metrics, teacher_terms.metrics)
 
     def _taught(self, micro: MicroBatch, fixed: _Fixed, compared: _Compared) -> Distilled | None:
         """Return the teacher's contribution to the loss; None: no teacher."""

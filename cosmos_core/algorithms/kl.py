@@ -1,9 +1,9 @@
-"""Estimating a KL divergence from the log-probabilities of sampled tokens (joschu.net/blog/kl-approx.html).
+"""Estimators of a KL divergence from the log-probabilities of sampled tokens (joschu.net/blog/kl-approx.html).
 
-With d = log p - log q and tokens drawn from p: k2 = d^2 / 2, whose expected gradient is that of the reverse KL(p || q);
-and k3 = exp(-d) - 1 + d, unbiased for KL(p || q) and never negative. As a loss the expected gradient of k3 is that of
-the forward KL(q || p); multiplied by the ratio p / p_old, kept in the graph, it is that of the reverse KL (arXiv
-2506.09477, 2512.02556). k1 is not offered: as a loss its expected gradient is zero.
+Let d = log p - log q for tokens sampled from p. k2 = d^2 / 2 has the expected gradient of the reverse KL(p || q). k3 =
+exp(-d) - 1 + d is unbiased for KL(p || q) and never negative. As a loss, the expected gradient of k3 is that of the
+forward KL(q || p); multiplied by the ratio p / p_old, with gradient, it is that of the reverse KL (arXiv 2506.09477,
+2512.02556). k1 is not supported: as a loss its expected gradient is zero.
 
 Shapes: B sequences, T tokens.
 """

@@ -193,7 +193,7 @@ class AsyncGroupSource:
         """
         if self.fleet.version + self.allowed < step:
             return
-        for position in reversed(positions):  # urgent requests are put first, so the last one put is served first
+        for position in reversed(positions):  # urgent requests are queued first, so the one queued last is served first
             scored = self._scored.get(position)
             if scored is not None and step - scored.group.version > self.allowed:
                 del self._scored[position]

@@ -267,7 +267,7 @@ class Receiver:
             yield bucket
 
     def loaded(self, version: int) -> Loaded:
-        """Return the acknowledgement of the load that `tensors` or `buckets` passed on.
+        """Return the acknowledgement of the load whose tensors `tensors` or `buckets` has yielded.
 
         Raises:
             StageFailed: the tensors are not those of the first load.

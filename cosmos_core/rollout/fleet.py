@@ -226,14 +226,14 @@ class Fleet:
     def _first_description(self) -> tuple[str, WeightFormat, tuple[str, str] | None]:
         """Return the name and weight format of the first open engine, and an error or None."""
         try:
-            while not (opened := self._members.opened()):
+            while not (members := self._members.opened()):
                 self._beat()
                 self.check()
                 time.sleep(0.05)
         except Exception as error:  # noqa: BLE001 - raised on all ranks
             return "", "checkpoint", by_name(error)
-        assert opened[0].description is not None
-        return opened[0].description.name, opened[0].description.weight_format, None
+        assert members[0].description is not None
+        return members[0].description.name, members[0].description.weight_format, None
 
     def _ask(self, processes: Sequence[_Process], method: str, *arguments: Any, **keywords: Any) -> list[_Reply]:
         """Call a method of each process, and return the replies; processes that have died are marked and left out."""

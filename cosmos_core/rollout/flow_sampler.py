@@ -171,8 +171,8 @@ class FlowSamplerEngine:
         text = _stacked([row.prompt.embedding for row in rows], self._source.device)
         null = _stacked([self._source.null_text or {}] * len(rows), self._source.device)
         steps = stochastic_steps(settings, sampling.seed, step)
-        given = self._given(rows, sampling, step, shape)
-        num_given_B = given.num_B if given else None
+        frames = self._given(rows, sampling, step, shape)
+        num_given_B = frames.num_B if frames else None
 
         def sample(predict: Callable[..., Tensor]) -> Path:
             velocity = guided(
@@ -181,7 +181,7 @@ class FlowSamplerEngine:
                 model.guided,
                 settings.guidance_scale,
             )
-            return denoise(velocity, noise.to(self._source.device), sigmas_N, settings, generators, steps, given)
+            return denoise(velocity, noise.to(self._source.device), sigmas_N, settings, generators, steps, frames)
 
         with self._source.weights(settings.weights), torch.no_grad():
             path = model.pipeline_with_logprob(sample, self._source.predict)

@@ -49,7 +49,7 @@ class Packed(NamedTuple):
 
 
 _ABANDONED = Packed(np.empty(0, np.uint8), [])
-"""Marks, in place of a bucket, that no further bucket will come."""
+"""Placeholder for a bucket: no further bucket will come."""
 _ALIGNMENT = 16  # bytes; a view of a byte array as a wider dtype must be aligned to the element size
 
 

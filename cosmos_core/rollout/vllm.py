@@ -136,7 +136,7 @@ class VllmEngine:
             if not self._in_flight:
                 self._llm.reset_prefix_cache()  # earlier requests must not influence which kernels run
             ids = self._llm.enqueue(tokens, parameters, lora_request=self._request, use_tqdm=False)
-        # Outputs have the number only, without the random suffix that vLLM appends to request ids internally.
+        # Outputs carry the request's number without the random suffix that vLLM appends to ids internally.
         self._in_flight |= {id_.partition("-")[0]: request for id_, request in zip(ids, requests, strict=True)}
 
     def completed(self) -> list[Group]:

@@ -52,7 +52,7 @@ _MOST_COLUMNS = 20  # unused columns that are listed by name
 
 
 def run(stage: Stage) -> Outcome:
-    """Check everything that the stage will need, and return what was learned as `info`.
+    """Check everything that the stage will need, and return the findings as `info`.
 
     Raises:
         ConfigError, DataError, ModelError, RewardError: the first problem.
@@ -78,9 +78,11 @@ def run(stage: Stage) -> Outcome:
     else:
         check_weights(stage.model)
         lines += _check_model(stage)
-        refused = refused_settings(stage.model, revision)
-        if refused and stage.kind.feed == "rollouts" and stage.recipe.rollout.checks_generation_config:
-            raise ModelError(f"{stage.model}/{FILE}: vLLM refuses to load {', '.join(refused)}; remove it there")
+        unsupported_keys = refused_settings(stage.model, revision)
+        if unsupported_keys and stage.kind.feed == "rollouts" and stage.recipe.rollout.checks_generation_config:
+            raise ModelError(
+                f"{stage.model}/{FILE}: vLLM refuses to load {', '.join(unsupported_keys)}; remove it there"
+            )
         if stage.kind.trains:
             rehearse_export(config, tokenizer, stage.model)
             lines += _narrowed(config, stage.recipe.train.param_dtype)

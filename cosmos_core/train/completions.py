@@ -29,7 +29,7 @@ _NUM_GROUPS, _NUM_COMPLETIONS = 4, 8
 """Numbers of groups that are written for each step, and of completions for each group."""
 _MOST_CHARACTERS = 20_000
 _MOST_STEPS = 1_000
-_WINDOW = 8  # steps whose halves are compared: by chance 4 values lie above 4 others once in 70 times
+_WINDOW = 8  # steps; by chance all 4 later values exceed all 4 earlier ones once in 70 times
 _NGRAM = 4
 
 

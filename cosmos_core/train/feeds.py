@@ -104,7 +104,9 @@ def balanced_steps(rows: Sequences | Pairs | MediaRows, recipe: Recipe) -> Balan
     assert (
         isinstance(policy, SupervisedConfig) and not isinstance(rows, MediaRows) and train.max_num_steps is not None
     )  # the schema requires it
-    is_packed = bool(train.sequence_packing)  # "auto" counts as packed: the budget holds for packed and padded rows
+    is_packed = bool(
+        train.sequence_packing
+    )  # None (the model decides) counts as padded, which needs at least as many tokens
     return BalancedSteps(
         _pair_lengths(rows, is_packed=is_packed) if isinstance(rows, Pairs) else rows.lengths,
         lambda epoch: epoch_order(train.order_seed, epoch, len(rows), policy.dataloader_shuffle),
@@ -206,8 +208,8 @@ class PairFeed(RowFeed):
     def _micro_batches(self, step: int) -> list[list[int]]:
         """Return the pairs of a step in micro-batches of similar length.
 
-        Each micro-batch is small enough that every data-parallel rank gets one. All pairs of one have as many images
-        each.
+        Each micro-batch is small enough that every data-parallel rank gets one. All pairs in a micro-batch have the
+        same number of images.
         """
         if self._balanced:
             return self._balanced.micro_batches(step)

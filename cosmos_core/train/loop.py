@@ -138,7 +138,7 @@ class Loop:
 
     def _next(self) -> dict[str, float] | None:
         """Take one train step, publish its weights and return its metrics; None if the data has ended."""
-        began = time.perf_counter()
+        start = time.perf_counter()
         try:
             check_stop(self.stage)
             metrics = self._step()
@@ -149,7 +149,7 @@ class Loop:
         self.step += 1
         if self.step % self.publish_every == 0:
             metrics |= self._published()
-        metrics["time/step"] = time.perf_counter() - began
+        metrics["time/step"] = time.perf_counter() - start
         self._hooks("post_training_step_hook", current_step=self.step, total_steps=self.feed.total_steps, **metrics)
         return metrics
 
@@ -341,7 +341,7 @@ class Loop:
         """
         assert self.measure is not None
         self.stage.progress.phase("validate")
-        began = time.perf_counter()
+        start = time.perf_counter()
         self._hooks("pre_validation_hook", current_step=step)
         if step % self.publish_every:
             self.publish(step)
@@ -359,7 +359,7 @@ class Loop:
             raise self._preempted() from None
         self._hooks("post_validation_hook", current_step=step, **measured)
         self._measured_at = step
-        return {**measured, "time/validate": time.perf_counter() - began}
+        return {**measured, "time/validate": time.perf_counter() - start}
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         largest = {name: value for name, value in self._last.items() if name.endswith("_max")}

@@ -137,7 +137,9 @@ def open_trainer(stage: Stage) -> Trainer:
     stage.progress.phase("load")
     trainer = Trainer(open_model(stage), stage.recipe.train, stage.progress)
     policy = stage.recipe.train.train_policy
-    if stage.kind.trains and not policy.scores_rows_once:  # else scored before step 1, with the policy's own weights
+    if (
+        stage.kind.trains and not policy.scores_rows_once
+    ):  # otherwise rows are scored before step 1, when the policy equals the reference
         for name in policy.named_weights:
             trainer.named.add(name)
     if teacher := stage.recipe.teacher_of(stage.kind):
@@ -224,9 +226,9 @@ def _ahead(
 
     recipe, policy, steps = stage.recipe, stage.recipe.train.train_policy, step_groups(stage.recipe)
     filtered, takes_turns = group_filter(recipe), recipe.mode == "colocated_separated"
-    allowed, beyond, most_steps = policy.lookahead
+    max_lag, num_extra_prompts, most_steps = policy.lookahead
     if takes_turns:  # requests in flight would be lost when the engines sleep
-        allowed, beyond, most_steps = recipe.train.sync_weight_interval - 1, 0, 1
+        max_lag, num_extra_prompts, most_steps = recipe.train.sync_weight_interval - 1, 0, 1
     num_steps = total_steps(recipe, len(prompts))
     take = steps_of(order, rows_per_step(recipe), num_steps)
     if recipe.spreads_groups or filtered:
@@ -238,10 +240,10 @@ def _ahead(
         training_sampling(recipe),
         stage.progress,
         steps=steps,
-        allowed=allowed,
+        allowed=max_lag,
         resync=generation.resync,
         between=between,
-        beyond=beyond,
+        beyond=num_extra_prompts,
         most_steps=most_steps,
         filter=filtered,
         takes_turns=takes_turns,
