@@ -188,9 +188,8 @@ class FilteredGroupSource:
         sampled: list[ScoredGroup] = []
         num_rounds, seconds, start = 0, 0.0, time.perf_counter()
         times = Counter[int]()
-        drawn = (
-            self._drawn
-        )  # saved at the end of the step: a run that stops within the step takes the same prompts again
+        # saved at the end of the step: a run that stops within the step takes the same prompts again
+        drawn = self._drawn
         self.sync.engine.wake()
         while len(kept) < num_requested and not 0 < most_rounds < num_rounds:
             prompts = self.take(drawn, num_requested - len(kept))

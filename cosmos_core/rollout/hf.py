@@ -198,9 +198,8 @@ class HfEngine:
                 break
             seen_BV.scatter_(-1, tokens_B.unsqueeze(-1), True)
             mask_BT = torch.cat([mask_BT, mask_BT.new_ones(len(mask_BT), 1)], dim=-1)
-            positions_B = (
-                positions_B + alive_B
-            )  # a finished row keeps its position, which must not exceed the position table
+            # a finished row keeps its position, which must not exceed the position table
+            positions_B = positions_B + alive_B
             if may_shrink and 2 * alive_B.sum() <= len(alive_B):
                 kept_B = alive_B.nonzero().squeeze(-1)
                 cache.batch_select_indices(kept_B)

@@ -49,9 +49,8 @@ def quantized(weight_EOI: Tensor) -> tuple[Tensor, Tensor]:
     Blocks are uint8 E x O x N x 16 with two values in each byte, the first in the lower half. Scales are uint8 E x O x
     N, the exponents plus 127.
     """
-    experts = [
-        _quantized(weight_OI) for weight_OI in weight_EOI
-    ]  # one expert at a time, since intermediate codes are as large as floats
+    # one expert at a time, since intermediate codes are as large as floats
+    experts = [_quantized(weight_OI) for weight_OI in weight_EOI]
     return torch.stack([blocks for blocks, _ in experts]), torch.stack([scales for _, scales in experts])
 
 
@@ -62,9 +61,8 @@ def _quantized(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     exponents_ON = torch.where(largest_ON > 0, exponents_ON, -_BIAS).clamp(-_BIAS, _BIAS)
     scaled = torch.ldexp(values, -exponents_ON.unsqueeze(-1))
     middles = torch.tensor(_MIDDLES, device=scaled.device)
-    middles[1::2] = torch.nextafter(
-        middles[1::2], torch.zeros_like(middles[1::2])
-    )  # round these midpoints up, to the even neighbour
+    # round these midpoints up, to the even neighbour
+    middles[1::2] = torch.nextafter(middles[1::2], torch.zeros_like(middles[1::2]))
     codes = torch.bucketize(scaled.abs().contiguous(), middles, out_int32=True) + 8 * torch.signbit(scaled)
     codes = codes.to(torch.uint8)
     return codes[..., 0::2] | (codes[..., 1::2] << 4), (exponents_ON + _BIAS).to(torch.uint8)

@@ -78,11 +78,9 @@ def run(stage: Stage) -> Outcome:
     else:
         check_weights(stage.model)
         lines += _check_model(stage)
-        unsupported_keys = refused_settings(stage.model, revision)
-        if unsupported_keys and stage.kind.feed == "rollouts" and stage.recipe.rollout.checks_generation_config:
-            raise ModelError(
-                f"{stage.model}/{FILE}: vLLM refuses to load {', '.join(unsupported_keys)}; remove it there"
-            )
+        invalid = refused_settings(stage.model, revision)
+        if invalid and stage.kind.feed == "rollouts" and stage.recipe.rollout.checks_generation_config:
+            raise ModelError(f"{stage.model}/{FILE}: vLLM refuses to load {', '.join(invalid)}; remove it there")
         if stage.kind.trains:
             rehearse_export(config, tokenizer, stage.model)
             lines += _narrowed(config, stage.recipe.train.param_dtype)

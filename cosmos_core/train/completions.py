@@ -60,17 +60,15 @@ class CompletionLog:
         text = "".join(json.dumps(line, ensure_ascii=True) + "\n" for line in lines)
         write_text(self._folder / f"step_{step:06d}.jsonl", text, durable=False)
         steps = sorted(self._folder.glob("step_*.jsonl"))
-        after = [
-            file for file in steps if int(file.stem[5:]) > step
-        ]  # written before the run was resumed at an earlier step
+        # written before the run was resumed at an earlier step
+        after = [file for file in steps if int(file.stem[5:]) > step]
         for file in [*after, *steps[: -len(after) or None][:-_MOST_STEPS]]:
             file.unlink()
 
     def _watch(self, step: int, groups: Sequence[ScoredGroup]) -> None:
         values = [[score.value for score in scored.scores if score.value is not None] for scored in groups]
-        is_scored = any(
-            score.metrics for scored in groups for score in scored.scores
-        )  # at least one reward function returned a score
+        # at least one reward function returned a score
+        is_scored = any(score.metrics for scored in groups for score in scored.scores)
         is_constant = is_scored and max(map(len, values)) > 1 and all(len(set(each)) <= 1 for each in values)
         self._tell(
             "constant", is_constant,

@@ -101,12 +101,10 @@ def balanced_steps(rows: Sequences | Pairs | MediaRows, recipe: Recipe) -> Balan
     train, policy = recipe.train, recipe.train.train_policy
     if not policy.balances_tokens:
         return None
-    assert (
-        isinstance(policy, SupervisedConfig) and not isinstance(rows, MediaRows) and train.max_num_steps is not None
-    )  # the schema requires it
-    is_packed = bool(
-        train.sequence_packing
-    )  # None (the model decides) counts as padded, which needs at least as many tokens
+    # the schema requires it
+    assert isinstance(policy, SupervisedConfig) and not isinstance(rows, MediaRows) and train.max_num_steps is not None
+    # None (the model decides) counts as padded, which needs at least as many tokens
+    is_packed = bool(train.sequence_packing)
     return BalancedSteps(
         _pair_lengths(rows, is_packed=is_packed) if isinstance(rows, Pairs) else rows.lengths,
         lambda epoch: epoch_order(train.order_seed, epoch, len(rows), policy.dataloader_shuffle),

@@ -149,9 +149,8 @@ def forget_moments(optimizer: torch.optim.Optimizer) -> None:
         for value in state.values():
             if isinstance(value, torch.Tensor):
                 local_value = local(value)
-                local_value.copy_(
-                    torch.zeros(local_value.shape, device=local_value.device)
-                )  # 8-bit moments do not implement `zero_`
+                # 8-bit moments do not implement `zero_`
+                local_value.copy_(torch.zeros(local_value.shape, device=local_value.device))
 
 
 def _rates(train: TrainConfig) -> dict[str, float]:

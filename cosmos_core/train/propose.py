@@ -116,9 +116,8 @@ def _of_text(asked: Asked, method: Method, here: Machine) -> Iterator[Setting]:
         model = model_without_weights(asked.model, dtype=torch.float32)
     num = sum(weight.numel() for weight in model.parameters())
     yield from _of_size(method, num, here)
-    per_token = (
-        (text.num_hidden_layers + 40) * text.hidden_size * 4
-    )  # with recomputation: the inputs of all layers, and the inside of one layer
+    # with recomputation: the inputs of all layers, and the inside of one layer
+    per_token = (text.num_hidden_layers + 40) * text.hidden_size * 4
     free = here.memory * 0.9 - min(num * _STATE_BYTES, int(here.memory * _ROOM))
     yield from _of_batch(is_drawn, len(rows), max(1, int(free / (per_token * length))))
     if len(rows) >= 10:
@@ -243,9 +242,8 @@ def _of_images(asked: Asked, method: Method, here: Machine) -> Iterator[Setting]
         raise DataError(f"--data {asked.data}: no images or videos in the folder")
     yield "train.train_policy.dataset.local_dir", asked.data, f"--data; {count:,} images and videos"
     files = list((Path(asked.model) / "transformer").glob("*.safetensors"))
-    num = (
-        sum(file.stat().st_size for file in files) // 4 if files else 10**10
-    )  # a model on the Hub has no local files: assume a large one
+    # a model on the Hub has no local files: assume a large one
+    num = sum(file.stat().st_size for file in files) // 4 if files else 10**10
     if side := _side(Path(asked.model)):
         yield "policy.diffusers.inference_size", [side, side], "what the model was made for"
     yield from _of_size(method, num, here)
