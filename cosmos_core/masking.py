@@ -15,11 +15,11 @@ _FORMS = re.compile(
     r"-----BEGIN[ A-Z]*PRIVATE KEY-----[\s\S]*?(?:-----END[ A-Z]*PRIVATE KEY-----|\Z)"
     r"|(?<![A-Za-z0-9])(?:"
     r"(?:hf|npm|pnu|pnb|r8)_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}"
-    r"|(?:glpat|nvapi|dckr_pat|pypi|sk|rk|xox[abeoprs])[-_](?=[\w-]*\d)[\w-]{16,}"
+    r"|(?:glpat|nvapi|dckr_pat|pypi|sk|rk|xox[abeoprs])[-_](?=[\w-]{0,200}\d)[\w-]{16,}"
     r"|A[KS]IA[A-Z0-9]{16}|AIza[\w-]{30,}|ya29\.[\w.-]{16,}|SG\.[\w-]{16,}\.[\w-]{16,}"
-    r"|eyJ[\w-]{10,}\.[\w-]{8,}(?:\.[\w-]*)?)"
+    r"|(?<![\w-])eyJ[\w-]{10,}\.[\w-]{8,}(?:\.[\w-]*)?)"
 )
-_LOGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/@\s:]*:([^/@\s]+)@", re.I)
+_LOGIN = re.compile(r"(?<![a-z0-9+.-])[a-z][a-z0-9+.-]*://[^/@\s:]*:([^/@\s]+)@", re.I)
 _NAMED = re.compile(
     r"(?:passw(?:or)?d|passphrase|secret|api[_-]?key|access[_-]?key|private[_-]?key|auth[_-]?string|X-Amz-Signature)"
     r"(?:[_-]?(?:access[_-]?)?key)?[\"']?\s*[=:]\s*[\"']?([^\s\"',;&)\]}$*<][^\s\"',;&)\]}]{5,})",

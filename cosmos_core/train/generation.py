@@ -102,7 +102,7 @@ class Generation:
         an adapter are not cast, because they are first scaled in float32.
         """
         recipe, chosen = self._stage.recipe, transfer_dtype_of(self._stage.recipe.train)
-        holds_narrower = recipe.rollout.backend == "vllm" and self.engine.weight_format == "checkpoint"
+        holds_narrower = self.engine.weight_format == "checkpoint"
         if chosen is None and holds_narrower and recipe.train.master_dtype == "float32" != recipe.train.param_dtype:
             return getattr(torch, recipe.train.param_dtype)  # type: ignore[no-any-return]
         return chosen

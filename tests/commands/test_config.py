@@ -77,7 +77,7 @@ def test_a_key_of_two_kinds_of_training_is_explained_for_both(workspace: Workspa
     assert [line for line in lines if line.startswith("train.")] == [
         *(
             f"train.train_policy.mini_batch  ({name}Config)"
-            for name in ("Sft", "DiffusionSft", "Dpo", "Grpo", "DiffusionNft", "FlowGrpo", "Ddrl")
+            for name in ("Sft", "DiffusionSft", "Dpo", "Kto", "Grpo", "DiffusionNft", "FlowGrpo", "Ddrl")
         ),
     ]
     assert [line for line in lines if line.startswith("  unit")] == [

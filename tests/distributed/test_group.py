@@ -162,7 +162,9 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def started(*what: str) -> str:
     """What two ranks say, started by a process of its own, as by a stage: Ray reads its token once in a process."""
     command = [sys.executable, "-m", "tests.distributed.members", "2", *what]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300).stdout.strip()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_ranks_get_the_gpus_of_the_cluster_not_of_the_machine_that_starts_them(cluster: None) -> None:

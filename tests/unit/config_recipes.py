@@ -83,6 +83,19 @@ rank_filter = [0, 1]
 [custom]
 free = { as = [1, "bird"] }
 """,
+    "kto": """
+[policy]
+model_name_or_path = "org/model"
+
+[train]
+train_batch_per_replica = 16
+
+[train.train_policy]
+type = "sft"
+trainer_type = "kto"
+dataset = { name = "org/labelled" }
+kto = { desirable_weight = 1.5 }
+""",
     "grpo": """
 [policy]
 model_name_or_path = "org/model"

@@ -108,3 +108,9 @@ def test_a_log_that_others_wrote_has_no_such_secret(tmp_path: Path, monkeypatch:
     size = log.stat().st_size
     mask_file(log)
     assert b"hf_" not in log.read_bytes() and log.stat().st_size == size
+
+
+@pytest.mark.parametrize("piece", ["x", "ab", "aB3", "-eyJ", "sk-", "a://", "token=", "a-", "key "])
+def test_a_long_text_of_one_piece_is_looked_at_in_linear_time(piece: str) -> None:
+    text = piece * (1 << 16)
+    assert len(masked(text)) > 0

@@ -15,7 +15,7 @@ from typing import Any
 PROGRAMS = (
     "cosmos_core", "cosmos_core.worker", "cosmos_core.launch.supervisor", "cosmos_core.launch.prefect", "prefect",
     "prefect.engine", "cosmos_core.facts", "cosmos_core.models.check_model",
-    "tests.distributed.killed", "tests.distributed.members",
+    "tests.distributed.killed",
 )  # fmt: skip
 MULTIPROCESSING_FORK_SERVER = "from multiprocessing.forkserver"
 _XDIST = "import sys;exec(eval(sys.stdin.readline()))"
