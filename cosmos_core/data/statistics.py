@@ -119,7 +119,7 @@ class Counts:
             )
 
     def notices(self, end_token: str | None = None) -> list[str]:
-        """Return a line for each kind of rows to report: left out, from another column, merged, without an end token."""
+        """Return lines about rows that were skipped, read from another column or merged, or that lack an end token."""
         lines = []
         if self._skipped:
             first = dict(islice(self._skipped.items(), _MOST_REASONS))

@@ -1,7 +1,7 @@
-"""The seam between the trainer and a model: text and pixels differ below it and nowhere above.
+"""Interface between the trainer and a model: only the code below it distinguishes text from pixels.
 
-The trainer makes micro-batches, runs them and steps the optimizer; an adapter knows what a sample is. Algorithms see
-the outputs that they asked for as `MicroBatch`es.
+The trainer makes micro-batches, runs them and steps the optimizer; an adapter interprets samples. Algorithms receive
+the model outputs that they request as `MicroBatch`es.
 
 Shapes: B samples, S predicted tokens (token models), dots for the dimensions of a latent (diffusion models).
 """
@@ -21,20 +21,21 @@ from cosmos_core.parallel.mesh import Mesh
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Some samples of an update and what the model says about them."""
+    """Samples of an update with the model's outputs for them."""
 
     samples: Sequence[Any]
     indices: Sequence[int]
     """Position of each sample in the update's samples."""
     outputs: dict[str, Tensor]
-    """What was wanted, a row per sample. Token models: `logprobs` of each token after the first, `entropy`, `is_top`
-    (BS), `top_logprobs` and `top_ids` (BSK). Diffusion models: `velocity`, with `noisy`, the latents that it was
-    predicted for, and, where samples have noise, `latents` and `noise` (B...)."""
+    """Requested outputs, a row per sample. Token models: `logprobs` of each token after the first, `entropy`, `is_top`
+    (BS), `top_logprobs` and `top_ids` (BSK). Diffusion models: `velocity` with its input `noisy`, and
+    `latents` and `noise` (B...) if samples have noise."""
     mask: Tensor
-    """1 where a value counts, 0 elsewhere: BS, or broadcast over latents."""
+    """Mask of the values that count towards the loss, 1 or 0: BS, or broadcastable to latents."""
     model_loss: Tensor | None = None
-    """What the model itself wants to be added to the loss, summed over samples with their cost as weight: the
-    load-balancing of its experts. None: nothing."""
+    """Auxiliary loss of the model (load balancing of experts), summed over samples with their cost as weight.
+
+    None if the model has no auxiliary loss."""
 
     @property
     def mask_BS(self) -> Tensor:
@@ -49,41 +50,41 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A micro-batch as a model takes it; each adapter has a class of its own that adds to it."""
+    """Model inputs of a micro-batch; each adapter extends this class."""
 
     samples: Sequence[Any]
-    """Empty: the rank only takes part in collectives, and what comes out does not count."""
+    """Samples of the micro-batch; if empty, the rank only takes part in collectives and its outputs are ignored."""
     indices: Sequence[int]
     inputs: dict[str, Tensor]
 
 
 Wants = Any
-"""What an update asks of the model, in a type of the adapter's own: `scorer.Wants` of token models, `denoiser.Wants` of
-diffusion models. None: what it gives when nothing more is asked (`ModelAdapter.usual_wants`)."""
+"""Outputs that an update requests from the model, in the adapter's own type: `scorer.Wants` for token models,
+`denoiser.Wants` for diffusion models. None: the default outputs (`ModelAdapter.usual_wants`)."""
 
 Consume = Callable[[Any, dict[str, Tensor]], Tensor | None]
-"""Takes a batch and the raw outputs of the model for it; returns its loss, where gradients are wanted."""
+"""Function of a batch and the model's raw outputs that returns the loss of the batch if gradients are enabled."""
 
 
 class Runner(Protocol):
-    """How micro-batches run through a model: one after the other, or through the stages of a pipeline."""
+    """Runs micro-batches through a model: sequentially, or through pipeline stages."""
 
     def rows(self, size: int) -> int:
-        """Return the rows of a micro-batch where `size` rows may be in the model at once."""
+        """Return the number of rows per micro-batch if at most `size` rows may be in the model at a time."""
         ...
 
     def count(self, num_batches: int, size: int) -> int:
-        """Return how many micro-batches to make in place of `num_batches`, with empty ones."""
+        """Return the number of micro-batches to run, including empty ones to add to `num_batches`."""
         ...
 
     def run(self, batches: Sequence[Callable[[], Any]], consume: Consume, wants: Wants, size: int) -> None:
         """Run each micro-batch forward, and backward where gradients are enabled.
 
         Args:
-            batches: make the micro-batches.
-            consume: called with what each gives, where its end is seen.
-            wants: the outputs.
-            size: rows that may be in the model at once.
+            batches: functions that build the micro-batches.
+            consume: called with each batch and its outputs, on the ranks that have the last layer.
+            wants: the outputs to compute.
+            size: maximum number of rows in the model at a time.
         """
         ...
 
@@ -92,101 +93,104 @@ class Runner(Protocol):
         ...
 
     def reshard(self) -> None:
-        """Free the weights that a forward pass without a backward pass left gathered."""
+        """Free the weights that FSDP keeps gathered after a forward pass without a backward pass."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """What was written and how it was proven."""
+    """Result of an export: the checks that it passed, and its adapter folder."""
 
     checks: tuple[str, ...]
-    """The checks that ran, by name."""
+    """Names of the checks that ran."""
     adapter: str = ""
-    """The folder of the adapter inside; empty: there is none."""
+    """Name of the adapter's folder inside the export; empty if there is no adapter."""
 
 
 class ModelAdapter(Protocol):
-    """A model, split over the mesh, and what it does with samples. It alone knows tokens, images or latents."""
+    """A model, sharded over the mesh, with its handling of samples: only adapters know tokens, images or latents."""
 
     model: Any
-    """The module, or this rank's part of it."""
+    """The model's module, or this rank's shard of it."""
     mesh: Mesh | None
     device: torch.device
-    """Where inputs go; weights may be elsewhere."""
+    """Device of the inputs; weights may be on another device."""
     whole: Any
-    """The whole model on the meta device where `model` is a part of it; None: `model` is whole."""
+    """The whole model on the meta device if `model` is sharded; None if `model` is whole."""
 
     @property
     def runner(self) -> Runner:
-        """Return what runs micro-batches through the model."""
+        """Return the runner of micro-batches."""
         ...
 
     @property
     def usual_wants(self) -> Wants:
-        """Return what an update wants that says nothing of it."""
+        """Return the default outputs, for updates that do not request any."""
         ...
 
     @property
     def tokenizer(self) -> Any:
-        """Return what turns text into the model's inputs."""
+        """Return the tokenizer, or None if the model has no tokenizer of its own."""
         ...
 
     @property
     def vision(self) -> Any:
-        """Return what reads the images of samples; None: no sample shows one."""
+        """Return the reader of the samples' images; None if no sample shows an image."""
         ...
 
     def whole_model(self) -> Any:
-        """Return the model with all its weights; of a mesh a copy on the first rank's CPU, None on the others."""
+        """Return the model with all weights; with a mesh, a copy on the first rank's CPU and None on other ranks."""
         ...
 
     def export(self, target: Path) -> Export | None:
-        """Write the model to a folder in the dtype that it was trained in, and prove that it loads and computes the
-        same; all ranks call it, and the first writes. None: another rank did.
+        """Write the model to a folder in its training dtype, and check that it loads and computes the same outputs.
+
+        All ranks must call this. The first rank writes and returns the result; other ranks return None.
 
         Raises:
-            StageFailed: the disk is full, or the folder does not equal the model.
+            StageFailed: the disk is full, or the exported model differs from the trained one.
         """
         ...
 
     def cost(self, sample: Any) -> int:
-        """Return what a sample costs, in tokens: micro-batches have samples of like cost, and throughput counts it."""
+        """Return the cost of a sample in tokens, for micro-batches of similar cost and for throughput."""
         ...
 
     def group(self, sample: Any) -> Any:
-        """Return the group of a sample, something that has an order: micro-batches hold samples of one group."""
+        """Return the group of a sample, an orderable value: a micro-batch holds samples of one group only."""
         ...
 
     def planned(self, sample: Any) -> Hashable | None:
-        """Return the micro-batch that the feed chose for a sample; None: none."""
+        """Return the micro-batch that the feed assigned to a sample; None if the feed assigned none."""
         ...
 
     def collate(self, samples: Sequence[Any], indices: Sequence[int], filler: Any) -> Any:
-        """Return some samples as a `Batch`; of no samples one with `filler` in it, nothing of which is learned."""
+        """Collate samples to a `Batch`; without samples, return a batch of `filler` in which nothing is learned."""
         ...
 
     def joined(self, batch: Any, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the outputs of all ranks that share the samples."""
+        """Gather the outputs of all ranks that work on the same samples."""
         ...
 
     def micro_batch(self, batch: Any, outputs: dict[str, Tensor]) -> MicroBatch:
-        """Return joined outputs with a row per sample."""
+        """Return gathered outputs as a `MicroBatch` with one row per sample."""
         ...
 
     def rows(self, micro: MicroBatch) -> list[dict[str, Tensor]]:
-        """Return the wanted outputs of each sample without padding."""
+        """Return the outputs of each sample without padding."""
         ...
 
     def expect(self, batch: Any, loss: Callable[[MicroBatch], Tensor]) -> Any:
-        """Return the batch with the derivative of `loss`, which does not depend on the outputs, so that a forward pass
-        can take its gradient on the way."""
+        """Return the batch with the derivative of `loss`, so that the forward pass can already compute gradients.
+
+        The derivative must not depend on the outputs.
+        """
         ...
 
     def prove(self) -> None:
-        """Compare what the mesh computes with what one rank would, on a few tokens.
+        """Compare the outputs of the sharded model with those of one rank, on a few tokens.
 
         Raises:
-            ModelError: the model does more than its parallel plan covers.
+            ModelError: the outputs differ, as the model has operations that its parallel plan does not cover.
         """
         ...

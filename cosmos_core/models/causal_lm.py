@@ -1,4 +1,4 @@
-"""The adapter of causal language models, and of those that read images: rows of tokens in, log-probabilities out.
+"""The adapter of causal language models and vision-language models, which computes log-probabilities of token rows.
 
 Shapes: B samples, T tokens, S = T - 1 predicted tokens, N learned tokens of a micro-batch.
 """
@@ -50,38 +50,38 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch(Batch):
-    """A micro-batch of rows of tokens."""
+    """A micro-batch of token rows."""
 
     samples: Sequence[Sample]
     chosen_N: Tensor
     """Positions of the learned tokens that this rank scores."""
     is_mine_N: Tensor | None
-    """Which of all learned tokens these are; None: all."""
+    """Mask over all learned tokens of those that this rank scores; None if it scores all."""
     learned: Sequence[np.ndarray]
-    """Positions of the learned tokens in each sample's S."""
+    """Positions of the learned tokens among the S predicted tokens of each sample."""
     expected_N: Tensor | None = None
-    """Derivative of the loss by the log-probability of each token that this rank scores; None: unknown."""
+    """Derivative of the loss by the log-probability of each token that this rank scores; None if unknown."""
     top_ids_NK: Tensor | None = None
-    """Ids whose log-probabilities are wanted for each token that this rank scores; None: those of the likeliest."""
+    """Ids whose log-probabilities are requested at each token that this rank scores; None for the most likely ids."""
 
 
 class Reading(NamedTuple):
-    """How text and images become inputs of a model."""
+    """Tokenizer, image reader and files that convert text and images to model inputs."""
 
     pad_id: int
-    """Stands where a row has no token; masks are built from positions, so which id it is does not matter."""
+    """Padding token id; its value does not matter, because masks are built from positions."""
     vision: Vision | None = None
-    """Reads the images of samples; None: no sample shows one."""
+    """Reader of the samples' images; None if no sample shows an image."""
     tokenizer: PreTrainedTokenizerBase | None = None
-    """For engines and exports; None: there will be none."""
+    """Tokenizer for engines and exports; None if there are none."""
     files: Mapping[str, bytes] = {}
-    """Files of the processor, which exports carry, by their path in the folder."""
+    """Files of the processor to copy into exports, by their path in the folder."""
     num_ids: int | None = None
-    """Ids that tokens have: a head may have more rows. None: as many as rows."""
+    """Number of token ids, as a head can have more rows than ids; None for the number of rows."""
 
 
 class CausalLM:
-    """A `models.base.ModelAdapter`: a causal language model, split over the mesh."""
+    """A `models.base.ModelAdapter`: a causal language model, sharded over the mesh."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class CausalLM:
         mesh: Mesh | None = None,
         balance: Balance | None = None,
     ) -> None:
-        """`balance`: the loss of routers that is added to every update; None: none is."""
+        """`balance` is the auxiliary loss of expert routers that is added to every update; None for no such loss."""
         self.model = model
         self._has_balance = balance is not None
         self.mesh = mesh
@@ -123,11 +123,11 @@ class CausalLM:
 
     @property
     def vision(self) -> Vision | None:
-        """Return what reads the images of samples; None: no sample shows one."""
+        """Return the reader of the samples' images; None if no sample shows an image."""
         return self._reading.vision
 
     def whole_model(self) -> PreTrainedModel | None:
-        """Return the model with all its weights; of a mesh a copy on the first rank's CPU, None on the others."""
+        """Return the model with all weights; with a mesh, a copy on the first rank's CPU and None on other ranks."""
         return self.model if self.whole is None else fill(self.whole, self.model)
 
     def export(self, target: Path) -> Export | None:
@@ -141,11 +141,11 @@ class CausalLM:
         return Export(tuple(checks), ADAPTER if is_adapted(model) else "")
 
     def cost(self, sample: Sample) -> int:
-        """See `ModelAdapter.cost`: tokens, because rows of like length need little padding."""
+        """See `ModelAdapter.cost`: the number of tokens, because rows of similar length need little padding."""
         return len(sample.input_ids)
 
     def group(self, sample: Sample) -> int:
-        """See `ModelAdapter.group`: rows with images go apart."""
+        """See `ModelAdapter.group`: rows with images are separate from rows without."""
         return self._reading.vision.group(sample) if self._reading.vision else 0
 
     def planned(self, sample: Sample) -> Hashable | None:
@@ -154,21 +154,21 @@ class CausalLM:
 
     def collate(self, samples: Sequence[Sample], indices: Sequence[int], filler: Sample) -> TokenBatch:
         """See `ModelAdapter.collate`."""
-        own, device = samples or [_unlearned(filler)], self.device
-        ids = [sample.input_ids for sample in own]
+        samples_or_filler, device = samples or [_unlearned(filler)], self.device
+        ids = [sample.input_ids for sample in samples_or_filler]
         rows = rows_of(ids, self._reading.pad_id, packed=self._is_packed, filled=self._row_length)
-        learned = [np.flatnonzero(sample.loss_mask[1:]) for sample in own]
+        learned = [np.flatnonzero(sample.loss_mask[1:]) for sample in samples_or_filler]
         positions = np.concatenate([start + s for start, s in zip(rows.starts, learned, strict=True)])
         inputs = to_device(rows.inputs, device)
-        if own[0].images:
+        if samples_or_filler[0].images:
             assert self._reading.vision is not None
-            del inputs["position_ids"]  # some families place images in two dimensions
-            shown = self._reading.vision.inputs(own, rows.inputs["input_ids"])
-            inputs |= {name: tensor.to(device, self._image_dtype(tensor)) for name, tensor in shown.items()}
+            del inputs["position_ids"]  # some families compute two-dimensional positions of images
+            image_inputs = self._reading.vision.inputs(samples_or_filler, rows.inputs["input_ids"])
+            inputs |= {name: tensor.to(device, self._image_dtype(tensor)) for name, tensor in image_inputs.items()}
         if self._has_balance:
             inputs |= to_device(sequences_of(rows.inputs, [len(each) for each in ids]), device)
         chosen = torch.from_numpy(positions).to(device)
-        top_ids_NK = _top_ids(own, device)
+        top_ids_NK = _top_ids(samples_or_filler, device)
         if not (self.mesh and self.mesh.context):
             return TokenBatch(samples, indices, inputs, chosen, None, learned, top_ids_NK=top_ids_NK)
         own_rows = shard_rows(inputs, chosen, self.mesh.context)
@@ -179,14 +179,14 @@ class CausalLM:
         )
 
     def joined(self, batch: TokenBatch, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """See `ModelAdapter.joined`: context-parallel ranks score tokens of their own."""
+        """See `ModelAdapter.joined`: each context-parallel rank scores only some of the tokens."""
         if batch.is_mine_N is None:
             return outputs
         assert self.mesh and self.mesh.context
         return {name: gather_chosen(values, batch.is_mine_N, self.mesh.context) for name, values in outputs.items()}
 
     def micro_batch(self, batch: TokenBatch, outputs: dict[str, Tensor]) -> MicroBatch:
-        """See `ModelAdapter.micro_batch`: rectangles with a row per sample, 0 where nothing is learned."""
+        """See `ModelAdapter.micro_batch`: outputs have shape BS, with 0 for tokens that are not learned."""
         outputs = dict(outputs)
         balance = outputs.pop(BALANCE, None)
         number = np.repeat(np.arange(len(batch.samples)), [len(s) for s in batch.learned])
@@ -215,14 +215,14 @@ class CausalLM:
         return replace(batch, expected_N=expected_N if batch.is_mine_N is None else expected_N[batch.is_mine_N])
 
     def prove(self) -> None:
-        """See `ModelAdapter.prove`: a model may do more than what its tensor-parallel plan covers."""
+        """See `ModelAdapter.prove`: checks that the tensor-parallel plan covers all operations of the model."""
         if self.mesh and self.mesh.tensor:
             with forward_context(self._train, self.device) if self._is_gathered_cast else nullcontext():
                 prove_split(self.model, self.runner.roots, self.mesh.tensor)
             self.runner.reshard()
 
     def _parallelize(self) -> Sequential | Pipelined:
-        """Split the model over the mesh, and read this rank's weights."""
+        """Parallelise the model over the mesh, load this rank's weights, and return the runner."""
         mesh, model = self.mesh, self.model
         if mesh and mesh.pipeline:
             apply_pp(model, mesh.sizes, mesh.pipeline.get_local_rank())
@@ -248,14 +248,14 @@ class CausalLM:
         return runner
 
     def _forward(self, scorer: Scorer, batch: TokenBatch, wants: Wants) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = scorer(
+        outputs: dict[str, Tensor] = scorer(
             batch.inputs, batch.chosen_N, wants=wants, dtype=self._dtype, expected_N=batch.expected_N,
             top_ids_NK=batch.top_ids_NK,
         )  # fmt: skip
-        return found
+        return outputs
 
     def _pack(self, runner: Sequential | Pipelined) -> None:
-        """Make the model take rows end to end; where it cannot, rows are padded."""
+        """Enable packed rows; if the model does not support them, fall back to padded rows."""
         mesh = self.mesh
         compute_dtype = getattr(torch, self._train.param_dtype)
         roots = runner.roots if mesh else ()
@@ -270,11 +270,11 @@ class CausalLM:
 
     @property
     def _is_gathered_cast(self) -> bool:
-        """Return whether blocks have their weights in `param_dtype` alone, and run under its autocast alone."""
+        """Return whether FSDP gathers weights in `param_dtype`, so that blocks can only run under its autocast."""
         return bool(self.mesh and self.mesh.fsdp) and gathers_casts(self._train)
 
     def _row_length(self, length: int) -> int:
-        """Return how long to make rows of `length`: as kernels like it, and a multiple of the ranks of a context."""
+        """Return the padded length of rows: efficient for kernels, and divisible by the context-parallel size."""
         length = kernel_length(length, self.device, getattr(torch, self._train.param_dtype))
         return length + -length % (self.mesh.context.size() if self.mesh and self.mesh.context else 1)
 
@@ -288,7 +288,7 @@ def _unlearned(sample: Sample) -> Sample:
 
 
 def _top_ids(samples: Sequence[Sample], device: torch.device) -> Tensor | None:
-    """Return the ids that samples name for their learned tokens; None: they name none."""
-    found = [sample.top_ids for sample in samples if sample.top_ids is not None]
-    assert len(found) in {0, len(samples)}, "all samples of a micro-batch name ids, or none does"
-    return torch.from_numpy(np.concatenate(found)).to(device) if found else None
+    """Return the `top_ids` of samples, concatenated; None if samples have none."""
+    id_arrays = [sample.top_ids for sample in samples if sample.top_ids is not None]
+    assert len(id_arrays) in {0, len(samples)}, "all samples of a micro-batch name ids, or none does"
+    return torch.from_numpy(np.concatenate(id_arrays)).to(device) if id_arrays else None

@@ -1,5 +1,5 @@
-"""The adapter of diffusion models: latents at a noise level in, velocities out. What is trained is the denoiser of a
-pipeline; everything else of it is `diffusion.py`.
+"""The adapter of diffusion models, which predicts velocities of latents at a noise level. It trains the denoiser of a
+pipeline; `diffusion.py` has the rest of the pipeline.
 
 Shapes: B samples, dots for the dimensions of a latent.
 """
@@ -29,10 +29,10 @@ from cosmos_core.parallel.mesh import Mesh
 
 @dataclass(frozen=True, slots=True)
 class Wants:
-    """What to compute for each sample."""
+    """Outputs to compute for each sample."""
 
     guidance: float = 1.0
-    """Scale of classifier-free guidance, by the rule of the pipeline, for samples that have a negative text."""
+    """Scale of classifier-free guidance, in the pipeline's definition, for samples with a negative prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +50,10 @@ class Denoiser:
     """A `models.base.ModelAdapter`: the denoiser of a pipeline, replicated or sharded over the mesh."""
 
     model_class: str | None = None
-    """The user's own family, as the recipe names it; None: one of ours."""
+    """User-defined family class that the recipe names; None for a built-in family."""
 
     def __init__(self, model: Any, family: DiffusionModel, train: TrainConfig, mesh: Mesh | None = None) -> None:
-        """`model` is the denoiser that `family.load_denoiser` gave, with its adapter."""
+        """`model` is the denoiser that `family.load_denoiser` returned, with its LoRA adapter if it has one."""
         self.model, self.family, self.mesh = model, family, mesh
         self.device = torch.device(mesh.data.device_type) if mesh else next(model.parameters()).device
         self.dtype: torch.dtype = next(model.parameters()).dtype
@@ -73,12 +73,12 @@ class Denoiser:
 
     @property
     def tokenizer(self) -> Any:
-        """See `ModelAdapter.tokenizer`: the family reads text."""
+        """See `ModelAdapter.tokenizer`: None, because the family encodes text."""
         return None
 
     @property
     def vision(self) -> Any:
-        """See `ModelAdapter.vision`: no sample shows an image to read."""
+        """See `ModelAdapter.vision`: None, because samples show no images."""
         return None
 
     def whole_model(self) -> Any:
@@ -95,8 +95,11 @@ class Denoiser:
         negative: Mapping[str, Tensor] | None = None,
         guidance: float = 1.0,
     ) -> Tensor:
-        """Return the velocity for a batch of latents at their noise levels, in the dtype of the latents; with
-        `negative` text guided by that scale. Samplers call it, under `torch.no_grad`; with a mesh all ranks do."""
+        """Return the velocity for a batch of latents at their noise levels, in the dtype of the latents.
+
+        With `negative` text, classifier-free guidance of scale `guidance` is applied. Samplers call this method under
+        `torch.no_grad`; with a mesh all ranks must call it.
+        """
         [root] = self.runner.roots
 
         def velocity(condition: Mapping[str, Tensor]) -> Tensor:
@@ -117,11 +120,11 @@ class Denoiser:
         return Export(tuple(checks), ADAPTER if is_adapted(model) else "")
 
     def cost(self, sample: FlowSample) -> int:
-        """See `ModelAdapter.cost`: positions of the latent."""
+        """See `ModelAdapter.cost`: the number of positions of the latent."""
         return sample.latents[0].numel()
 
     def group(self, sample: FlowSample) -> Any:
-        """See `ModelAdapter.group`: latents and texts of one shape go together, guided samples apart."""
+        """See `ModelAdapter.group`: by shapes of latents and texts, and by whether samples have noise and guidance."""
         texts = tuple(sorted((name, tuple(value.shape)) for name, value in sample.text.items()))
         return tuple(sample.latents.shape), texts, sample.noise is None, sample.negative is None
 
@@ -130,26 +133,32 @@ class Denoiser:
         return None
 
     def collate(self, samples: Sequence[FlowSample], indices: Sequence[int], filler: FlowSample) -> FlowBatch:
-        """See `ModelAdapter.collate`: noise is put onto the latents here."""
-        own = samples or [filler]
-        latents = self._stacked([sample.latents for sample in own])
-        sigma_B = torch.tensor([sample.sigma for sample in own], dtype=torch.float64, device=self.device)
-        given = [sample.num_given for sample in own]
-        num_given_B = torch.tensor(given, device=self.device) if any(given) else None
+        """See `ModelAdapter.collate`: noise is added to the latents here."""
+        samples_or_filler = samples or [filler]
+        latents = self._stacked([sample.latents for sample in samples_or_filler])
+        sigma_B = torch.tensor([sample.sigma for sample in samples_or_filler], dtype=torch.float64, device=self.device)
+        counts = [sample.num_given for sample in samples_or_filler]
+        num_given_B = torch.tensor(counts, device=self.device) if any(counts) else None
         inputs = {"noisy": latents}
-        if own[0].noise is not None:
-            noise = self._stacked([sample.noise for sample in own if sample.noise is not None])
+        if samples_or_filler[0].noise is not None:
+            noise = self._stacked([sample.noise for sample in samples_or_filler if sample.noise is not None])
             noisy = self.family.add_noise(latents, noise, sigma_B.to(latents.dtype), num_given_B)
             inputs = {"noisy": noisy, "latents": latents, "noise": noise}
         negative = None
-        if own[0].negative is not None:
-            negative = self._text([sample.negative for sample in own if sample.negative is not None])
+        if samples_or_filler[0].negative is not None:
+            negative = self._text([sample.negative for sample in samples_or_filler if sample.negative is not None])
         return FlowBatch(
-            samples, indices, inputs, sigma_B, self._text([sample.text for sample in own]), negative, num_given_B
+            samples,
+            indices,
+            inputs,
+            sigma_B,
+            self._text([sample.text for sample in samples_or_filler]),
+            negative,
+            num_given_B,
         )
 
     def joined(self, batch: FlowBatch, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """See `ModelAdapter.joined`: ranks that share a sample all have the whole velocity of it."""
+        """See `ModelAdapter.joined`: every rank already has the whole velocity of its samples."""
         return outputs
 
     def micro_batch(self, batch: FlowBatch, outputs: dict[str, Tensor]) -> MicroBatch:
@@ -164,11 +173,11 @@ class Denoiser:
         return [{"velocity": velocity} for velocity in micro.outputs["velocity"]]
 
     def expect(self, batch: FlowBatch, loss: Callable[[MicroBatch], Tensor]) -> FlowBatch:
-        """See `ModelAdapter.expect`: nothing is gained here, so the loss is differentiated as any other."""
+        """See `ModelAdapter.expect`: it would save nothing here, so the batch is returned unchanged."""
         return batch
 
     def prove(self) -> None:
-        """See `ModelAdapter.prove`: replicas and shards compute what one rank does."""
+        """See `ModelAdapter.prove`: nothing to check, as replicas and FSDP shards compute what one rank does."""
 
     def _forward(self, batch: FlowBatch, wants: Wants) -> dict[str, Tensor]:
         velocity = self.predict(
@@ -178,7 +187,7 @@ class Denoiser:
         return {"velocity": velocity}
 
     def _stacked(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Latents are float32 whatever the network computes in; of a network in float64, which tests have, float64."""
+        """Stack latents in float32 whatever the network's dtype, or in float64 for a float64 network, as in tests."""
         return torch.stack(list(tensors)).to(self.device, torch.promote_types(self.dtype, torch.float32))
 
     def _text(self, texts: Sequence[Mapping[str, Tensor]]) -> Text:
@@ -186,15 +195,15 @@ class Denoiser:
 
 
 class Called(nn.Module):
-    """The denoiser as a module that FSDP wraps: it is called, and nothing else of it is."""
+    """Root module for FSDP around the denoiser, used only through `forward`."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, **inputs: Any) -> Any:
-        """Call the denoiser; what it returns is no view, which FSDP could not watch."""
+        """Call the denoiser and clone its output: FSDP cannot attach its hooks to a view."""
         return (self.model(**inputs)[0].clone(),)
 
     def probe(self) -> None:
-        """Do nothing: FSDP is told of a method of this name for token models."""
+        """Do nothing: FSDP registers a method of this name for token models."""

@@ -1,8 +1,8 @@
-"""What every diffusion pipeline is to the rest: text and media to tensors and back, and how its denoiser is called.
+"""Base class of diffusion pipelines: conversion of text and media to tensors and back, and calls of the denoiser.
 
-A family is a subclass in a file of its own, with the names of the pipelines that it knows in `PIPELINES`; see
-docs/how-to/adding-a-diffusion-model.md. The denoiser itself is not here: `denoiser.py` trains it. Text encoders and VAE
-are loaded when they are first needed, so a training that finds everything prepared never loads them.
+A model family is a subclass in its own file, with the names of its pipeline classes in `PIPELINES`; see
+docs/how-to/adding-a-diffusion-model.md. `denoiser.py` trains the denoiser. Text encoders and VAE
+are loaded on first use, so training on prepared rows never loads them.
 
 Shapes: B samples, C channels, F frames (videos alone), H height, W width of a latent; text has B first.
 """
@@ -28,29 +28,29 @@ from cosmos_core.models.offload import Residence
 from cosmos_core.models.pipeline_folder import PipelineFolder
 
 Text = dict[str, Tensor]
-"""What a prompt is to a denoiser, by name; each tensor has the prompts first."""
+"""Text inputs of a denoiser by name; the first dimension of each tensor is the prompts."""
 Predict = Callable[..., Tensor]
-"""The velocity of `DiffusionModel.predict` with a denoiser in it: `(latents, sigma_B, text, num_given_B)`."""
+"""`DiffusionModel.predict` bound to a denoiser: a function `(latents, sigma_B, text, num_given_B)` to velocity."""
 
 TIMESTEPS = 1000.0
-"""What most networks take a noise level times; `DiffusionModel.num_timesteps` is that of a pipeline."""
+"""Usual factor from noise level to timestep; `DiffusionModel.num_timesteps` is the factor of a pipeline."""
 _SAME_TABLE = 1e-5
-"""Largest difference between two tables of noise levels that are the same but for rounding."""
+"""Largest difference between two tables of noise levels that counts as rounding."""
 
 
 class DiffusionModel:
     """A pipeline of diffusers without its denoiser: encoders, VAE, noise levels, and the denoiser's arguments."""
 
     denoiser_name: ClassVar[str] = "transformer"
-    """The component that is trained."""
+    """Name of the pipeline component that is trained."""
     is_video: ClassVar[bool] = False
     """Whether latents have frames."""
     lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
-    """Ends of the names of modules that an adapter changes where the recipe names none."""
+    """Suffixes of the module names that LoRA adapts if the recipe names no modules."""
     pipeline_multiple: ClassVar[int] = 1
-    """What the pipeline asks height and width to be multiples of, whatever its VAE is."""
+    """Divisor of height and width that the pipeline requires regardless of its VAE."""
     max_given: ClassVar[int] = 0
-    """Most latent frames that the network can be given clean; 0: none."""
+    """Maximum number of clean conditioning frames of the network, in latent frames; 0 if it supports none."""
 
     def __init__(self, folder: PipelineFolder, config: DiffusersConfig, device: torch.device | str = "cpu") -> None:
         self.folder, self.config, self.device = folder, config, torch.device(device)
@@ -61,10 +61,10 @@ class DiffusionModel:
                 f"{self.max_given or 'no'} latent frames"
             )
 
-    # What a family has to say.
+    # Methods that each family implements.
 
     def text_embedding(self, prompts: Sequence[str]) -> Text:
-        """Return prompts as the denoiser takes them, on the CPU."""
+        """Encode prompts to text inputs of the denoiser, on the CPU."""
         raise NotImplementedError(type(self).__name__)
 
     def nft_prepare_transformer_input(
@@ -73,11 +73,12 @@ class DiffusionModel:
         """Return the arguments of the denoiser for latents at their noise levels; all losses and samplers use it."""
         raise NotImplementedError(type(self).__name__)
 
-    # What most families share.
+    # Defaults that most families share.
 
     def visual_embedding(self, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return mean and log-variance of the normalised latents of media (B, C, [F,] H, W) in [-1, 1]; None for the
-        latter: the VAE draws nothing."""
+        """Return mean and log-variance of the normalised latents of media (B, C, [F,] H, W) in [-1, 1].
+
+        The log-variance is None for a deterministic VAE."""
         with self._working("vae") as vae:
             posterior = vae.encode(pixels.to(self.device, torch.float32)).latent_dist
             scale, shift = self._scaling
@@ -85,55 +86,56 @@ class DiffusionModel:
             return mean.cpu(), (posterior.logvar + 2 * torch.tensor(scale).log().item()).cpu()
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Return normalised latents as pixels (B, C, [F,] H, W), about in [-1, 1]."""
+        """Decode normalised latents to pixels (B, C, [F,] H, W), approximately in [-1, 1]."""
         with self._working("vae") as vae:
             scale, shift = self._scaling
             pixels: Tensor = vae.decode(latents.to(self.device, torch.float32) / scale + shift, return_dict=False)[0]
             return pixels
 
     def dropped_text(self, empty: Mapping[str, Tensor]) -> Text:
-        """Return what stands for a dropped prompt, of the embedding of the empty prompt: that itself."""
+        """Return the text input for a dropped prompt: by default the embedding of the empty prompt."""
         return dict(empty)
 
     def set_scheduler_timestep(self, num_steps: int) -> Tensor:
-        """Return the noise levels of a sampler, `num_steps` + 1 of them from noise to 0, as the scheduler of the
-        pipeline has them: float64, and never that scheduler's own integer timesteps. Its own table, in float32, is
-        taken where its settings make another of it than ours.
+        """Return the `num_steps` + 1 noise levels of the pipeline's scheduler, from noise to 0, float64.
+
+        The levels are computed in float64 instead of from integer timesteps. If the scheduler's settings give another
+        table, the scheduler's own float32 table is returned.
 
         Raises:
             ConfigError: the scheduler is not that of a rectified flow, or its levels do not fall from at most 1 to 0.
         """
         if self.schedule == "karras":
             most, least = self.edm_levels
-            ours_N = flow.karras_schedule(num_steps, most=most, least=least)
+            exact_N = flow.karras_schedule(num_steps, most=most, least=least)
         else:
-            ours_N = flow.SCHEDULES[self.schedule](num_steps, self.shift)
+            exact_N = flow.SCHEDULES[self.schedule](num_steps, self.shift)
         scheduler, wrong = self.folder.load("scheduler"), f"policy.model_name_or_path = {self.folder.model!r}: "
         try:
             scheduler.set_timesteps(num_steps)
         except (ValueError, ImportError) as error:
             raise ConfigError(f"{wrong}its scheduler has no table of noise levels here: {error}") from error
-        theirs_N = scheduler.sigmas.double()
-        if theirs_N.shape == ours_N.shape and (theirs_N - ours_N).abs().max() < _SAME_TABLE:
-            return ours_N
+        sigmas_N = scheduler.sigmas.double()
+        if sigmas_N.shape == exact_N.shape and (sigmas_N - exact_N).abs().max() < _SAME_TABLE:
+            return exact_N
         if not (
-            theirs_N.shape == ours_N.shape and theirs_N[0] <= 1 and theirs_N[-1] == 0 and theirs_N.diff().max() < 0
+            sigmas_N.shape == exact_N.shape and sigmas_N[0] <= 1 and sigmas_N[-1] == 0 and sigmas_N.diff().max() < 0
         ):
             raise ConfigError(
-                f"{wrong}the {len(theirs_N)} noise levels of its {type(scheduler).__name__} for {num_steps} steps go "
-                f"from {theirs_N[0]:g} to {theirs_N[-1]:g}; they must fall from at most 1 to 0 at each step: mend "
+                f"{wrong}the {len(sigmas_N)} noise levels of its {type(scheduler).__name__} for {num_steps} steps go "
+                f"from {sigmas_N[0]:g} to {sigmas_N[-1]:g}; they must fall from at most 1 to 0 at each step: mend "
                 f"invert_sigmas, final_sigmas_type or the kind of sigmas in scheduler/scheduler_config.json"
             )
-        return theirs_N
+        return sigmas_N
 
     def add_noise(self, latents: Tensor, noise: Tensor, sigma_B: Tensor, num_given_B: Tensor | None = None) -> Tensor:
-        """Return clean latents at their noise levels; frames that are given stay clean."""
+        """Add noise to clean latents up to their noise levels; conditioning frames stay clean."""
         noisy = flow.at_noise_level(latents, noise, sigma_B)
         mask = self.learned_mask(latents, num_given_B)
         return noisy if mask is None else mask * noisy + (1 - mask) * latents
 
     def learned_mask(self, latents: Tensor, num_given_B: Tensor | None) -> Tensor | None:
-        """Return 1 for each frame that is learned and 0 for each that is given, (B, 1, F, 1, 1); None: all are."""
+        """Return a mask (B, 1, F, 1, 1): 1 for learned frames, 0 for conditioning frames; None if all are learned."""
         if num_given_B is None or not num_given_B.any():
             return None
         frames_F = torch.arange(latents.shape[2], device=latents.device)
@@ -152,35 +154,35 @@ class DiffusionModel:
     ) -> Tensor:
         """Return the velocity (noise minus clean latents) that the denoiser predicts, in the dtype of the latents.
 
-        Given frames come clean in `latents` and have velocity 0. `dtype`: of the denoiser's weights; None: that of the
-        latents.
+        Conditioning frames are clean in `latents` and have velocity 0. `dtype` is the dtype of the denoiser's weights;
+        None means the dtype of the latents.
         """
         sigma_B = sigma_B.to(latents.device, torch.float32)
         arguments = self.nft_prepare_transformer_input(latents, sigma_B, text, num_given_B)
-        wanted = dtype or latents.dtype
-        # Half precision has no 961.3: what a network is told of the noise level stays float32.
-        cast = {name: value if name == "timestep" else _cast(value, wanted) for name, value in arguments.items()}
+        weight_dtype = dtype or latents.dtype
+        # Half precision cannot represent a timestep such as 961.3, so `timestep` stays float32.
+        cast = {name: value if name == "timestep" else _cast(value, weight_dtype) for name, value in arguments.items()}
         velocity = self.velocity_of(denoiser(**cast, return_dict=False)[0], latents).to(latents.dtype)
         mask = self.learned_mask(latents, num_given_B)
         return velocity if mask is None else velocity * mask
 
     def velocity_of(self, output: Tensor, latents: Tensor) -> Tensor:
-        """Return the velocity in the output of the denoiser, which may predict a variance beside it."""
+        """Return the velocity in the output of the denoiser, without a predicted variance."""
         return output.chunk(2, dim=1)[0] if output.shape[1] == 2 * latents.shape[1] else output
 
     def latents_in(self, hidden_states: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Return the latents, each of that shape, in what the network is given: it may take them in another form."""
+        """Return latents of the given shape from the network's input, whose layout depends on the family."""
         return hidden_states
 
     def guided(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
-        """Return the velocity of classifier-free guidance, by the rule of the pipeline: 1 is none."""
+        """Return the velocity of classifier-free guidance by the pipeline's formula; scale 1 disables guidance."""
         return unconditional + scale * (conditional - unconditional)
 
     def check_context(self, size: int) -> None:
-        """Say whether `shard_tokens` can share a clip among `size` ranks.
+        """Check that `shard_tokens` can divide the tokens of a clip among `size` ranks.
 
         Raises:
-            ConfigError: it cannot.
+            ConfigError: the family does not support it.
         """
         raise ConfigError(
             f"policy.parallelism.cp_size = {size}: a {self.folder.class_name} has no tokens that ranks can share here, "
@@ -188,15 +190,17 @@ class DiffusionModel:
         )
 
     def shard_tokens(self, denoiser: Any, mesh: DeviceMesh) -> None:
-        """Make the ranks of a mesh share the tokens of each clip; every rank calls the denoiser with whole clips and
-        gets whole velocities."""
+        """Divide the tokens of each clip among the ranks of a mesh, inside the denoiser.
+
+        Every rank calls the denoiser with whole clips and gets whole velocities.
+        """
         raise NotImplementedError(type(self).__name__)
 
     def pipeline_with_logprob(self, sample: Callable[..., Any], predict: Predict, *args: Any, **kwargs: Any) -> Any:
-        """Draw samples with the log-probability of each step: a family changes here how `sample` is run."""
+        """Call `sample`, which draws samples with the log-probability of each step; families can override the call."""
         return sample(predict, *args, **kwargs)
 
-    # What its scheduler and its sizes say.
+    # Properties of the scheduler, and sizes.
 
     @cached_property
     def scheduler(self) -> dict[str, Any]:
@@ -224,40 +228,40 @@ class DiffusionModel:
 
     @property
     def edm_levels(self) -> tuple[float, float]:
-        """Return the largest and the smallest of Karras' noise levels, those of EDM: as the scheduler's settings have
-        them, otherwise of the levels that it is made of."""
+        """Return the largest and smallest EDM noise level of Karras' table: from the scheduler's settings, or else from
+        its training noise levels."""
         most, least = self.scheduler.get("sigma_max"), self.scheduler.get("sigma_min")
         if most is None or least is None:
             alphas = self.folder.load("scheduler").alphas_cumprod.double()
-            made_of = ((1 - alphas) / alphas).sqrt()
-            most, least = most or made_of[-1].item(), least or made_of[0].item()
+            training_levels = ((1 - alphas) / alphas).sqrt()
+            most, least = most or training_levels[-1].item(), least or training_levels[0].item()
         return float(most), float(least)
 
     @property
     def shift(self) -> float:
-        """Return how far the scheduler shifts noise levels towards noise."""
+        """Return the scheduler's timestep shift, which moves noise levels towards pure noise."""
         return float(self.scheduler.get("shift") or self.scheduler.get("flow_shift") or 1.0)
 
     @property
     def num_timesteps(self) -> float:
-        """Return what a noise level is multiplied by to be a timestep of the network, as the scheduler does."""
+        """Return the scheduler's factor from noise level to the network's timestep."""
         return float(self.scheduler.get("num_train_timesteps") or TIMESTEPS)
 
     @property
     def train_shift(self) -> float:
-        """Return how far training shifts them: as the recipe says, otherwise as the scheduler does."""
+        """Return the timestep shift of training: the recipe's, or else the scheduler's."""
         return self.config.train_flow_shift or self.shift
 
     @property
     def pixels_per_latent(self) -> tuple[int, int]:
-        """Return how many frames and how many pixels of a side one latent stands for."""
+        """Return the VAE's compression factors: frames and pixels per latent position and axis."""
         settings = self.folder.settings("vae")
         channels = settings.get("block_out_channels") or settings.get("encoder_block_out_channels") or (1,)
         return 1, 2 ** (len(channels) - 1)
 
     @property
     def size_multiple(self) -> int:
-        """Return what height and width in pixels have to be multiples of."""
+        """Return the required divisor of height and width in pixels."""
         patch = self.folder.settings(self.denoiser_name).get("patch_size", 1)
         in_space = self.pixels_per_latent[1] * int(patch[-1] if isinstance(patch, list | tuple) else patch)
         return math.lcm(in_space, self.pipeline_multiple)
@@ -266,7 +270,7 @@ class DiffusionModel:
         """Return the shape of the latents of one image or clip.
 
         Raises:
-            ConfigError: the network cannot take such a size.
+            ConfigError: the network does not support the size.
         """
         in_time, in_space = self.pixels_per_latent
         for name, size in (("height", height), ("width", width)):
@@ -292,7 +296,7 @@ class DiffusionModel:
 
     @property
     def num_channels(self) -> int:
-        """Return the channels of a latent."""
+        """Return the number of channels of a latent."""
         return int(self.folder.settings(self.denoiser_name)["in_channels"])
 
     # Encoders: loaded when first needed.
@@ -308,11 +312,11 @@ class DiffusionModel:
 
     @cached_property
     def vae(self) -> Any:
-        """Return the VAE by itself: rollouts and validation decode with it, and need no text encoder."""
+        """Return the VAE without the pipeline, for rollouts and validation, which decode but need no text encoder."""
         return self._load("vae")
 
     def make_pipeline(self, components: Mapping[str, Any]) -> Any:
-        """Return the pipeline made of components; those that it has not are None."""
+        """Build the pipeline from components; missing required components are None."""
         pipeline_class = self.folder.pipeline_class
         accepted = list(inspect.signature(pipeline_class.__init__).parameters.values())[1:]
         required = {each.name: None for each in accepted if each.default is inspect.Parameter.empty}
@@ -328,18 +332,18 @@ class DiffusionModel:
 
     @classmethod
     def substitutes(cls) -> dict[str, Any]:
-        """Return components that the pipeline cannot be made without, though nothing here uses them."""
+        """Return dummy components that the pipeline's constructor requires, although they are never used."""
         return {}
 
     def drop_encoders(self) -> None:
-        """Free text encoders and VAE; they are loaded again when they are needed again."""
+        """Free text encoders and VAE; they are loaded again on the next use."""
         for name in ("pipeline", "vae"):
             self.__dict__.pop(name, None)
         gc.collect()
 
     @classmethod
     def load_pipeline(cls, folder: PipelineFolder, dtype: torch.dtype) -> Any:
-        """Return a whole pipeline as any user loads it, with nothing of ours but what it cannot do without."""
+        """Load a whole pipeline with `from_pretrained`, as a user does, adding only the required `substitutes`."""
         absent = {name: None for name, entry in folder.index.items() if isinstance(entry, list) and not any(entry)}
         pipeline = folder.pipeline_class.from_pretrained(
             str(folder.path), dtype=dtype, local_files_only=True, **absent | cls.substitutes()
@@ -348,7 +352,7 @@ class DiffusionModel:
         return pipeline
 
     def probe(self) -> dict[str, Any]:
-        """Return the arguments of a small and quick call of the pipeline, without those that say what to draw."""
+        """Return the arguments of a small, quick call of the pipeline, without prompt and seed."""
         in_time = self.pixels_per_latent[0]
         side = self.size_multiple * 2
         frames = {"num_frames": in_time + 1} if self.is_video else {}
@@ -376,15 +380,16 @@ class DiffusionModel:
 
     @contextmanager
     def _working(self, *names: str) -> Iterator[Any]:
-        """Have components of the pipeline on the device, without gradients, inside the block; the last of them is what
-        the block gets. With `policy.diffusers.offload` they go back to the host's memory after it, or at the end of
-        `residence.staying`."""
-        found = [self.vae if name == "vae" else getattr(self.pipeline, name, None) for name in names]
-        components = [each for each in found if each is not None]
+        """Move pipeline components to the device for the block, without gradients, and yield the last of them.
+
+        With `policy.diffusers.offload` they return to host memory after the block or at the end of `residence.staying`.
+        """
+        named = [self.vae if name == "vae" else getattr(self.pipeline, name, None) for name in names]
+        components = [each for each in named if each is not None]
         with torch.no_grad(), self.residence.working(components):
             yield components[-1] if components else None
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """A tensor of numbers in `dtype`; masks and whatever else as they are."""
+    """Cast a floating-point tensor to `dtype`; return any other value unchanged."""
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value

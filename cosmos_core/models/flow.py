@@ -1,4 +1,4 @@
-"""Rectified flow: the path from data to noise, where on it training looks, and the noise levels of a sampler.
+"""Rectified flow: the path from data to noise, the noise levels of training, and those of a sampler.
 
 One convention for all families: sigma is in [0, 1] and 1 is pure noise, so x = (1 - sigma) x0 + sigma e with e drawn
 from N(0, I), and a network predicts the velocity v = e - x0. Tables of noise levels are float64, on the CPU, and ours:
@@ -20,7 +20,7 @@ from torch import Tensor
 
 _MODE_SCALE = 1.29
 _TRAIN_LEVELS = 1000
-"""Noise levels that the schedulers of diffusers are made of."""
+"""Number of training noise levels of diffusers' schedulers."""
 
 
 def at_noise_level(x0: Tensor, noise: Tensor, sigma_B: Tensor) -> Tensor:
@@ -30,28 +30,29 @@ def at_noise_level(x0: Tensor, noise: Tensor, sigma_B: Tensor) -> Tensor:
 
 
 def velocity(x0: Tensor, noise: Tensor) -> Tensor:
-    """Return what the network should predict, whatever the noise level."""
+    """Return the velocity that the network should predict, the same at every noise level."""
     return noise - x0
 
 
 def clean_estimate(x: Tensor, v: Tensor, sigma_B: Tensor) -> Tensor:
-    """Return x0 as a velocity sees it from noisy latents."""
+    """Return the estimate of the clean latents x0 from noisy latents and a velocity."""
     return x - per_sample(sigma_B, x) * v
 
 
 def noise_estimate(x: Tensor, v: Tensor, sigma_B: Tensor) -> Tensor:
-    """Return the noise as a velocity sees it from noisy latents."""
+    """Return the estimate of the noise from noisy latents and a velocity."""
     return x + (1 - per_sample(sigma_B, x)) * v
 
 
 def per_sample(values_B: Tensor, like: Tensor) -> Tensor:
-    """Return a value for each sample, or one for all, in the shape and on the device of latents, in their dtype."""
+    """Reshape one value per sample, or one for all, to broadcast over latents, on their device and in their dtype."""
     return values_B.to(like).reshape(-1, *[1] * (like.ndim - 1)) if values_B.ndim else values_B.to(like)
 
 
 def mean_per_sample(values: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the mean over all dimensions but the first, where the mask is 1: over what is learned, so that frames
-    which are given do not dilute it. None, or a 1 alone: over everything."""
+    """Return the mean over all dimensions but the first where the mask is 1, so without conditioning frames.
+
+    A mask of None or a scalar mask averages over everything."""
     if mask is None or not mask.ndim:
         return values.flatten(1).mean(1)
     weights = mask.to(values).expand_as(values).flatten(1)

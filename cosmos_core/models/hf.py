@@ -1,4 +1,4 @@
-"""Language models in Hugging Face format: load them and audit what was loaded.
+"""Loading of language models in Hugging Face format, with an audit of the loaded tensors.
 
 Everything that names a class of transformers is here. Adapters, meshes, log-probabilities and diffusion models are not.
 """
@@ -39,11 +39,10 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.
 def load_tokenizer(
     model: str, revision: str | None = None, chat_template: str | None = None
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model folder or Hub id, with the chat template that a recipe names, if it names one.
+    """Load the tokenizer of a model folder or Hub id, with the recipe's chat template if it is not None.
 
     Raises:
-        ModelError: there is no such folder, it has no tokenizer or one without any token to pad with, or the Hub id
-            cannot be had.
+        ModelError: the folder or Hub id is missing or has no tokenizer, or the tokenizer has no token for padding.
     """
     source, options = source_of(model, revision)
     if isinstance(source, Path) and not any((source / name).is_file() for name in _TOKENIZER_FILES):
@@ -73,7 +72,7 @@ def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
     """Load the configuration of a model folder or Hub id.
 
     Raises:
-        ModelError: there is no such folder, its config.json is missing or wrong, or the Hub id cannot be had.
+        ModelError: the folder or Hub id is missing, or its config.json is missing or invalid.
     """
     source, options = source_of(model, revision)
     if isinstance(source, Path) and not (source / "config.json").is_file():
@@ -92,11 +91,11 @@ def load_model(
     device: torch.device | None = None,
     gradient_checkpointing: Recompute = False,
 ) -> PreTrainedModel:
-    """Load the model of a folder or Hub id in evaluation mode on `device` (None: CPU); every tensor is accounted for.
+    """Load the model of a folder or Hub id in evaluation mode on `device` (None: CPU), and audit its tensors.
 
     Raises:
-        ModelError: no such model, a damaged file, a tensor that is missing, left over, of the wrong shape or not
-            finite, or an architecture that does not generate text.
+        ModelError: the model is missing, a file is damaged, a tensor is missing, unexpected, of the wrong shape or not
+            finite, or the architecture does not generate text.
     """
     source, options = source_of(model, revision)
     config = load_config(model, revision)
@@ -126,19 +125,19 @@ def load_model(
 def model_without_weights(
     model: str, *, revision: str | None = None, dtype: torch.dtype, gradient_checkpointing: Recompute = False
 ) -> PreTrainedModel:
-    """Build what `load_model` gives from config.json alone, where tensors have no data: meta device, fake mode.
+    """Build the model of `load_model` from config.json without weights, for the meta device or fake mode.
 
     Raises:
         ModelError: no such model, a wrong config.json, or an architecture that does not generate text.
     """
     built = _built(load_config(model, revision), model, dtype)
-    built.tie_weights()  # which comes with the initialisation
+    built.tie_weights()  # `from_pretrained` does this with the initialisation
     recompute(built, gradient_checkpointing)
     return built.eval()
 
 
 def check_row_length(config: PretrainedConfig, max_length: int) -> None:
-    """Refuse rows whose rotary embedding would depend on the longest row beside them (`longrope`, `dynamic`).
+    """Refuse rows whose rotary embedding would depend on the longest row of the batch (`longrope`, `dynamic`).
 
     Raises:
         ModelError: rows of up to `max_length` tokens reach the length at which transformers changes it for a batch.
@@ -156,9 +155,9 @@ def check_row_length(config: PretrainedConfig, max_length: int) -> None:
 
 
 def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Every weight under its name in a checkpoint; tied ones (`lm_head.weight`) under both names.
+    """Yield every weight with its name in a checkpoint; tied weights (`lm_head.weight`) under both names.
 
-    No copies, but of what an adapter changes: that comes merged.
+    Tensors are not copied, except weights that an adapter changes, which are merged.
     """
     with merged(model):
         yield from revert_weight_conversion(model, plain_state(model)).items()
@@ -174,11 +173,11 @@ def _built(config: PretrainedConfig, model: str, dtype: torch.dtype) -> PreTrain
 
 
 def _check_architecture(config: PretrainedConfig, model: str) -> None:
-    """Refuse a config.json that names a class which cannot be trained, or weights that nothing here can read.
+    """Refuse a config.json with an architecture that cannot be trained, or with unreadable quantized weights.
 
     Raises:
-        ModelError: what it names is no model of transformers, does not generate text, or is of another kind of
-            config.json; or the weights are quantized and a package for that is missing.
+        ModelError: the architecture is no model of transformers, does not generate text, or does not fit `model_type`;
+            or the weights are quantized and a package for that is missing.
     """
     names = config.architectures
     with reading("architecture", model):  # a class may need a library of its own
@@ -189,16 +188,17 @@ def _check_architecture(config: PretrainedConfig, model: str) -> None:
             raise ModelError(f"{named}, which transformers has no model for; name a causal language model there")
         if not cls.can_generate():
             raise ModelError(f"{KEY} = {model!r}: {cls.__name__} does not generate text; give a causal language model")
-        wanted: Any = cls.config_class
-        if wanted and not any(isinstance(each, wanted) for each in (config, config.get_text_config())):
+        config_class: Any = cls.config_class
+        if config_class and not any(isinstance(each, config_class) for each in (config, config.get_text_config())):
             raise ModelError(f"{named} and model_type = {config.model_type!r}, which do not belong together")
     with reading("quantized weights", model), suppress(RuntimeError):  # there may be a GPU when they are loaded
         get_hf_quantizer(copy.deepcopy(config), None, None, True, {})
 
 
 def _model_class(config: PretrainedConfig) -> Any:
-    """The class that the checkpoint names, which also fits most multimodal models; for an older name, or one of another
-    library, what is registered for the kind of config. None: neither."""
+    """Return the model class that the checkpoint names, or else the class registered for the type of config.
+
+    The named class also fits most multimodal models; old names need the fallback. None if there is neither."""
     names = config.architectures
     if not names:
         return AutoModelForCausalLM
@@ -209,15 +209,15 @@ def _model_class(config: PretrainedConfig) -> Any:
 
 def _attention(cls: Any, config: PretrainedConfig) -> dict[str, str]:
     if getattr(config.get_text_config(), "attn_logit_softcapping", None):
-        return {"attn_implementation": "eager"}  # sdpa would leave the soft cap out without a word (Gemma 2)
+        return {"attn_implementation": "eager"}  # sdpa would silently ignore the soft cap (Gemma 2)
     return {"attn_implementation": "sdpa"} if getattr(cls, "_supports_sdpa", True) else {}
 
 
 def audit(loaded: PreTrainedModel, info: dict[str, Any], model: str) -> None:
-    """Refuse a model of which a part was not in the files, or the other way round: transformers only warns.
+    """Refuse a model whose tensors differ from those in the files, for which transformers only warns.
 
     Raises:
-        ModelError: tensors are missing, left over, of another shape, or not tied where config.json says so.
+        ModelError: tensors are missing, unexpected, of another shape, or not tied although config.json ties them.
     """
     mismatched = {entry[0] for entry in info["mismatched_keys"]}
     tied = loaded.get_expanded_tied_weights_keys(all_submodels=True).keys()
@@ -227,16 +227,16 @@ def audit(loaded: PreTrainedModel, info: dict[str, Any], model: str) -> None:
         "of another shape than config.json says": mismatched,
         "that config.json ties to others, but the files do not": tied - loaded.all_tied_weights_keys.keys(),
     }
-    found = [f"{len(keys)} tensors {what}: {_some(keys)}" for what, keys in problems.items() if keys]
+    messages = [f"{len(keys)} tensors {what}: {_some(keys)}" for what, keys in problems.items() if keys]
     if info.get("error_msgs"):
-        found.append("; ".join(info["error_msgs"]))
-    if found:
-        raise ModelError(f"{KEY} = {model!r}: {'; '.join(found)}; the weights do not belong to this config.json")
+        messages.append("; ".join(info["error_msgs"]))
+    if messages:
+        raise ModelError(f"{KEY} = {model!r}: {'; '.join(messages)}; the weights do not belong to this config.json")
 
 
 def not_finite(name: str, tensor: Tensor) -> str:
-    """Return what is wrong with a tensor of which a value is not finite; nothing with any other."""
-    # The extremes tell as much as isfinite(), which needs more memory than the tensor has.
+    """Return an error message if a tensor has a value that is not finite, else an empty string."""
+    # isfinite() on the whole tensor would need more memory; the extremes are sufficient.
     if not tensor.is_floating_point() or not tensor.numel() or torch.stack(tensor.aminmax()).isfinite().all():
         return ""
     return f"tensor {name} holds NaN or infinity; take an undamaged checkpoint"

@@ -1,7 +1,7 @@
-"""LoRA (arXiv 2106.09685) through PEFT: adapters inside a transformers model, which stays the object that the rest of
-the program sees.
+"""LoRA (arXiv 2106.09685) through PEFT: adapters are injected into a transformers model, which stays the same object
+for the rest of the program.
 
-One adapter a model. `merged` is how others get plain weights: rollout engines, exports, proofs. Base weights and
+A model has one adapter. Rollout engines, exports and checks get plain weights through `merged`. Base weights and
 adapters both have the dtype of the model.
 """
 
@@ -43,20 +43,20 @@ from cosmos_core.registry import suggestion
 logger = logging.getLogger(__name__)
 
 FOLDER = "lora"
-"""Where an export has the adapter, beside the merged weights."""
+"""Name of the adapter's folder in an export, next to the merged weights."""
 _NAME = "default"
 _KEY = "policy.lora"
 TAKES_FROM_BASE = ("pissa", "olora")
-"""Starts that move a part of the base weights into the adapter."""
+"""Initialisations that move a part of the base weights into the adapter."""
 
 
 def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> None:
-    """Put an adapter into the model, a new one or that of `lora_path`, and freeze everything else. Draws from torch's
-    generator. `targets`: see `freeze.choose_trained`.
+    """Add a new adapter or that of `lora_path` to the model, and freeze all other weights. The initialisation uses
+    torch's global generator. For `targets` see `freeze.choose_trained`.
 
     Raises:
-        ConfigError: a name matches nothing, or the model cannot be adapted like that.
-        ModelError: the adapter in `lora_path` is missing, or of another model.
+        ConfigError: a name matches no module, or PEFT cannot adapt the model with these settings.
+        ModelError: the adapter in `lora_path` is missing, or belongs to another model.
     """
     if lora.init_lora_weights == "eva":
         raise ConfigError(f"{_KEY}.init_lora_weights = 'eva' needs data before the first step; use 'pissa' or true")
@@ -111,46 +111,44 @@ def is_adapted(model: nn.Module) -> bool:
 
 
 def changes_base(model: nn.Module) -> bool:
-    """Return whether the adapter began with a part of the base weights."""
+    """Return whether the initialisation of the adapter changed the base weights (PiSSA, OLoRA)."""
     return any(name.endswith(".initial_A") for name, _ in model.named_buffers())
 
 
 @contextmanager
 def merged(model: nn.Module) -> Iterator[None]:
-    """Merge the adapter of the model, or of one layer, into the base weights, for `plain_state` and for a forward pass;
-    nothing without one.
+    """Merge the adapter of a model or of one layer into the base weights inside the block, if there is an adapter.
 
-    The weights come back bit for bit: they are put aside, not computed back.
+    The base weights are restored exactly afterwards, because they are saved instead of unmerged by arithmetic.
     """
     layers = adapted_layers(model).values()
-    kept = {parameter: parameter.data for layer in layers for parameter in layer.get_base_layer().parameters()}
+    saved = {parameter: parameter.data for layer in layers for parameter in layer.get_base_layer().parameters()}
     try:
         with torch.no_grad():
             for layer in layers:
                 layer.merge(safe_merge=True)  # "safe" writes to a copy
         yield
     finally:
-        for parameter, data in kept.items():
+        for parameter, data in saved.items():
             parameter.data = data
         for layer in layers:
             layer.merged_adapters.clear()
 
 
 def plain_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return `state_dict()` under the names that it has without an adapter; inside `merged` that is the whole model."""
+    """Return `state_dict()` with the key names of a model without an adapter; use it inside `merged`."""
     names = plain_names(model)
     return {names[key]: tensor for key, tensor in model.state_dict().items() if names[key]}
 
 
 def plain_names(model: nn.Module) -> dict[str, str]:
-    """Return the name that each key of `state_dict()` has without an adapter; empty: it is a part of the adapter."""
+    """Map each key of `state_dict()` to its name without an adapter; empty for tensors of the adapter."""
     wrappers = {name for name, module in model.named_modules() if isinstance(module, (LoraLayer, ModulesToSaveWrapper))}
     return {key: _plain_name(key, wrappers) for key in model.state_dict()}
 
 
 def is_adapter_alone(model: nn.Module) -> bool:
-    """Return whether what is trained are the factors of an adapter on linear layers, and nothing else: whoever has the
-    base weights of the model's folder needs no others."""
+    """Return whether only LoRA factors of linear layers are trained, so base weights and factors are the model."""
     if not is_adapted(model) or changes_base(model):
         return False
     config: Any = model.peft_config[_NAME]  # type: ignore[union-attr,index]
@@ -162,18 +160,18 @@ def is_adapter_alone(model: nn.Module) -> bool:
 
 
 def add_adapter_like(model: Any, adapted: Any) -> None:
-    """Put an adapter of the settings that another model's has into a model, with values that are to be replaced."""
+    """Add an adapter with the settings of another model's adapter; its values have to be overwritten."""
     with torch.random.fork_rng():
         ExactLora(model, copy.deepcopy(adapted.peft_config[_NAME]), _NAME)
 
 
 def scales_of(model: nn.Module) -> dict[str, float]:
-    """Return what the product B A of each adapted layer is multiplied by, by the layer's name."""
+    """Return the scale of the product B A of each adapted layer, by the name of the layer."""
     return {name: layer.scaling[_NAME] for name, layer in adapted_layers(model).items()}
 
 
 def factor_of(key: str) -> tuple[str, str]:
-    """Return the layer and `A` or `B` of a key of the state dict that is a factor of an adapter."""
+    """Split the state dict key of a LoRA factor into the layer's name and `A` or `B`."""
     layer, _, rest = key.rpartition(".lora_")
     return layer, rest[0]
 
@@ -224,13 +222,14 @@ def _peft_config(model: Any, lora: LoraConfig, keeps_ties: bool) -> peft.LoraCon
         ensure_weight_tying=keeps_ties,
         alpha_pattern=dict(lora.alpha_pattern or {}) | dict.fromkeys(doubled, 2 * lora.lora_alpha),
         rank_pattern=dict(lora.r_pattern or {}) | dict.fromkeys(doubled, 2 * lora.r),
-        init_lora_weights=next(model.parameters()).is_meta or lora.init_lora_weights,  # nothing to take apart there
+        init_lora_weights=next(model.parameters()).is_meta
+        or lora.init_lora_weights,  # meta tensors have no values to decompose
     )
     return config
 
 
 def _check(key: str, wanted: Iterable[str], names: Iterable[str], form: str, *, are_patterns: bool = False) -> None:
-    """Each of `wanted`, put into the regular expression `form`, matches one of the names of modules."""
+    """Check that each of `wanted`, inserted into the regular expression `form`, matches a module name."""
     names = list(names)
     for one in wanted:
         expression = form.format(one if are_patterns else re.escape(one))
@@ -240,7 +239,7 @@ def _check(key: str, wanted: Iterable[str], names: Iterable[str], form: str, *, 
 
 
 def _tied_modules(model: nn.Module) -> list[str]:
-    """Names of the embedding and the head where they share their weight."""
+    """Return the names of the embedding and the head if they share their weight."""
     if not isinstance(model, PreTrainedModel):
         return []
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
@@ -250,7 +249,7 @@ def _tied_modules(model: nn.Module) -> list[str]:
 
 
 def _check_head(model: nn.Module, lora: LoraConfig) -> None:
-    """The head runs once for the loss and again for its gradient, and dropout would not be the same in both."""
+    """Refuse dropout on the head, which runs again for the gradient of the loss, with another dropout mask."""
     if not isinstance(model, PreTrainedModel):
         return
     if lora.lora_dropout and isinstance(model.get_output_embeddings(), LoraLayer):
@@ -261,21 +260,21 @@ def _check_head(model: nn.Module, lora: LoraConfig) -> None:
 
 
 def _plain_name(key: str, wrappers: set[str]) -> str:
-    """Return a key of the state dict without what wrappers put into it; empty: it belongs to the adapter."""
-    names, kept, i = key.split("."), [], 0
+    """Remove the name components of PEFT's wrappers from a state dict key; empty if it belongs to the adapter."""
+    names, components, i = key.split("."), [], 0
     while i < len(names):
         if ".".join(names[:i]) not in wrappers:
-            kept.append(names[i])
+            components.append(names[i])
         elif names[i : i + 2] == ["modules_to_save", _NAME]:
             i += 1
         elif names[i] != "base_layer":
             return ""
         i += 1
-    return ".".join(kept)
+    return ".".join(components)
 
 
 def _against_initial(model: PreTrainedModel, state: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
-    """The adapter as a plain one of twice the rank on the base weights as they were: B A - B0 A0 = [B -B0] [A; A0]."""
+    """Convert the adapter to one of twice the rank on the original base weights: B A - B0 A0 = [B -B0] [A; A0]."""
     buffers = dict(model.named_buffers())
     doubled = {}
     for name, tensor in state.items():

@@ -1,9 +1,9 @@
-"""Several sequences as one row without padding, each attending to itself alone.
+"""Packing of several sequences into one row without padding, where each sequence attends only to itself.
 
-Nothing is computed between sequences and nothing leaks: on CUDA one call of torch's `varlen_attn` per layer does it,
-elsewhere, and where that kernel cannot, attention runs over sequences of about the same length together. Positions
-restart, and the recurrent or chunked layers for which that is not enough are refused. A probe compares packed with
-separate sequences before the first use.
+No attention is computed between sequences. On CUDA each layer calls torch's `varlen_attn` once; on other devices, or if
+that kernel does not support the inputs, attention runs over batches of sequences of similar length. Positions restart
+in each sequence. Recurrent and chunked layers are refused, because they would mix sequences. A probe compares packed
+with separate sequences before the first use.
 
 Shape legend: P packed tokens, K heads, D head size.
 """
@@ -39,7 +39,7 @@ _PROBE, _PROBE_WINDOW = (5, 9), 3
 _TOLERANCE = 1e-3
 _VARLEN_DEVICE, _VARLEN_DTYPES, _VARLEN_HEAD, _VARLEN_CAPABILITY = "cuda", {torch.bfloat16, torch.float16}, 256, (8, 0)
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-"""Older versions of torch group the heads without being asked."""
+"""Arguments for grouped-query attention; older versions of torch need none."""
 
 logger = logging.getLogger(__name__)
 
@@ -51,12 +51,12 @@ def enable_packing(
     *,
     is_gathered_in_it: bool = False,
 ) -> str:
-    """Make `model` understand rows end to end (`data.batch.packed_bounds`, restarting `position_ids`).
+    """Enable packed rows for `model` (`data.batch.packed_bounds`, restarting `position_ids`).
 
-    `roots`: of a model that is split over ranks, the modules to call in its place; all ranks must call this.
-    `compute_dtype`: of autocast in training, which decides about the kernel; None: that of the weights.
-    `is_gathered_in_it`: FSDP gathers the weights in `compute_dtype`, so nothing else can be computed. Returns why it
-    cannot, and leaves the model as it was; an empty string: it can.
+    `roots` are the modules to call instead of a sharded model; all ranks must call this function. `compute_dtype` is
+    the autocast dtype of training, which selects the kernel; None means the weights' dtype. `is_gathered_in_it` says
+    that FSDP gathers weights in `compute_dtype`, so no other dtype can be tested. Returns an empty string, or the
+    reason why the model does not support packing, which then is unchanged.
     """
     text = model.config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
@@ -73,7 +73,7 @@ def enable_packing(
     for dtype in dict.fromkeys([*dtypes, *([compute_dtype] if (has_kernel or not dtypes) and compute_dtype else [])]):
         _set_attention(model, plain)
         differs = not _is_exact(model, roots, plain, dtype)
-        if any_on_ranks(differs) if roots else differs:  # ranks of a pipeline see layers of their own
+        if any_on_ranks(differs) if roots else differs:  # pipeline ranks test different layers
             _set_attention(model, plain)
             return "packed sequences have other logits than separate ones"
     return ""
@@ -87,7 +87,7 @@ def packed_attention(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention of transformers' interface, q BKPD in, BPKD out; without `sequence_bounds` that of `sdpa`."""
+    """Attention function for transformers, BKPD to BPKD; without `sequence_bounds` it is the attention `sdpa`."""
     bounds, window = kwargs.get("sequence_bounds"), kwargs.get("sliding_window")
     if bounds is None and not (window and attention_mask is None and query.shape[2] == key.shape[2]):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
@@ -114,7 +114,7 @@ def packed_attention(
 
 
 def varlen_obstacle(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> str:
-    """Return why `varlen_attn` cannot compute this attention; an empty string: it can."""
+    """Return the reason why `varlen_attn` does not support these inputs; an empty string if it does."""
     size = query.shape[-1]
     if query.dtype not in _VARLEN_DTYPES:
         return f"its kernel takes half precision, and this is {str(query.dtype).removeprefix('torch.')}"
@@ -135,22 +135,22 @@ def _log_once(reason: str) -> None:
 
 
 def _autocast(state: Tensor) -> Tensor:
-    """Do what autocast does to the states of `sdpa`: a norm of queries leaves them in the dtype of its weights."""
+    """Cast a state as autocast does for `sdpa`: a norm of queries leaves them in the dtype of its weights."""
     kind = state.device.type
     return state.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else state
 
 
 def _varlen_attention(states: Sequence[Tensor], kwargs: dict[str, Any]) -> Tensor:
-    """Compute the attention of all sequences in one call: BKPD in, BPKD out."""
+    """Compute the attention of all sequences in one call of `varlen_attn`: BKPD to BPKD."""
     window, on_device, longest = kwargs.get("sliding_window"), kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
     query_PKD, key_PKD, value_PKD = (state.transpose(1, 2).squeeze(0) for state in states)
-    found_PKD = varlen_attn(
+    output_PKD = varlen_attn(
         query_PKD, key_PKD, value_PKD, on_device, on_device, longest, longest, scale=kwargs.get("scaling"),
-        window_size=(window - 1 if window else -1, 0),  # keys before a query and behind it
+        window_size=(window - 1 if window else -1, 0),  # keys before and after a query
         **(_GROUPED if query_PKD.shape[1] != key_PKD.shape[1] else {}),
     )  # fmt: skip
-    assert isinstance(found_PKD, Tensor)
-    return found_PKD.unsqueeze(0)
+    assert isinstance(output_PKD, Tensor)
+    return output_PKD.unsqueeze(0)
 
 
 def packed_eager_attention(
@@ -161,7 +161,7 @@ def packed_eager_attention(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute the family's own attention (sinks, soft caps), a sequence at a time."""
+    """Attention function that applies the model family's own eager attention (sinks, soft caps) to packed sequences."""
     eager = sys.modules[type(module).__module__].eager_attention_forward
     bounds, window = kwargs.get("sequence_bounds"), kwargs.get("sliding_window")
     if bounds is None and attention_mask is not None:
@@ -178,12 +178,12 @@ def packed_eager_attention(
 
 
 def packed_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Return no mask where nothing is padded and nothing is cached, otherwise that of `sdpa`."""
+    """Return None without padding and without cached keys, else the mask of `sdpa`."""
     return None if _is_whole(kwargs) else sdpa_mask(*args, **kwargs)
 
 
 def packed_eager_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Return `packed_mask` with the mask of `eager`."""
+    """Return None without padding and without cached keys, else the mask of `eager`."""
     return None if _is_whole(kwargs) else eager_mask(*args, **kwargs)
 
 
@@ -192,10 +192,10 @@ def _is_whole(kwargs: dict[str, Any]) -> bool:
 
 
 def _each(bounds: Bounds | None, attend: Callable[..., Tensor], *states: Tensor) -> Tensor:
-    """Compute the attention of each sequence of a row: BPKD. `bounds` None: the row is one sequence.
+    """Compute the attention of each sequence of a row, BPKD; if `bounds` is None, the row is one sequence.
 
-    Sequences of about the same length are computed together, filled up behind, where no token looks. The row is taken
-    apart by operations whose gradient is no larger than the part: that of a slice is as large as the row.
+    Sequences of similar length form a batch, padded on the right, which causal attention ignores. The row is divided by
+    `split`, whose gradient needs less memory than that of slices, each as large as the row.
     """
     if bounds is None:
         return attend(*states)
@@ -204,13 +204,13 @@ def _each(bounds: Bounds | None, attend: Callable[..., Tensor], *states: Tensor)
     together: dict[int, list[int]] = {}
     for index, length in enumerate(lengths):
         together.setdefault(rounded_length(length), []).append(index)
-    found: dict[int, Tensor] = {}
+    outputs: dict[int, Tensor] = {}
     for length, indices in together.items():
         batch = (
             torch.stack([pad(each[index], [0, 0, 0, length - lengths[index]]) for index in indices]) for each in slices
         )
-        found |= zip(indices, attend(*batch).unbind(0), strict=True)
-    return torch.cat([found[index][:length] for index, length in enumerate(lengths)]).unsqueeze(0)
+        outputs |= zip(indices, attend(*batch).unbind(0), strict=True)
+    return torch.cat([outputs[index][:length] for index, length in enumerate(lengths)]).unsqueeze(0)
 
 
 def _band(length: int, window: int, device: torch.device) -> Tensor:
@@ -220,14 +220,14 @@ def _band(length: int, window: int, device: torch.device) -> Tensor:
 
 
 def _set_attention(model: PreTrainedModel, name: str) -> None:
-    """Change the attention of the language model alone: a vision tower packs images in its own way."""
+    """Set the attention of the language model only: a vision tower packs images in its own way."""
     keys = [key for key in model.config.sub_configs if getattr(model.config, key) is model.config.get_text_config()]
     model.set_attn_implementation({keys[0]: name} if keys else name)
 
 
 @contextmanager
 def _short_windows(model: PreTrainedModel) -> Iterator[None]:
-    """Make sliding windows shorter than the rows of the probe: a family that does not tell its attention is found."""
+    """Shorten sliding windows below the probe's rows, so that the probe detects families that ignore the window."""
     holders: list[Any] = [model.config.get_text_config(), *model.modules()]
     windows = [(holder, holder.sliding_window) for holder in holders if getattr(holder, "sliding_window", None)]
     try:
@@ -241,8 +241,10 @@ def _short_windows(model: PreTrainedModel) -> Iterator[None]:
 
 @torch.no_grad()
 def _is_exact(model: PreTrainedModel, roots: Sequence[Any], plain: str, dtype: torch.dtype) -> bool:
-    """Return whether packed rows have the logits, or the last hidden states of each root, that separate rows have
-    under attention `plain`, computed in `dtype`; leave it packed."""
+    """Return whether packed rows give the same logits, or last hidden states of each root, as separate rows.
+
+    Separate rows use attention `plain`; both are computed in `dtype`. Packed attention stays enabled afterwards.
+    """
     generator = torch.Generator().manual_seed(0)
     vocabulary = int(model.config.get_text_config().vocab_size)
     rows = [torch.randint(vocabulary, (length,), generator=generator).numpy() for length in _PROBE]
@@ -261,7 +263,12 @@ def _is_exact(model: PreTrainedModel, roots: Sequence[Any], plain: str, dtype: t
         _set_attention(model, _NAMES[plain])
         try:
             packed = logits(rows, packed=True)
-        except (TypeError, ValueError, RuntimeError, AttributeError):  # the family's forward takes no such inputs
+        except (
+            TypeError,
+            ValueError,
+            RuntimeError,
+            AttributeError,
+        ):  # the family's forward method does not accept packed inputs
             return False
         finally:
             model.train(was_training)

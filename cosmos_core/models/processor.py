@@ -1,6 +1,6 @@
-"""Processors of vision-language models: load them, carry their files on, and turn images into inputs of the model.
+"""Processors of vision-language models: loading, copying of their files, and conversion of images to model inputs.
 
-Videos are left out.
+Videos are not supported.
 
 Shape legend: B rows, T tokens of the longest row.
 """
@@ -30,42 +30,42 @@ FILES = (
     "video_preprocessor_config.json",
     "chat_template.json",
 )
-"""What a processor has beside its tokenizer and `chat_template.jinja`, which goes with the tokenizer."""
+"""Files of a processor, without those of its tokenizer, which include `chat_template.jinja`."""
 _EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 
 
 def processor_files(model: str, revision: str | None = None) -> dict[str, bytes]:
-    """Return the files of the processor of a model folder or Hub id by name; none: the model reads text alone.
+    """Return the processor's files of a model folder or Hub id by name; empty if the model reads only text.
 
     Raises:
-        ModelError: there is no such folder, or the Hub id cannot be had.
+        ModelError: the folder does not exist, or the Hub id cannot be fetched.
     """
     source, options = source_of(model, revision)
     options |= {
         "_raise_exceptions_for_missing_entries": False,
         "_raise_exceptions_for_connection_errors": False,  # offline: what is not in the cache does not exist
     }
-    found = {}
+    files = {}
     for name in FILES:
         path = cached_file(str(source), name, **options)
         if path is not None:
-            found[name] = Path(path).read_bytes()
-    return found
+            files[name] = Path(path).read_bytes()
+    return files
 
 
 def load_processor(
     model: str, revision: str | None = None, pixels: Sequence[tuple[str, int]] = ()
 ) -> ProcessorMixin | None:
-    """Load the processor of a model folder or Hub id; None: the model reads text alone.
+    """Load the processor of a model folder or Hub id; return None if the model reads only text.
 
     Args:
         model: folder or Hub id.
         revision: of the Hub id.
-        pixels: `min_pixels` and `max_pixels`, in place of the processor's own.
+        pixels: `min_pixels` and `max_pixels`, which override the processor's own.
 
     Raises:
         ModelError: a file is damaged, or the processor needs a library that is not installed.
-        ConfigError: a setting that this processor does not have.
+        ConfigError: the processor does not support a setting in `pixels`.
     """
     if not processor_files(model, revision):
         return None
@@ -88,13 +88,13 @@ def load_processor(
 
 
 def image_word(processor: ProcessorMixin) -> str:
-    """Return what stands for an image in a text that a processor has not expanded yet."""
+    """Return the placeholder word for an image in a text before the processor expands it."""
     word: str = cast(Any, processor).image_token
     return word
 
 
 def _without_videos(cls: Any, source: str, options: dict[str, Any]) -> ProcessorMixin:
-    """Without torchvision transformers has no video processors, and a processor of images and videos wants one."""
+    """Load a processor of images and videos without its video processor, which would require torchvision."""
 
     def check(self: Any, name: str, argument: Any) -> Any:
         return None if name == "video_processor" else cls.check_argument_for_proper_class(self, name, argument)
@@ -113,7 +113,7 @@ def _without_videos(cls: Any, source: str, options: dict[str, Any]) -> Processor
 
 
 def _resize(processor: ProcessorMixin, pixels: Mapping[str, int]) -> None:
-    # There these names mean numbers of pixels, elsewhere lengths of edges.
+    # In processors with `merge_size` these names mean numbers of pixels, in others lengths of edges.
     if pixels and not hasattr(processor.image_processor, "merge_size"):
         key, value = next(iter(pixels.items()))
         raise ConfigError(
@@ -128,17 +128,17 @@ class Shown(Protocol):
 
     @property
     def input_ids(self) -> np.ndarray:
-        """Return its tokens."""
+        """Return the token ids of the row."""
         ...
 
     @property
     def images(self) -> Sequence[ImageRef]:
-        """Return its images in the order of their positions."""
+        """Return the images of the row in the order of their positions."""
         ...
 
 
 class Vision:
-    """The images of samples as inputs of a model, computed when a micro-batch needs them."""
+    """Computes model inputs from the images of samples when a micro-batch needs them."""
 
     def __init__(self, processor: ProcessorMixin) -> None:
         self._processor = processor
@@ -146,50 +146,49 @@ class Vision:
             processor.tokenizer.pad_token = processor.tokenizer.eos_token
 
     def group(self, row: Shown) -> int:
-        """Return the group of a row: rows go through the model with others of their group.
+        """Return the group of a row: a micro-batch has rows of one group only.
 
-        Rows with images go apart from rows without: all ranks have to meet in the vision tower. A model that attends
-        to images from other layers lets words before the first image see all images of the batch, so there rows come
-        together with rows of as many.
+        Rows with images are separate from rows without, since all ranks must enter the vision tower together. In models
+        with cross-attention to images, tokens before the first image see all images of the batch, so there all rows of
+        a group have equally many images.
         """
         is_cross_attending = "cross_attention_mask" in self._processor.model_input_names
         return len(row.images) if is_cross_attending else min(len(row.images), 1)
 
     def num_before_images(self, token_ids: Sequence[int]) -> int:
-        """Return how many tokens come before the first that stands for an image, which a policy may draw like any other
-        and for which there is no image."""
-        [found] = self._kinds(torch.tensor([list(token_ids)])).bool().tolist() if token_ids else [[]]
-        return found.index(True) if True in found else len(found)
+        """Return the number of tokens before the first image token, which a policy may sample without an image."""
+        [is_image] = self._kinds(torch.tensor([list(token_ids)])).bool().tolist() if token_ids else [[]]
+        return is_image.index(True) if True in is_image else len(is_image)
 
     def inputs(self, rows: Sequence[Shown], input_ids_BT: Tensor) -> dict[str, Tensor]:
-        """Return what the model wants beside padded token ids for rows of one group; nothing for those without images.
+        """Return the model inputs other than padded token ids for rows of one group; none for rows without images.
 
         Raises:
-            DataError: an image is not the one that was prepared, or the processor is not.
+            DataError: an image or the processor has changed since the rows were prepared.
         """
         if not rows[0].images:
             return {}
         images = [[open_image(ref) for ref in row.images] for row in rows]
-        # Positions of images are all that a processor looks at in the text, so words are left out.
+        # The processor needs only the image placeholders of the text, so the text has no other words.
         text = [image_word(self._processor) * len(each) for each in images]
-        made: dict[str, Any] = dict(self._processor(text=text, images=images, padding=True, return_tensors="pt"))
-        ids_BT, _ = made.pop("input_ids"), made.pop("attention_mask", None)
+        inputs: dict[str, Any] = dict(self._processor(text=text, images=images, padding=True, return_tensors="pt"))
+        ids_BT, _ = inputs.pop("input_ids"), inputs.pop("attention_mask", None)
         if not torch.equal(self._kinds(ids_BT).sum(-1), self._kinds(input_ids_BT).sum(-1)):
             raise DataError("the processor makes another number of tokens of an image than when its row was prepared")
         for name in ("mm_token_type_ids", "token_type_ids"):
-            kinds = made.pop(name, None)
+            kinds = inputs.pop(name, None)
             if kinds is not None and torch.equal(kinds, self._kinds(ids_BT)):
-                made[name] = self._kinds(input_ids_BT)
-        if "cross_attention_mask" in made:
-            made["cross_attention_mask"] = self._cross_attention_mask(rows, made, input_ids_BT.shape[1])
-        return made
+                inputs[name] = self._kinds(input_ids_BT)
+        if "cross_attention_mask" in inputs:
+            inputs["cross_attention_mask"] = self._cross_attention_mask(rows, inputs, input_ids_BT.shape[1])
+        return inputs
 
     def _kinds(self, ids_BT: Tensor) -> Tensor:
-        """Return 1 where the token is of an image."""
+        """Return a mask with 1 for image tokens."""
         return torch.as_tensor(self._processor.create_mm_token_type_ids(ids_BT.tolist()), dtype=torch.int64)
 
     def _cross_attention_mask(self, rows: Sequence[Shown], made: Mapping[str, Tensor], width: int) -> Tensor:
-        """Which tokens see which tiles of which image, for the tokens of the rows: BT, images, tiles."""
+        """Return the mask of the image tiles that each token attends to: B, T, images, tiles."""
         from transformers.models.mllama.processing_mllama import (
             convert_sparse_cross_attention_mask_to_dense,
             get_cross_attention_token_mask,

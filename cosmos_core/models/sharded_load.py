@@ -1,9 +1,9 @@
 """Load a sharded model: initialise it on the meta device, parallelise it, then read each rank's shards from the files.
 
-transformers' own sharded loading does not serve: it applies its plans while it loads, before there are adapters, and
-knows no pipeline stages. Its conversions are used. No rank ever holds more than its shards and one group of tensors
-that transformers converts together, like the matrices that become the fused experts of a layer. What is loaded, and
-what is refused, is that of `load_model`.
+transformers' own sharded loading cannot be used: it applies its plans during loading, before adapters exist, and does
+not support pipeline stages. Its weight conversions are used. A rank holds at most its shards and one group of tensors
+that transformers converts together, such as the matrices that become the fused experts of a layer. The loaded weights
+and the refused models are the same as with `load_model`.
 """
 
 from __future__ import annotations
@@ -52,25 +52,27 @@ from cosmos_core.transient import is_of_machine
 logger = logging.getLogger(__name__)
 
 _ADAPTED = re.compile(r"\.(base_layer|original_module|modules_to_save\.default)(?=\.)")
-"""What an adapter puts into the names of weights that are in the files."""
+"""Name components that an adapter inserts into the names of weights in the files."""
 
 _Transform = WeightRenaming | WeightConverter
 _Source = tuple[str, str, Any]
-"""A key in the files, which pattern of a transform it matches, and its slice."""
+"""A key in the files, the pattern of a transform that it matches, and its slice."""
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Tensors of the files that become one weight of the model or several, and how."""
+    """Tensors of the files that a transform converts together to one or several weights of the model."""
 
     transform: _Transform
     sources: Sequence[_Source]
     shapes: Mapping[str, torch.Size]
-    """Of what becomes of them, by name in the model."""
+    """Shapes of the converted weights, by name in the model."""
 
 
 @dataclass(frozen=True)
 class _Unread:
+    """Plan for reading the weights of a model that is still on the meta device."""
+
     model: str
     device: torch.device
     groups: Sequence[_Group]
@@ -87,11 +89,12 @@ def init_on_meta(
     device: torch.device,
     gradient_checkpointing: Recompute = False,
 ) -> PreTrainedModel:
-    """Return what `load_model` gives on `device`, with parameters on the meta device until `load_sharded`. Where the
-    files cannot be read in slices the model comes whole.
+    """Return the model of `load_model` with its parameters on the meta device until `load_sharded`.
+
+    If the files cannot be read in slices, the whole model is loaded on `device`.
 
     Raises:
-        ModelError: as `load_model`, but for values that are not finite.
+        ModelError: as in `load_model`, except for values that are not finite.
     """
     files, reason = _weight_files(model, revision)
     if not reason:
@@ -109,11 +112,11 @@ def init_on_meta(
 
 
 def load_sharded(model: PreTrainedModel) -> None:
-    """Read this rank's shards of a model of `init_on_meta`; all ranks must call this. Leave any other model alone.
+    """Read this rank's shards of a model of `init_on_meta`; all ranks must call this. Do nothing for other models.
 
     Raises:
-        ModelError: a value is not finite, tensors that config.json ties differ, or a file cannot be read any more: on
-            every rank what the first of them met.
+        ModelError: a value is not finite, tensors that config.json ties differ, or a file cannot be read; every rank
+            raises the error of the first rank that failed.
     """
     unread = _UNREAD.pop(model, None)
     if unread is None:
@@ -124,7 +127,7 @@ def load_sharded(model: PreTrainedModel) -> None:
         for group in unread.groups:
             _read(group, targets, model, done)
     except (ModelError, SafetensorError, OSError) as error:
-        if is_of_machine(error):  # this rank ends, and all are started again
+        if is_of_machine(error):  # this rank exits, and all ranks are restarted
             raise
         problem = str(error)
     if problem := first_problem(problem):
@@ -134,10 +137,10 @@ def load_sharded(model: PreTrainedModel) -> None:
 def _start(
     built: PreTrainedModel, model: str, revision: str | None, dtype: torch.dtype, device: torch.device, files: list[str]
 ) -> str:
-    """Plan what to read and make what is no parameter; return why the model cannot be read in slices, or nothing.
+    """Plan the reading and create buffers; return why the model cannot be read in slices, or an empty string.
 
     Raises:
-        ModelError: a damaged file, or a tensor that is missing, left over or of the wrong shape.
+        ModelError: a file is damaged, or a tensor is missing, unexpected or of the wrong shape.
     """
     if getattr(built.config, "quantization_config", None):
         return "its weights are quantized"
@@ -156,7 +159,7 @@ def _start(
     if needed - info.missing_keys:
         return "transformers makes up some of its weights"
     _make_buffers(built, device)
-    if generation := load_generation_config(model, revision):  # else it has one of its config
+    if generation := load_generation_config(model, revision):  # without it the model keeps the one from its config
         built.generation_config = generation
     built.config._commit_hash = getattr(built.config, "_commit_hash", None) or revision
     _UNREAD[built] = _Unread(model, device, groups)
@@ -164,7 +167,7 @@ def _start(
 
 
 def _weight_files(model: str, revision: str | None) -> tuple[list[str], str]:
-    """Return the safetensors files of a model, or why there are none to read."""
+    """Return the safetensors files of a model, or the reason why there are none."""
     source, options = source_of(model, revision)
     check_weights(model)
     options |= {"_raise_exceptions_for_missing_entries": False}
@@ -185,7 +188,7 @@ def _opened(files: Sequence[str]) -> Iterator[Any]:
 
 
 def _planned(built: PreTrainedModel, slices: Mapping[str, Any], model: str) -> tuple[list[_Group], LoadStateDictInfo]:
-    """Plan which tensors become which weights; what does not fit is in the information, as transformers gives it."""
+    """Plan which tensors become which weights, and record mismatches in transformers' loading information."""
     state = built.state_dict()
     mapping = get_model_conversion_mapping(built)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
@@ -208,11 +211,11 @@ def _planned(built: PreTrainedModel, slices: Mapping[str, Any], model: str) -> t
     for name, (transform, sources) in together.items():
         empty = [_empty(each) for _, _, each in sources]
         try:
-            found = _converted(name, transform, sources, empty, built, info)
+            converted = _converted(name, transform, sources, empty, built, info)
         except SkipParameters:
             raise mixed_up(model) from None
-        groups.append(_Group(transform, sources, {key: tensor.shape for key, tensor in found.items()}))
-        for key, tensor in found.items():
+        groups.append(_Group(transform, sources, {key: tensor.shape for key, tensor in converted.items()}))
+        for key, tensor in converted.items():
             info.missing_keys.discard(key)
             if key not in state:
                 info.unexpected_keys.add(key)
@@ -235,36 +238,36 @@ def _converted(
     model: PreTrainedModel,
     info: LoadStateDictInfo | None = None,
 ) -> dict[str, Tensor]:
-    """Return what becomes of `tensors`, or of functions that read them, by name in the model."""
+    """Convert `tensors`, or functions that read them, to weights by name in the model."""
     transform = copy.deepcopy(transform)
     for (key, pattern, _), tensor in zip(sources, tensors, strict=True):
         transform.add_tensor(name, key, pattern, tensor)
-    found = transform.convert(name, model=model, config=model.config, loading_info=info)
-    return {key: value[0] if isinstance(value, list) else value for key, value in found.items()}
+    converted = transform.convert(name, model=model, config=model.config, loading_info=info)
+    return {key: value[0] if isinstance(value, list) else value for key, value in converted.items()}
 
 
 def _read(group: _Group, targets: Mapping[str, Sequence[Tensor]], model: PreTrainedModel, done: set[Tensor]) -> None:
-    """Fill this rank's shards of what a group becomes; `done` are the tensors that are filled."""
+    """Fill this rank's shards of the weights of a group; `done` has the tensors that are already filled."""
     mine = {name: [t for t in targets.get(name, ()) if local(t).numel()] for name in group.shapes}
     if not any(mine.values()):
         return
     sources, first = group.sources, 0
     if isinstance(group.transform, WeightRenaming):
-        found: dict[str, Any] = dict.fromkeys(mine, sources[0][2])
+        converted: dict[str, Any] = dict.fromkeys(mine, sources[0][2])
     else:
         if _is_stack(group):
             here = bounds(next(iter(mine.values()))[0])[0]
             sources, first = _experts(sources, here), here.start
         readers = [partial(source.__getitem__, ...) for _, _, source in sources]
-        found = _converted(next(iter(mine)), group.transform, sources, readers, model)
+        converted = _converted(next(iter(mine)), group.transform, sources, readers, model)
     for name, tensors in mine.items():
         for tensor in tensors:
-            _copy(name, tensor, found[name], first, is_check=tensor in done)
+            _copy(name, tensor, converted[name], first, is_check=tensor in done)
             done.add(tensor)
 
 
 def _is_stack(group: _Group) -> bool:
-    """Return whether each row of the one weight that a group becomes, an expert, has its own tensors in the files."""
+    """Return whether a group becomes one weight of stacked experts, each with its own tensors in the files."""
     operations = list(getattr(group.transform, "operations", ()))
     if len(group.shapes) > 1 or not isinstance(operations[0], MergeModulelist) or operations[0].dim != 0:
         return False
@@ -280,7 +283,7 @@ def _keeps_rows(operation: Any) -> bool:
 
 
 def _experts(sources: Sequence[_Source], here: slice) -> list[_Source]:
-    """Return the sources of some experts; those of each pattern are in the order of the experts."""
+    """Return the sources of the experts `here`; the sources of each pattern are in the order of the experts."""
     by_pattern: dict[str, list[_Source]] = {}
     for source in sources:
         by_pattern.setdefault(source[1], []).append(source)
@@ -288,9 +291,9 @@ def _experts(sources: Sequence[_Source], here: slice) -> list[_Source]:
 
 
 def _copy(name: str, tensor: Tensor, source: Any, first: int, is_check: bool) -> None:
-    """Copy this rank's shard of `source`, a tensor or a slice of a file, whose first row is that of number `first`.
+    """Copy this rank's shard of `source`, a tensor or a slice of a file that begins with row `first` of the weight.
 
-    `is_check`: the tensor has its values, and must have these.
+    With `is_check` the tensor is already filled, and is compared with the source instead.
     """
     where = bounds(tensor)
     if first:
@@ -308,15 +311,14 @@ def _copy(name: str, tensor: Tensor, source: Any, first: int, is_check: bool) ->
 
 @torch.no_grad()
 def _materialised(model: PreTrainedModel, device: torch.device) -> dict[str, list[Tensor]]:
-    """Allocate this rank's shard of every parameter on the meta device; return those and the buffers by their name in
-    the files."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    """Allocate this rank's shard of every meta parameter; return parameters and buffers by their names in files."""
+    allocated: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and local(parameter).is_meta:
-                if parameter not in made:
-                    made[parameter] = _with_memory(parameter, device)
-                module._parameters[name] = made[parameter]
+                if parameter not in allocated:
+                    allocated[parameter] = _with_memory(parameter, device)
+                module._parameters[name] = allocated[parameter]
     targets: dict[str, list[Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         targets.setdefault(_ADAPTED.sub("", name), []).append(tensor)
@@ -339,7 +341,7 @@ def _keeps_float32(built: PreTrainedModel, dtype: torch.dtype) -> Callable[[str]
 
 
 def _make_buffers(built: PreTrainedModel, device: torch.device) -> None:
-    """Put buffers on `device`; those that are in no file get their values, as `from_pretrained` gives them."""
+    """Move buffers to `device`, and initialise buffers that are in no file as `from_pretrained` does."""
     for tensor in built.state_dict(keep_vars=True).values():
         tensor._is_hf_initialized = True  # type: ignore[attr-defined]
     built._move_missing_keys_from_meta_to_device([], {"": "cpu"}, None, None)

@@ -1,4 +1,4 @@
-"""Where the files of a model are, and one line for whatever is wrong with them."""
+"""Locations of a model's files, with one-line error messages for missing or damaged files."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ KEY = "policy.model_name_or_path"
 
 
 def source_of(model: str, revision: str | None) -> tuple[Path | str, dict[str, Any]]:
-    """Return an existing folder, or a Hub id with the arguments to fetch it.
+    """Return an existing folder, or a Hub id with the arguments for fetching it.
 
     Raises:
-        ModelError: it can be neither.
+        ModelError: the name is neither an existing folder nor a possible Hub id.
     """
     path = Path(os.path.expanduser(model))  # Path.expanduser, .is_dir and .exists raise for some names
     if os.path.isdir(path):
@@ -43,10 +43,10 @@ def source_of(model: str, revision: str | None) -> tuple[Path | str, dict[str, A
 
 @contextmanager
 def reading(what: str, model: str) -> Iterator[None]:
-    """Whatever a library raises inside the block, which reads `what` from the files of `model`, as one line.
+    """Convert exceptions of libraries inside the block, which reads `what` from `model`, to one-line errors.
 
     Raises:
-        ModelError: something is wrong with the files. A lack of memory or of disk, the network and what is ours pass.
+        ModelError: the files are wrong. Errors of memory, disk and network, and `CosmosError`s, pass unchanged.
     """
     try:
         yield
@@ -59,26 +59,26 @@ def reading(what: str, model: str) -> Iterator[None]:
 
 
 def read_object(file: Path, model: str) -> dict[str, Any]:
-    """Read the object in a JSON file of a model's folder; empty without such a file.
+    """Read the object in a JSON file of a model's folder; return an empty one if the file is missing.
 
-    Libraries that meet another value there name neither file nor cause.
+    Libraries that read a value of another type name neither the file nor the cause.
 
     Raises:
-        ModelError: it is damaged, or something else than an object.
+        ModelError: the file is damaged or does not hold an object.
     """
     if not os.path.isfile(file):  # Path.is_file raises for a name that is too long
         return {}
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        value = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{KEY} = {model!r}: {file} is not valid JSON ({error}); copy it again") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise ModelError(f"{KEY} = {model!r}: {file} is not a JSON object; copy it again")
-    return found
+    return value
 
 
 def check_weights(model: str) -> None:
-    """Open the head of every weight file of a local folder, which reads no tensor; a Hub id is not looked at.
+    """Read the header of every weight file of a local folder, but no tensors; do nothing for a Hub id.
 
     Raises:
         ModelError: there is no weight file, an index does not fit, or a file is damaged or holds no tensors.
@@ -96,9 +96,9 @@ def check_weights(model: str) -> None:
 
 
 def _weight_files(folder: Path, model: str) -> list[Path]:
-    """The files that transformers reads the weights from."""
+    """Return the files that transformers reads the weights from."""
     for single, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
-        if os.path.lexists(folder / single):  # a link that leads nowhere is to be named, not passed over
+        if os.path.lexists(folder / single):  # a broken link has to be reported, not skipped
             return [folder / single]
         if os.path.lexists(folder / index):
             return _indexed(folder / index, model)
@@ -135,7 +135,7 @@ def _check_safetensors(file: Path, model: str) -> None:
 
 def _check_pickled(file: Path, model: str) -> None:
     try:
-        found = load_state_dict(file)  # mapped, not read
+        state = load_state_dict(file)  # mapped, not read
     except Exception as error:
         if is_of_machine(error):
             raise
@@ -143,9 +143,9 @@ def _check_pickled(file: Path, model: str) -> None:
             f"{KEY} = {model!r}: {file} is damaged, or holds more than tensors, which could run any code when read; "
             "copy it again, or save the model as safetensors"
         ) from error
-    if not isinstance(found, dict):
+    if not isinstance(state, dict):
         raise ModelError(f"{KEY} = {model!r}: {file} holds no tensors by name; save the model as safetensors")
-    for name, tensor in found.items():
+    for name, tensor in state.items():
         if not isinstance(tensor, torch.Tensor):
             raise ModelError(f"{KEY} = {model!r}: {file} holds {name!r}, which is no tensor; remove it")
 
@@ -164,7 +164,7 @@ def _as_one_line(what: str, model: str, error: Exception) -> ModelError:
 
 
 def mixed_up(model: str) -> ModelError:
-    """Return what to raise when transformers cannot make one tensor of several."""
+    """Return the error to raise if transformers cannot merge several tensors into one."""
     return ModelError(
         f"{KEY} = {model!r}: of tensors that belong together, like the experts of a layer, some are missing "
         "or of another shape; the weights do not belong to this config.json"
@@ -172,7 +172,7 @@ def mixed_up(model: str) -> ModelError:
 
 
 def hub_is_reachable() -> bool:
-    """Return whether the Hub's name resolves, or a proxy will see to it; else each file is retried for 20 seconds."""
+    """Return whether the Hub's host name resolves or a proxy is set; offline, libraries retry each file for 20 s."""
     if constants.HF_HUB_OFFLINE:
         return False
     if urllib.request.getproxies():
