@@ -31,8 +31,9 @@ def compile_blocks(model: nn.Module) -> None:
 
 
 def watch_compiling(progress: Progress) -> None:
-    """Tell `progress` from now on whenever torch compiles in this process: at the first steps, and at shapes that no
-    graph fits. It takes the place of the one that was told before."""
+    """Report each compilation of torch in this process to `progress`, which replaces any previously registered one.
+
+    Compilations occur in the first steps, and for shapes that no graph fits."""
     handler = torch._dynamo.callback.callback_handler
     if not _watching:
         handler.register_start_callback(lambda _: _watching[-1].begin_compiling())

@@ -22,29 +22,29 @@ from torch import Tensor
 from cosmos_core.models.flow import clean_estimate, mean_per_sample, noise_estimate, per_sample
 
 _PURE = 0.999
-"""A noise level above is as good as pure noise."""
+"""Noise level above which latents are treated as pure noise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """Where a step begins and ends, for each sample or for all."""
+    """Noise levels at the start and end of a step, one per sample or one for all."""
 
     sigma: Tensor
     next: Tensor
     second: Tensor
-    """The second noise level of the table: it bounds what is divided by 1 - sigma, which is 0 at pure noise."""
+    """Second noise level of the table, which replaces sigma in divisions by 1 - sigma at pure noise, where it is 0."""
 
 
 class Transition(NamedTuple):
-    """The distribution of the next latents."""
+    """Distribution of the latents after a stochastic step."""
 
     mean: Tensor
     std: Tensor
-    """Standard deviation of each element, of each sample or of all; 0: the step is deterministic."""
+    """Standard deviation of each element, one per sample or one for all; 0 if the step is deterministic."""
     rate: Tensor
     """The noise of the differential equation, std / sqrt(sigma - next): what the KL of the papers divides by."""
     has_density: bool = True
-    """False: its log-probability is minus the mean squared distance, without variance and constants (FlowCPS)."""
+    """Whether `log_prob` is that of a Gaussian; False uses minus the mean squared distance to the mean (FlowCPS)."""
 
 
 Kernel = Callable[[Tensor, Tensor, Levels, float], Transition]
@@ -93,7 +93,7 @@ def ddim(x: Tensor, v: Tensor, levels: Levels, eta: float) -> Transition:
 
 
 KERNELS: dict[str, Kernel] = {"flow": flow_sde, "dance": dance_sde, "cps": cps, "ddim": ddim}
-"""Stochastic steps by the name that `policy.diffusers.sample.solver` has for them."""
+"""Stochastic steps by their name in `policy.diffusers.sample.solver`."""
 
 
 def transition(kernel: str, x: Tensor, v: Tensor, levels: Levels, eta: float) -> Transition:
@@ -130,7 +130,7 @@ class Dpm2:
         self._clean: Tensor | None = None
 
     def step(self, x: Tensor, v: Tensor, i: int) -> Tensor:
-        """Return the latents after step `i` of the table; steps are taken in their order."""
+        """Return the latents after step `i` of the table; steps have to be called in order."""
         sigma, later = self._sigmas_N[i], self._sigmas_N[i + 1]
         clean, before = clean_estimate(x, v, sigma), self._clean
         self._clean = clean
@@ -143,5 +143,5 @@ class Dpm2:
         return (later / sigma).item() * x - scale * clean - 0.5 * scale * slope
 
     def restart(self) -> None:
-        """Forget the step before, such as after a stochastic one."""
+        """Discard the previous clean estimate, for example after a stochastic step."""
         self._clean = None

@@ -13,7 +13,7 @@ from cosmos_core.models.lora import TAKES_FROM_BASE
 
 
 def reads_base(lora: LoraConfig | None) -> bool:
-    """Return whether an adapter cannot begin before the weights are there."""
+    """Return whether the initialisation of an adapter needs the base weights."""
     return lora is not None and lora.lora_path is None and str(lora.init_lora_weights).startswith(TAKES_FROM_BASE)
 
 

@@ -1,4 +1,4 @@
-"""What waits in host memory until it is needed: activations for the backward pass, encoders for their next call."""
+"""Offloading to host memory: activations until the backward pass, encoders until their next call."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 SMALLEST = 1 << 10
-"""Elements; what has fewer stays: moving it costs more than it frees."""
+"""Minimum number of elements of a tensor to offload; moving smaller tensors costs more than it frees."""
 
 
 def activations_on_cpu() -> saved_tensors_hooks:
-    """Return torch's `save_on_cpu`, which leaves parameters where they are: FSDP frees and gathers them itself."""
+    """Return hooks like torch's `save_on_cpu`, except for parameters, which FSDP manages, and small tensors."""
     moves = save_on_cpu(pin_memory=torch.cuda.is_available())
 
     def pack(tensor: Tensor) -> Any:
@@ -29,17 +29,17 @@ def activations_on_cpu() -> saved_tensors_hooks:
 
 
 class Residence:
-    """Where the components of a pipeline are: on the device while they work, otherwise in host memory."""
+    """Moves the components of a pipeline to the device while they are in use, and to host memory otherwise."""
 
     def __init__(self, device: torch.device, *, is_offloaded: bool) -> None:
-        """`is_offloaded`: components leave the device when their work is done."""
+        """With `is_offloaded`, components leave the device after use."""
         self._device, self._is_offloaded, self._stays = device, is_offloaded, False
         self._present: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
-        """Each component on the device, with its parameters and the memory of the host that they came from."""
+        """Components on the device, each with its parameters and their tensors in host memory."""
 
     @contextmanager
     def working(self, components: Sequence[nn.Module]) -> Iterator[None]:
-        """Have components on the device inside the block."""
+        """Move components to the device for the duration of the block."""
         for component in components:
             self._present.setdefault(component, [(weight, weight.data) for weight in component.parameters()])
             component.to(self._device)
@@ -51,7 +51,7 @@ class Residence:
 
     @contextmanager
     def staying(self) -> Iterator[None]:
-        """Let components that have worked inside the block stay on the device until its end."""
+        """Keep components that are used inside the block on the device until its end."""
         self._stays = True
         try:
             yield

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers import PreTrainedModel
 
 Recompute = bool | Literal["selective"]
-"""False: everything is kept; True: of each block its input alone."""
+"""False keeps all activations, True only the input of each block; `selective` keeps expensive small ones."""
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ _PRODUCTS = {_ATEN.mm.default, _ATEN.addmm.default}
 def recompute(model: PreTrainedModel, how: Recompute) -> None:
     """Make the blocks of `model` recompute in the backward pass; the gradient stays the same.
 
-    Of a family that cannot, which is said, everything is kept: the default must not stop a run.
+    If the model family does not support it, log a warning and keep all activations: the default must not fail a run.
     """
     if not how:
         return
@@ -50,7 +50,7 @@ def recompute(model: PreTrainedModel, how: Recompute) -> None:
 
 
 def selective() -> Any:
-    """Return the contexts of `torch.utils.checkpoint` that keep what is dear to compute and small."""
+    """Return the contexts of `torch.utils.checkpoint` that keep small activations that are expensive to compute."""
     return create_selective_checkpoint_contexts(_policy)
 
 

@@ -1,4 +1,4 @@
-"""The runner of a model that is whole on each rank, or sharded by FSDP: one micro-batch after the other."""
+"""The runner of a model without pipeline stages, whole or sharded by FSDP: it runs micro-batches sequentially."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from cosmos_core.models.offload import activations_on_cpu
 from cosmos_core.parallel.fsdp import reshard
 
 Forward = Callable[[Any, Wants], dict[str, Tensor]]
-"""Gives the wanted outputs for a batch, by name."""
+"""Function that returns the requested outputs for a batch, by name."""
 
 
 class Sequential:
     """A `models.base.Runner` of one module."""
 
     def __init__(self, root: nn.Module, forward: Forward, train: TrainConfig, device: torch.device) -> None:
-        """`root` is what FSDP has wrapped, `forward` calls it."""
+        """`root` is the root module of FSDP, `forward` a function that calls it."""
         self.roots = [root]
         self._forward, self._train, self._device = forward, train, device
 
     def rows(self, size: int) -> int:
-        """Return all of them."""
+        """See `Runner.rows`: all `size` rows form one micro-batch."""
         return size
 
     def count(self, num_batches: int, size: int) -> int:
-        """Return no more."""
+        """See `Runner.count`: no empty micro-batches are added."""
         return num_batches
 
     def run(self, batches: Sequence[Callable[[], Any]], consume: Consume, wants: Wants, size: int) -> None:

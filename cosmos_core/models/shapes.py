@@ -19,14 +19,13 @@ def rounded_length(length: int) -> int:
 
 
 def kernel_length(length: int, device: torch.device, dtype: torch.dtype) -> int:
-    """Return how long to make what is `length` long before it is computed in `dtype`: `rounded_length`, or `length`
-    itself where shapes cost nothing."""
+    """Return the length to pad `length` to for a computation in `dtype`: `rounded_length` if each shape compiles a
+    kernel, else `length`."""
     return rounded_length(length) if device.type == "cpu" and dtype in _HALF else length
 
 
 def filled(tensor: Tensor, dim: int) -> Tensor:
-    """Return the tensor with zeros behind along `dim` (negative), up to `kernel_length` in the dtype that autocast
-    computes in."""
+    """Pad the tensor with zeros at the end of `dim` (negative) to `kernel_length` for the dtype of autocast."""
     kind, length = tensor.device.type, tensor.shape[dim]
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
     missing = kernel_length(length, tensor.device, dtype) - length
