@@ -1,6 +1,6 @@
-"""An adapter in PEFT's format that a training goes on with: its settings and its weights.
+"""Reader of an adapter in PEFT's format that training continues from: its settings and its weights.
 
-Putting adapters into a model, and writing them, is `lora.py`.
+`lora.py` adds adapters to a model and writes them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _KEYS = {
     "r": "r", "lora_alpha": "lora_alpha", "target_modules": "target_modules", "use_rslora": "use_rslora",
     "modules_to_save": "modules_to_save", "alpha_pattern": "alpha_pattern", "r_pattern": "rank_pattern",
 }  # fmt: skip
-"""Settings of ours that the adapter has itself, to their names in its file."""
+"""Recipe settings that the adapter also has, mapped to their names in its file."""
 _HARMLESS = {
     *_KEYS.values(), "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
     "target_parameters", "inference_mode", "exclude_modules", "lora_dropout", "init_lora_weights",
@@ -32,11 +32,11 @@ _CHANGE_BASE = ("pissa", "olora", "corda", "loftq")
 
 
 def saved_settings(lora: LoraConfig) -> peft.LoraConfig:
-    """Return the settings of the adapter in `lora_path`; the recipe may say another dropout.
+    """Return the settings of the adapter in `lora_path`; the recipe may only change the dropout.
 
     Raises:
-        ModelError: there is no adapter, or it is of a kind that is not trained here.
-        ConfigError: the recipe says otherwise.
+        ModelError: the adapter is missing, or of a kind that is not supported.
+        ConfigError: a setting of the recipe differs from the adapter's.
     """
     folder = _folder(lora)
     try:
@@ -70,22 +70,25 @@ def load_weights(model: PreTrainedModel, lora: LoraConfig) -> None:
     """Fill the adapter of the model with the weights in `lora_path`.
 
     Raises:
-        ModelError: they are missing or damaged, or of another model or adapter.
+        ModelError: the weights are missing or damaged, or belong to another model or adapter.
     """
     file = _folder(lora) / "adapter_model.safetensors"
     try:
         state = {name.removeprefix(_PREFIX): tensor for name, tensor in load_file(file).items()}
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{_KEY}: {file} cannot be read: {error}; copy it again") from error
-    wanted = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
-    for what, names in (("has no", wanted.keys() - state.keys()), ("has the unknown", state.keys() - wanted.keys())):
+    expected = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    for what, names in (
+        ("has no", expected.keys() - state.keys()),
+        ("has the unknown", state.keys() - expected.keys()),
+    ):
         if names:
             raise ModelError(f"{_KEY}: {file} {what} {min(names)}; it is of another model or adapter")
     for name, tensor in state.items():
-        if tensor.shape != wanted[name].shape:
+        if tensor.shape != expected[name].shape:
             raise ModelError(
                 f"{_KEY}: {file} has {name} of shape {tuple(tensor.shape)}, the model needs "
-                f"{tuple(wanted[name].shape)}; it is of another model"
+                f"{tuple(expected[name].shape)}; it is of another model"
             )
     peft.set_peft_model_state_dict(model, state)
 
@@ -96,7 +99,7 @@ def _folder(lora: LoraConfig) -> Path:
 
 
 def _plain(value: Any) -> Any:
-    """For a comparison and a message: names in order, and nothing as nothing."""
+    """Normalise a setting for comparison and messages: sort names, and convert empty values to None."""
     if isinstance(value, (tuple, list, set)):
         return sorted(value)
     return value or None

@@ -1,7 +1,6 @@
 """Write a causal language model as a Hugging Face folder.
 
-An adapter is written twice: merged into the model, and as it is in the folder `lora/`. The proof of what was written is
-`prove.py`.
+An adapter is written twice: merged into the model, and unmerged in the folder `lora/`. `prove.py` checks the result.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ def export_model(
     max_shard_size: str = "4GB",
     extra_files: Mapping[str, bytes] = {},
 ) -> None:
-    """Write weights, config, generation config, tokenizer and `extra_files` (by relative path) to `target`, in one
-    rename.
+    """Write weights, config, generation config, tokenizer and `extra_files` (by relative path) to `target`,
+    atomically.
 
-    Floating-point weights are cast to `dtype` (None: as they are); the model itself is not changed. Tied weights are
-    written once, several shards get an index, as transformers does it.
+    Floating-point weights are cast to `dtype` (None keeps their dtype); the model itself is not changed. As in
+    transformers, tied weights are written once, and several shards get an index.
 
     Raises:
         StageFailed: the disk is full or broken.
@@ -52,7 +51,7 @@ def export_model(
 
 
 def _cast_weights(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """Return the state dict in `dtype` with ties kept as ties, so that transformers writes them once."""
+    """Return the state dict in `dtype` in which tied weights share memory, so that transformers writes them once."""
     weights = plain_state(model)
     if dtype is None:
         return weights

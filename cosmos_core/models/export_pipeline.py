@@ -37,9 +37,9 @@ def export_pipeline(
     dtype: torch.dtype | None = None,
     extra_files: Mapping[str, bytes] = {},
 ) -> None:
-    """Write the pipeline with `model` as its denoiser to `target`, in one rename, and `extra_files` by relative path.
+    """Write the pipeline with `model` as its denoiser to `target` atomically, with `extra_files` by relative path.
 
-    Weights of the denoiser are cast to `dtype` (None: as they are); the model itself is not changed.
+    Weights of the denoiser are cast to `dtype` (None keeps their dtype); the model itself is not changed.
 
     Raises:
         StageFailed: the disk is full or broken.
@@ -58,7 +58,7 @@ def export_pipeline(
 
 
 def untrained_files(folder: PipelineFolder, denoiser_name: str) -> Iterator[Path]:
-    """Yield the files of a pipeline, relative to its folder, that belong to no trained component."""
+    """Yield the files of a pipeline, relative to its folder, that do not belong to the trained component."""
     yield Path(INDEX)
     for name in folder.components:
         if name != denoiser_name:
@@ -67,8 +67,10 @@ def untrained_files(folder: PipelineFolder, denoiser_name: str) -> Iterator[Path
 
 
 def save_pipeline_adapter(family: DiffusionModel, model: Any, folder: Path) -> None:
-    """Write the adapter as the pipeline's own `save_lora_weights` does, with its settings: without them whoever loads
-    it takes the rank for alpha, and half of a recipe's scale is gone."""
+    """Write the adapter with the pipeline's own `save_lora_weights`, including its settings.
+
+    Without the settings a loader uses the rank as alpha, which changes the scale of the adapter.
+    """
     state = peft.get_peft_model_state_dict(model, adapter_name=_ADAPTER, save_embedding_layers=False)
     assert not changes_base(model), "refused by `check`: the adapter would not fit the untouched base"
     name = family.denoiser_name
@@ -82,16 +84,18 @@ def save_pipeline_adapter(family: DiffusionModel, model: Any, folder: Path) -> N
 
 
 def adapter_settings(model: Any) -> dict[str, Any]:
-    """Return the settings of the adapter as JSON values, in the same order in each process; without dropout, which
-    diffusers would leave on: the pipeline that loads the adapter would draw another image at each call."""
+    """Return the settings of the adapter as JSON values, in the same order in each process, with dropout 0.
+
+    diffusers would keep dropout enabled, so a pipeline with the adapter would return another image in each call.
+    """
     settings = model.peft_config[_ADAPTER].to_dict() | {"inference_mode": True, "lora_dropout": 0.0}
     plain = {key: sorted(value) if isinstance(value, (set, list)) else value for key, value in settings.items()}
-    found: dict[str, Any] = json.loads(json.dumps(plain, default=str, sort_keys=True))
-    return found
+    values: dict[str, Any] = json.loads(json.dumps(plain, default=str, sort_keys=True))
+    return values
 
 
 def exported_state(model: Any, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Return the denoiser's tensors as they are written; call it inside `merged`."""
+    """Return the denoiser's tensors for export, on the CPU in `dtype`; call it inside `merged`."""
     return {
         name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None)
         for name, tensor in plain_state(model).items()

@@ -1,4 +1,4 @@
-"""Which weights are trained: those of an adapter, or those that the recipe leaves."""
+"""Selection of the trained weights: those of an adapter, or those that the recipe does not freeze."""
 
 from __future__ import annotations
 
@@ -16,25 +16,23 @@ from cosmos_core.registry import suggestion
 
 
 def choose_trained(model: nn.Module, policy: PolicyConfig, targets: Sequence[str] = ()) -> None:
-    """Apply `policy.lora`, or `freeze_pattern`, `trainable_pattern` and `trainable_map`; None of them: train all.
-    `targets`: modules that an adapter changes where the recipe names none; empty: those that PEFT takes.
+    """Apply `policy.lora`, or `freeze_pattern`, `trainable_pattern` and `trainable_map`; without them train all.
+    `targets` are the modules to adapt if the recipe names none; empty uses the default modules of PEFT.
 
-    A tied weight goes by each of its names.
+    A tied weight matches under each of its names.
 
     Raises:
         ConfigError: a name or pattern matches nothing, nothing is left to train, or adapters are mixed with these.
     """
-    given = [key for key in ("freeze_pattern", "trainable_pattern", "trainable_map") if getattr(policy, key)]
-    if not given and policy.lora is None:
+    keys = [key for key in ("freeze_pattern", "trainable_pattern", "trainable_map") if getattr(policy, key)]
+    if not keys and policy.lora is None:
         return
     # Recomputation here needs no gradient of the embeddings, and below the first trained layer none need be computed.
     if isinstance(model, PreTrainedModel):
         model.disable_input_require_grads()
     if policy.lora is not None:
-        if given:
-            raise ConfigError(
-                f"policy.{given[0]} excludes policy.lora, which trains adapters and modules_to_save alone"
-            )
+        if keys:
+            raise ConfigError(f"policy.{keys[0]} excludes policy.lora, which trains adapters and modules_to_save alone")
         with placeholders(model):
             add_adapter(model, policy.lora, targets)
         return
@@ -47,11 +45,11 @@ def choose_trained(model: nn.Module, policy: PolicyConfig, targets: Sequence[str
                 _set(names, key, pattern, re.compile(pattern).search, is_trained)
     _apply_map(names, policy.trainable_map or {})
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError(f"policy.{given[-1]} leaves no weight to train; name fewer in it")
+        raise ConfigError(f"policy.{keys[-1]} leaves no weight to train; name fewer in it")
 
 
 def _apply_map(names: dict[str, nn.Parameter], trainable_map: dict[str, bool]) -> None:
-    """Apply the map from outer to inner modules: the setting of the longest matching name holds."""
+    """Apply the map from outer to inner modules: the longest matching name takes precedence."""
     for wanted in sorted(trainable_map, key=len):
 
         def is_inside(name: str, wanted: str = wanted) -> bool:
