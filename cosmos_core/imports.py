@@ -1,5 +1,5 @@
 """Imports without garbage collection. The imports of a process create a million objects that stay alive, and repeated
-searches for cycles among them take a fifth of the start-up time."""
+searches for cycles among them take a fifth of the time in which it starts."""
 
 from __future__ import annotations
 

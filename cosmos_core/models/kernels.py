@@ -113,10 +113,10 @@ def autocast_experts(experts: Any, states: Tensor, *routing: Tensor) -> Tensor:
 
     Autocast does not know that product, and its other form loops over the experts and waits for the GPU in each.
     """
-    kind = states.device.type
-    if kind != "cuda" or not torch.is_autocast_enabled(kind):
+    device_type = states.device.type
+    if device_type != "cuda" or not torch.is_autocast_enabled(device_type):
         return grouped_mm_experts_forward(experts, states, *routing)
-    dtype = torch.get_autocast_dtype(kind)
+    dtype = torch.get_autocast_dtype(device_type)
     casts = {name: weight.to(dtype) for name, weight in experts._parameters.items() if weight is not None}
     experts.__dict__.update(casts)  # found before the parameters of the same names
     try:

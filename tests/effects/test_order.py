@@ -29,6 +29,8 @@ BALANCED = {**TOKENS, "train.train_policy.enable_dp_load_balancing": True}
 class Rows:
     """Rows that repeat their number, ten of one token unless said otherwise."""
 
+    labels = None
+
     def __init__(self, lengths: Sequence[int] = (1,) * 10) -> None:
         self.lengths = np.array(lengths)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -17,6 +19,8 @@ from tasks.kinds import all_kinds
 
 class FakeEncoders:
     """The text's length and first letter as an embedding, the mean colour of pixels as a latent; counts its work."""
+
+    residence = SimpleNamespace(staying=nullcontext)
 
     def __init__(self, die_at: int = 0) -> None:
         self.texts: list[str] = []

@@ -215,7 +215,7 @@ def test_a_right_value_is_taken(tmp_path: Path, setting: str, place: tuple[str, 
          "train.learning_rate: unknown key; learning_rate of transformers and TRL is train.optm_lr here"),
         ("[train.train_policy]\ntype = 'grpo'\nbeta = 0.1",
          "train.train_policy.beta: unknown key; beta of transformers and TRL is train.train_policy.kl_beta or "
-         "train.train_policy.dpo.beta here"),
+         "train.train_policy.dpo.beta or train.train_policy.kto.beta here"),
         ("num_generations = 8",
          "num_generations: unknown key; num_generations of transformers and TRL is rollout.n_generation here"),
         ("[train]\nint = 1", "train.int: unknown key"),
@@ -328,14 +328,16 @@ def test_the_fields_that_change_no_result_are_these() -> None:
         "TrainConfig.resume",  # of these eight the content counts
         "TrainConfig.save_ckpt_at_exit", "TrainConfig.signal_to_handle",
         "TrainConfig.output_dir", "TrainConfig.timestamp", "SftConfig.dataloader_num_workers",
-        "DpoConfig.dataloader_num_workers", "GrpoConfig.dataloader_num_workers",
+        "DpoConfig.dataloader_num_workers", "KtoConfig.dataloader_num_workers",
+        "GrpoConfig.dataloader_num_workers",
         "LoggingConfig.log_completions",
         "CheckpointConfig.upload_s3", "CheckpointConfig.s3_bucket", "CheckpointConfig.s3_prefix",
         "CheckpointConfig.upload_hf", "CheckpointConfig.hf_repo_name",  # stages behind the export
         *(f"{name}Config.dataloader_num_workers" for name in ("DiffusionSft", "DiffusionNft", "FlowGrpo", "Ddrl")),
         *(f"{name}Config.reward_env" for name in ("DiffusionNft", "FlowGrpo", "Ddrl")),
         "RolloutConfig.enforce_eager", "RolloutConfig.gpu_memory_utilization", "RolloutConfig.probe_interval",
-        "RolloutConfig.engine_timeout_seconds", "MultiTurnRolloutConfig.custom_chat_template_path",
+        "RolloutConfig.engine_timeout_seconds", "RolloutConfig.stop_on_alarm",
+        "MultiTurnRolloutConfig.custom_chat_template_path",
         "MultiTurnRolloutConfig.tool_env",
         "RemoteRewardConfig.max_in_flight",
         "GrpoConfig.reward_env", "ValidationConfig.reward_env",  # what a variable holds is not known

@@ -107,7 +107,7 @@ class Numbered:
     """Rows of three tokens, each its own number."""
 
     def __init__(self, count: int) -> None:
-        self.count = count
+        self.count, self.labels = count, None
 
     def __len__(self) -> int:
         return self.count

@@ -105,9 +105,11 @@ def test_a_row_in_the_middle_changes_one_shard_or_two():
 def test_a_killed_stage_goes_on_from_the_shards_that_it_had_written(tmp_path, runs):
     source = write_pairs(tmp_path / "pairs", 200)
     if (child := os.fork()) == 0:
-        torch.set_num_threads(1)
-        prepared(stage_path(runs), source, FakeEncoders(die_at=100))
-        os._exit(0)
+        try:
+            torch.set_num_threads(1)
+            prepared(stage_path(runs), source, FakeEncoders(die_at=100))
+        finally:
+            os._exit(0)
     _, status = os.waitpid(child, 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
     assert not (stage_path(runs) / "data").exists()
