@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 _LONGEST_RESULT = 1 << 16
 """Characters of a result that a policy is shown."""
+_LONGEST_SECRET = 4096  # that the cut may go through
 _MOST_PROCESSES = 16
 _MOST_BREAKS = 3  # of the pool during one call of `results`: processes that died while they had no work
 
@@ -176,5 +177,7 @@ def _result(path: str, arguments: dict[str, Any]) -> ToolResult:
         is_error = False
     except BaseException as error:  # noqa: BLE001 - a user's code may raise anything; the policy is told
         text, is_error = f"Error: {one_line(error)}", True
-    text = masked(text).encode(errors="replace").decode()  # no tokenizer takes half a character
-    return ToolResult(text if len(text) <= _LONGEST_RESULT else text[:_LONGEST_RESULT] + "...", is_error)
+    is_cut = len(text) > _LONGEST_RESULT
+    text = masked(text[: _LONGEST_RESULT + _LONGEST_SECRET]) if is_cut else masked(text)
+    text = text.encode(errors="replace").decode()  # no tokenizer takes half a character
+    return ToolResult(text[:_LONGEST_RESULT] + "..." * is_cut, is_error)

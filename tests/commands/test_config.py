@@ -81,7 +81,7 @@ def test_a_key_of_two_kinds_of_training_is_explained_for_both(workspace: Workspa
         ),
     ]
     assert [line for line in lines if line.startswith("  unit")] == [
-        *["  unit      rows"] * 3,
+        *["  unit      rows"] * 4,
         *["  unit      completions"] * 4,
     ]
 

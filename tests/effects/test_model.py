@@ -132,6 +132,8 @@ def test_it_changes_the_rows_of_a_forward_pass(
 class Rows(list[Any]):
     """Prepared rows without images."""
 
+    labels = None
+
     def images(self, index: int) -> tuple[str, ...]:
         return ()
 
