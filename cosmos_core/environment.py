@@ -87,7 +87,9 @@ def hide_in_records() -> None:
     def masking(*arguments: Any, **named: Any) -> logging.LogRecord:
         record = make(*arguments, **named)
         with suppress(Exception):  # logging itself reports arguments that do not fit the format
-            record.msg, record.args = masked(record.getMessage()), ()
+            message = record.getMessage()
+            if (hidden := masked(message)) != message:
+                record.msg, record.args = hidden, ()
         if record.exc_info and not record.exc_text:
             record.exc_text = masked(logging.Formatter().formatException(record.exc_info))
         return record
