@@ -245,6 +245,15 @@ class Workspace:
         wait_until(lambda: not running(), seconds, lambda: f"still running: {running()}")
 
 
+@pytest.fixture(autouse=True)
+def no_stop_is_left() -> Iterator[None]:
+    """A test may ask the workers of its process to stop: those behind it in this process are not meant."""
+    yield
+    if worker := sys.modules.get("cosmos_core.launch.worker"):
+        with worker.stoppable():  # a run that begins clears it
+            pass
+
+
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, str]]:
     """The variables of one server of Prefect, such as `cosmos run` starts, for all the commands of a test process."""

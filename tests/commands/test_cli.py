@@ -320,8 +320,6 @@ def test_what_is_asked_to_stop_says_that_it_saves(tmp_path: Path) -> None:
         worker.stop_all()
         wait_until(lambda: "stopping, saving a checkpoint: at most 5 s\n" in out.getvalue(), 5, "a word about it")
     assert out.getvalue().count("stopping") == 1
-    with worker.stoppable():
-        pass  # a run that begins clears it, for the tests behind this one
 
 
 def test_a_run_is_looked_at_from_its_directory_alone_wherever_it_lies(workspace: Workspace) -> None:

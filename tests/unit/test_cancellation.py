@@ -122,8 +122,6 @@ def test_a_publication_waits_for_a_server_that_is_away_and_ends_where_the_proces
         threading.Timer(0.2, worker.stop_all).start()
         with pytest.raises(Preempted, match="asked to stop"):
             publication_check()()
-    with worker.stoppable():  # which forgets it
-        pass
 
 
 def begun(outputs: Path, name: str, *flow_runs: str) -> Path:

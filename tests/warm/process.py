@@ -188,6 +188,6 @@ def _tell_libraries(request: SpawnRequest) -> None:
         sys.modules["torch"].set_num_threads(int(threads) if threads.isdigit() else len(os.sched_getaffinity(0)))
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(write_through="-u" in request.argv or bool(request.environment.get("PYTHONUNBUFFERED")))  # type: ignore[union-attr]
+    importlib.import_module("tests.warm.spawner").renew(program, request.argv)  # before settings are read, once
     if program in deferred:
         importlib.import_module(program)
-    importlib.import_module("tests.warm.spawner").renew(program, request.argv)
