@@ -24,7 +24,7 @@ from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.prepare import run
 from cosmos_core.run.stage import Stage
-from tasks.prepare import KIND
+from tasks.stages.prepare import KIND
 
 folder, kind, workers = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 policy = {"type": kind, "dataset": {"name": str(folder / "rows.jsonl")}, "dataloader_num_workers": workers}

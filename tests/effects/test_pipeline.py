@@ -26,11 +26,11 @@ from cosmos_core.run.bucket import Bucket
 from cosmos_core.run.directory import create_run
 from cosmos_core.run.stage import Stage
 from cosmos_core.run.state import update_state
-from tasks import gate, upload
 from tasks.elsewhere import perform_elsewhere
 from tasks.kinds import all_kinds
 from tasks.reward_service import reward_service
 from tasks.stage import perform, should_retry
+from tasks.stages import gate, upload
 from tests import store
 from tests.effects.change import GRPO, SFT, Change, changes, nested
 from tests.unit.tiny_model import save_tiny_model

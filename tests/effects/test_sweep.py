@@ -14,8 +14,8 @@ from cosmos_core.observe.record import read_run
 from cosmos_core.observe.sweeps import sweeps
 from cosmos_core.run.directory import create_run
 from cosmos_core.run.stage import Stage
-from tasks import select
 from tasks.kinds import all_kinds
+from tasks.stages import select
 from tests.effects.change import Change, Settings, changes
 
 PROGRAM = Path(__file__).with_name("program.py")

@@ -42,7 +42,7 @@ MODELS = "cosmos_core/models/"
 THINGS = {
     "algorithm": Thing(
         _words("sft dpo grpo gspo cispo rloo aipo dapo distill distillation nft diffusion_nft flow_grpo ddrl"),
-        ("cosmos_core/algorithms/", MODELS, "tasks/sft.py", *SCHEMA),
+        ("cosmos_core/algorithms/", MODELS, "tasks/stages/sft.py", *SCHEMA),
         tuple(f"cosmos_core.{folder}.{name}" for folder in ("algorithms", "config.schema")
               for name in ("sft", "dpo", "grpo", "grpo_updates", "distillation", "flow_rl", "nft")),
     ),
@@ -74,7 +74,7 @@ OTHER_MEANINGS = {
     ("cosmos_core/cluster/", "local"): "a launcher of ranks, and an address of Ray's",
     ("cosmos_core/observe/", "report"): "the file report.html",
     ("cosmos_core/observe/logs.py", "vllm"): "the library's logger",
-    ("tasks/rl.py", "distillation"): "the recipe's table [distillation]",
+    ("tasks/stages/rl.py", "distillation"): "the recipe's table [distillation]",
     ("cosmos_core/rewards/", "custom"): "the recipe's table [custom]",
     ("cosmos_core/run/", "vllm"): "the library, whose version is recorded",
     ("cosmos_core/run/", "custom"): "the recipe's table [custom]",

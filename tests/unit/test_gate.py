@@ -13,8 +13,8 @@ from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError, GateFailed
 from cosmos_core.run.stage import Stage
-from tasks import gate
 from tasks.kinds import all_kinds
+from tasks.stages import gate
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,9 @@ from cosmos_core.run.manifest import read_result
 from cosmos_core.run.stage import Stage
 from cosmos_core.upload.base import open_target
 from flows.retrain import starting_from_published
-from tasks import select
 from tasks.kinds import all_kinds
 from tasks.stage import perform
+from tasks.stages import select
 from tests.conftest import PROGRAMS
 from tests.unit.run_folder import fingerprint_of, finish, make_inputs
 

@@ -24,8 +24,8 @@ from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome
 from cosmos_core.upload.base import check_targets, open_target
 from cosmos_core.upload.file import FileTarget
-from tasks import gate, upload
 from tasks.kinds import all_kinds
+from tasks.stages import gate, upload
 from tests.conftest import wait_until
 
 

@@ -14,7 +14,7 @@ from cosmos_core.run.manifest import commit
 from cosmos_core.run.state import update_state
 from cosmos_core.types import Outcome
 from cosmos_core.upload.file import FileTarget
-from tasks import upload
+from tasks.stages import upload
 from tests.unit.test_upload import model, record_of, tree, upload_stage
 
 
@@ -86,7 +86,7 @@ def test_the_same_weights_are_published_again_where_the_published_version_is_dam
     assert second == dict.fromkeys(("model", "published"), str(tmp_path / "published" / "20250101000000-00000000"))
     assert tree(Path(second["published"]))["model.safetensors"] == "weights"
     assert FileTarget(tmp_path / "published").history() == [first.name, Path(second["published"]).name]
-    [said] = [each.getMessage() for each in caplog.records if each.name == "tasks.upload"]
+    [said] = [each.getMessage() for each in caplog.records if each.name == "tasks.stages.upload"]
     assert damaged in said and "anew" in said
 
 
@@ -110,7 +110,7 @@ def test_a_stage_that_has_published_leaves_a_pointer_that_was_moved_since(
     assert upload.run(stage).info == {"model": first, "published": first, "was_published": True}
     assert target.history() == before
     name = "20250101000000-abcdef01"
-    assert [each.getMessage() for each in caplog.records if each.name == "tasks.upload"] == [
+    assert [each.getMessage() for each in caplog.records if each.name == "tasks.stages.upload"] == [
         f"{first} is not what is published now, which stays; cosmos promote {tmp_path}/published {name} publishes it "
         "again"
     ]

@@ -2,7 +2,7 @@
 
 from cosmos_core.run.libraries import TRAINING
 from cosmos_core.types import StageKind
-from tasks.prepare import DECIDE_ROWS
+from tasks.stages.prepare import DECIDE_ROWS
 
 KIND = StageKind(
     name="validate",

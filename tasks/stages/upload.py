@@ -22,7 +22,7 @@ _PUBLICATION = "publication.json"
 
 KIND = StageKind(
     name="upload",
-    entry="tasks.upload:run",
+    entry="tasks.stages.upload:run",
     result_version=1,
     makes="publication",
     required_keys={"model": '"stage:NAME"', "target": '"FOLDER"'},

@@ -11,7 +11,7 @@ from cosmos_core.upload.base import open_target
 
 KIND = StageKind(
     name="gate",
-    entry="tasks.gate:run",
+    entry="tasks.stages.gate:run",
     result_version=1,
     required_keys={"require": '["METRIC >= NUMBER"]'},
     allowed_keys=("require", "target", "confidence"),

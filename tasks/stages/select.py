@@ -14,7 +14,7 @@ from cosmos_core.types import Outcome, StageKind
 
 KIND = StageKind(
     name="select",
-    entry="tasks.select:run",
+    entry="tasks.stages.select:run",
     result_version=1,
     makes="model",
     chooses=True,
