@@ -1,10 +1,9 @@
-"""The load-balancing loss of mixtures of experts (Switch Transformer, arXiv 2101.03961), of each sequence.
+"""The load-balancing loss of mixtures of experts (Switch Transformer, arXiv 2101.03961), computed per sequence.
 
-Of a sequence it is E sum_e f_e P_e: f_e the share of its tokens that go to expert e, P_e the mean probability that the
-router gives e, both over all layers together, as transformers' `load_balancing_loss_func` of that sequence alone. The
-loss of an update is the mean over its sequences, weighted by their tokens. It could be asked of all tokens of an update
-together, but f has to be known before the first backward pass then, and that of a micro-batch would depend on how an
-update was split; that of a sequence does not.
+The loss of a sequence is E sum_e f_e P_e: f_e is the fraction of its tokens that are routed to expert e, P_e the mean
+probability of expert e in the router, both over all layers, as in transformers' `load_balancing_loss_func` for one
+sequence. The loss of an update is the mean over its sequences, weighted by their tokens. A loss over all tokens of an
+update would need f before the first backward pass, and a loss per micro-batch would depend on how the update was split.
 
 Shapes: M tokens of a micro-batch, padding included, R sequences, E experts.
 """
@@ -24,28 +23,28 @@ from cosmos_core.errors import ConfigError
 
 KEY = "policy.aux_loss_coeff"
 SEQUENCES = "sequence_of_token"
-"""The input of a scorer that says of each token to which sequence it belongs; R: to none, it is padding."""
+"""Name of the scorer's input with the sequence of each token; R for padding."""
 NUM_SEQUENCES = "num_sequences"
-"""The input that says how many there are."""
+"""Name of the scorer's input with the number of sequences R."""
 OUTPUT = "balance"
-"""The output of a scorer: the loss, summed over sequences with their tokens as weights."""
+"""Name of the scorer's output with the loss, summed over sequences weighted by their tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """What the loss of a model's routers needs to know."""
+    """Settings of the load-balancing loss."""
 
     coefficient: float
     num_experts: int
     num_chosen: int
-    """Experts that a token goes to."""
+    """Number of experts that each token is routed to."""
 
 
 def balance_of(model: PreTrainedModel, coefficient: float) -> Balance | None:
-    """Return what the loss of a model's routers needs to know; None: it is off.
+    """Return the settings of the load-balancing loss of a model; None if the coefficient is 0.
 
     Raises:
-        ConfigError: transformers knows no such loss for the model.
+        ConfigError: transformers has no load-balancing loss for the model.
     """
     if not coefficient:
         return None
@@ -62,7 +61,7 @@ def balance_of(model: PreTrainedModel, coefficient: float) -> Balance | None:
 
 
 def sequences_of(inputs: dict[str, Any], lengths: Sequence[int]) -> dict[str, Any]:
-    """Return the arguments that tell a scorer the sequence of each token of its `inputs`, padded or packed."""
+    """Return the inputs of a scorer that assign each token of `inputs`, padded or packed, to its sequence."""
     numbers = torch.arange(len(lengths))
     if "attention_mask" in inputs:
         of_token_BT = torch.where(inputs["attention_mask"].bool(), numbers.unsqueeze(-1), len(lengths))

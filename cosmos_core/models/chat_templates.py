@@ -1,4 +1,4 @@
-"""Chat templates for models that have none, or in place of their own: `policy.chat_template`."""
+"""Chat templates that replace the template of a tokenizer or add a missing one: `policy.chat_template`."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ TEMPLATES = {
 
 
 def set_template(tokenizer: PreTrainedTokenizerBase, named: str | None) -> None:
-    """Give a tokenizer the chat template of a Jinja file, or one of `TEMPLATES`; None: it keeps its own.
+    """Set the chat template of a tokenizer to that of a Jinja file or of `TEMPLATES`; None: change nothing.
 
     Raises:
-        ConfigError: there is no such template, or the tokenizer lacks a token that it needs.
+        ConfigError: the template does not exist, or the tokenizer lacks a token of the template.
     """
     if named is None:
         return

@@ -1,8 +1,8 @@
-"""The program behind `cosmos check-model`: what a pipeline has to do before it is trained, each as a line of a table.
+"""The program of `cosmos check-model`: check that a pipeline can be trained, and print a table of the checks.
 
     python -m cosmos_core.models.check_model MODEL [--class FILE.py:CLASS]
 
-It loads the whole pipeline on the CPU and makes one small call of it.
+It loads the whole pipeline on the CPU and calls it once with small inputs.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from cosmos_core.models.lora import add_adapter
 
 _PROMPTS = ["7 red apples on a table", "a cat"]
 _TOLERANCE = 1e-4
-"""Of the largest value: between our call of the network and the pipeline's own, in float32."""
+"""Maximum difference between our call of the network and the pipeline's call, as a fraction of the largest value."""
 _WRONG = "does not do what it should: "
 
 
 class Check(NamedTuple):
-    """One line of the table."""
+    """Result of one check, a line of the table."""
 
     name: str
     is_passed: bool
@@ -41,7 +41,8 @@ class Check(NamedTuple):
 
 
 def check_model(model: str, model_class: str | None = None, max_prompt_length: int = 64) -> Iterator[Check]:
-    """Yield the checks of a pipeline in their order; what raises has failed, and those that need it are left out."""
+    """Yield the results of the checks of a pipeline; a check that raises has failed. Without a family, no other check
+    runs."""
     diffusers = DiffusersConfig(max_prompt_length=max_prompt_length)
     policy = PolicyConfig(is_diffusers=True, model_name_or_path=model, model_class=model_class, diffusers=diffusers)
     try:
@@ -68,7 +69,7 @@ def check_model(model: str, model_class: str | None = None, max_prompt_length: i
 
 
 def _noise_levels(family: DiffusionModel) -> str:
-    """The table of noise levels is that of the pipeline's scheduler."""
+    """Check that the table of noise levels equals the scheduler's."""
     ours_N = family.set_scheduler_timestep(4)
     scheduler = family.folder.load("scheduler")
     scheduler.set_timesteps(4)
@@ -78,7 +79,7 @@ def _noise_levels(family: DiffusionModel) -> str:
 
 
 def _text(family: DiffusionModel) -> str:
-    """A batch of prompts is its prompts one by one."""
+    """Check that the embedding of a prompt does not depend on the other prompts of a batch."""
     both, one = family.text_embedding(_PROMPTS), family.text_embedding(_PROMPTS[1:])
     for name, value in both.items():
         if len(value) != len(_PROMPTS) or value.requires_grad:
@@ -89,7 +90,7 @@ def _text(family: DiffusionModel) -> str:
 
 
 def _media(family: DiffusionModel) -> str:
-    """Latents have the shape that is promised, and decode to the size of the pixels."""
+    """Check that latents have the declared shape and decode to the size of the pixels."""
     pixels, shape = _pixels(family)
     mean, logvar = family.visual_embedding(pixels)
     if tuple(mean.shape[1:]) != shape:
@@ -104,7 +105,7 @@ def _media(family: DiffusionModel) -> str:
 
 
 def _prediction(family: DiffusionModel) -> str:
-    """The network is called as the pipeline calls it, and gives the same."""
+    """Check that our call of the network predicts the same velocity as the pipeline's call."""
     network = family.load_denoiser(torch.float32)
     calls: list[tuple[dict[str, Any], Tensor]] = []
     forward = network.forward
@@ -136,7 +137,7 @@ def _prediction(family: DiffusionModel) -> str:
 
 
 def _gradient(family: DiffusionModel) -> str:
-    """The loss reaches the weights."""
+    """Check that a loss gives gradients to the weights."""
     network = family.load_denoiser(torch.float32)
     _, shape = _pixels(family)
     text = family.text_embedding(_PROMPTS)
@@ -150,7 +151,7 @@ def _gradient(family: DiffusionModel) -> str:
 
 
 def _adapter(family: DiffusionModel) -> str:
-    """An adapter finds its modules, and diffusers can take it."""
+    """Check that the LoRA target modules exist and that the pipeline can load an adapter."""
     network = family.load_denoiser(torch.float32)
     add_adapter(network, LoraConfig(r=2), family.lora_targets)
     count = sum(parameter.requires_grad for parameter in network.parameters())
@@ -169,7 +170,7 @@ def _pixels(family: DiffusionModel) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def main() -> int:
-    """Print the table; return 0 where every check passed."""
+    """Print the table; return exit code 0 if every check passed."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("--class", dest="model_class")

@@ -1,4 +1,4 @@
-"""torch.compile, block by block: one graph serves all blocks of a kind, and a break costs one block alone."""
+"""torch.compile per block: all blocks of a class share a graph, and a graph break affects only one block."""
 
 from __future__ import annotations
 

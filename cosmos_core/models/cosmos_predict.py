@@ -1,6 +1,6 @@
-"""Cosmos-Predict2.5: clips from text, from an image or from a clip; a language model's every layer reads the prompt.
+"""Cosmos-Predict2.5: clips from text, an image or a clip; the text input is every layer of a language model.
 
-The guardrail of its pipeline is no part of training. Its licence asks for it where people use the model.
+Training does not run the guardrail of the pipeline. The model's licence requires it when people use the model.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from cosmos_core.models.video_context import Shards, UlyssesAttention, shard_blo
 PIPELINES = ("Cosmos2_5_PredictBasePipeline",)
 
 GIVEN_LEVEL = 0.0001
-"""What the network takes as the noise level of a frame that it is given."""
+"""Noise level that the network expects for conditioning frames."""
 _TRAIN_SHIFT = 5.0
 _NETWORK = "diffusers.models.transformers.transformer_cosmos"
 
 
 class Unguarded:
-    """Stands for the guardrail, which the pipeline cannot be made without: nobody here asks it."""
+    """Placeholder for the guardrail, without which the pipeline cannot be constructed."""
 
     def to(self, *args: Any, **kwargs: Any) -> Unguarded:
-        """Stay."""
+        """Return self; there are no weights to move."""
         return self
 
     def check_text_safety(self, prompt: str) -> bool:
-        """Let it pass."""
+        """Return True without a check."""
         return True
 
     def check_video_safety(self, frames: Any) -> Any:
-        """Let it pass."""
+        """Return the frames without a check."""
         return frames
 
 
 class CosmosPredict(SanaVideo):
-    """Frames that are given come clean; the network is told which they are."""
+    """Cosmos-Predict2.5, whose network receives clean conditioning frames and a mask of them."""
 
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2")
     pipeline_multiple = 16
@@ -58,13 +58,14 @@ class CosmosPredict(SanaVideo):
         return {"prompt_embeds": torch.cat(rows)}
 
     def dropped_text(self, empty: Mapping[str, Tensor]) -> Text:
-        """See `DiffusionModel.dropped_text`: zeros, as those who made the model drop prompts."""
+        """See `DiffusionModel.dropped_text`: zeros, as in the training of the base model."""
         return {name: torch.zeros_like(value) for name, value in empty.items()}
 
     def nft_prepare_transformer_input(
         self, latents: Tensor, sigma_B: Tensor, text: Mapping[str, Tensor], num_given_B: Tensor | None = None
     ) -> dict[str, Any]:
-        """See `DiffusionModel.nft_prepare_transformer_input`: levels are from 0 to 1, one for each frame."""
+        """See `DiffusionModel.nft_prepare_transformer_input`: timesteps are noise levels from 0 to 1, one
+        per frame."""
         is_learned = self.learned_mask(latents, num_given_B)
         if is_learned is None:
             is_learned = latents.new_ones(len(latents), 1, latents.shape[2], 1, 1)
@@ -84,10 +85,10 @@ class CosmosPredict(SanaVideo):
         return DiffusionModel.probe(self)
 
     def check_context(self, size: int) -> None:
-        """See `DiffusionModel.check_context`: ranks trade tokens for attention heads.
+        """See `DiffusionModel.check_context`: ranks exchange tokens for attention heads.
 
         Raises:
-            ConfigError: each would not have as many heads as the others.
+            ConfigError: `size` does not divide the number of attention heads.
         """
         heads = int(self.folder.settings(self.denoiser_name)["num_attention_heads"])
         if heads % size:
@@ -109,27 +110,28 @@ class CosmosPredict(SanaVideo):
             block.attn1.set_processor(UlyssesAttention(shards))
 
     def guided(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
-        """See `DiffusionModel.guided`: here 0 is none."""
+        """See `DiffusionModel.guided`: in this pipeline, scale 0 disables guidance."""
         return conditional + scale * (conditional - unconditional)
 
     @property
     def train_shift(self) -> float:
-        """See `DiffusionModel.train_shift`: the scheduler has none."""
+        """See `DiffusionModel.train_shift`: the scheduler has no shift."""
         return self.config.train_flow_shift or _TRAIN_SHIFT
 
     @property
     def pixels_per_latent(self) -> tuple[int, int]:
-        """See `DiffusionModel.pixels_per_latent`: as the pipeline reads them."""
+        """See `DiffusionModel.pixels_per_latent`: from the same settings that the pipeline reads."""
         return video_compression({"temperal_downsample": self.folder.settings("vae")["temperal_downsample"]})
 
     @property
     def num_channels(self) -> int:
-        """See `DiffusionModel.num_channels`: the network takes the mask of given frames as one more."""
+        """See `DiffusionModel.num_channels`: one channel of the network's input is the mask of
+        conditioning frames."""
         return super().num_channels - 1
 
     @classmethod
     def substitutes(cls) -> dict[str, Any]:
-        """See `DiffusionModel.substitutes`; where torchvision is missing the network gets what it calls of it too."""
+        """See `DiffusionModel.substitutes`; also substitute torchvision if it is not installed."""
         substitute_torchvision()
         return {"safety_checker": Unguarded()}
 
@@ -147,7 +149,7 @@ class CosmosPredict(SanaVideo):
 
 
 def substitute_torchvision() -> None:
-    """Let the network resize its padding mask where torchvision is not installed, which it calls for nothing else."""
+    """Give the network a replacement for `torchvision.transforms`, which it uses only to resize its padding mask."""
     if importlib.util.find_spec("torchvision") is not None:
         return
 

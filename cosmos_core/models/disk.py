@@ -1,4 +1,4 @@
-"""An error of the disk, wherever it surfaces, as one line that says what is lost and what is not."""
+"""Convert disk errors of any library to one-line errors that say what is lost and what is not."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from cosmos_core.errors import StageFailed
 
-# EFBIG is what a limit on the size of files gives, EDQUOT a quota: to the user all three mean no space.
+# EFBIG: a limit on the size of files; EDQUOT: a quota. For the user all three mean that there is no space.
 _FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
 
 @contextmanager
 def saving(what: str, what_is_left: Callable[[], str]) -> Iterator[None]:
-    """Turn errors of the operating system inside the block into one line; `what_is_left()` is part of it.
+    """Convert errors of the operating system inside the block to one line, which includes `what_is_left()`.
 
     Raises:
-        StageFailed: the disk is full, read-only, gone, ...
+        StageFailed: the disk is full, read-only or missing.
     """
     try:
         yield
     except CheckpointException as error:
-        # A BaseException: left as it is, it would pass every `except Exception` on its way up.
+        # A BaseException, which no `except Exception` would catch.
         cause = next(iter(error.failures.values()))[0]
         raise _readable(cause, what, what_is_left) from error
     except (OSError, SafetensorError) as error:
@@ -36,8 +36,8 @@ def saving(what: str, what_is_left: Callable[[], str]) -> Iterator[None]:
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Let what goes wrong while a checkpoint is read be an `Exception`, which `torch.distributed.checkpoint` wraps in
-    something that is none."""
+    """Raise the cause of a `CheckpointException` inside the block, because `CheckpointException` is not an
+    `Exception`."""
     try:
         yield
     except CheckpointException as error:
@@ -56,6 +56,6 @@ def _readable(error: BaseException, what: str, what_is_left: Callable[[], str]) 
 def _error_number(error: BaseException) -> int | None:
     if isinstance(error, OSError):
         return error.errno
-    # safetensors writes in Rust, which keeps the number in the text only.
+    # safetensors is written in Rust, and gives the error number only in the message.
     match = re.search(r"\(os error (\d+)\)", str(error)) if isinstance(error, SafetensorError) else None
     return int(match[1]) if match else None

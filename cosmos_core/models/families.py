@@ -1,5 +1,5 @@
-"""Which family a pipeline is of: each file of this folder with `PIPELINES` and `FAMILY`, found without importing any
-other; or a user's own class."""
+"""Registry of diffusion families: the files of this folder that define `PIPELINES` and `FAMILY`, of which only the
+selected one is imported; or a user's own class."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from cosmos_core.registry import import_user_code, suggestion
 
 
 def open_family(model: str, policy: PolicyConfig, device: torch.device | str = "cpu") -> DiffusionModel:
-    """Return the diffusion model of a folder or Hub id, without its denoiser; its encoders are not loaded yet.
+    """Return the diffusion model of a folder or Hub id, without its denoiser and with encoders that load on first use.
 
     Raises:
-        ModelError: it is no pipeline, or of a family that is not known.
-        ConfigError: `policy.model_class` names no subclass of `DiffusionModel`.
+        ModelError: the model is not a pipeline, or no family supports its class.
+        ConfigError: `policy.model_class` is not a subclass of `DiffusionModel`.
     """
     folder = PipelineFolder(model, policy.model_revision)
     return family_of(folder, policy.model_class)(folder, policy.diffusers, device)
 
 
 def family_of(folder: PipelineFolder, model_class: str | None = None) -> type[DiffusionModel]:
-    """Return the class for a pipeline: the user's own, or that of its `_class_name`.
+    """Return the family of a pipeline: the user's own class, or the family of its `_class_name`.
 
     Raises:
         ModelError, ConfigError: see `open_family`.
@@ -55,7 +55,7 @@ def family_of(folder: PipelineFolder, model_class: str | None = None) -> type[Di
 
 @cache
 def known_pipelines() -> dict[str, str]:
-    """Return the classes of pipelines that files of this folder know, and which file that is."""
+    """Return the module of each pipeline class that a file of this folder supports."""
     found: dict[str, str] = {}
     for file in sorted(Path(__file__).parent.glob("*.py")):
         for node in ast.parse(file.read_text(encoding="utf-8")).body:

@@ -1,4 +1,4 @@
-"""A model of its first layers alone: what a proof computes with where memory does not hold the whole model twice."""
+"""A model cut to its first layers, with which an export is verified if memory cannot hold the whole model twice."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ _FLOAT32_BYTES = 4
 
 
 class FirstLayers(NamedTuple):
-    """Which layers stay."""
+    """Number of layers to keep, and where the layers are."""
 
     path: str
-    """Of the list of layers in the model."""
+    """Name of the module list of layers in the model."""
     num_kept: int
     num_layers: int
 
 
 def fitting(model: PreTrainedModel, dtype: torch.dtype | None, memory: int) -> FirstLayers | None:
-    """Return how many layers a copy in float32 for another process can have in `memory`, at least one; None: all.
+    """Return the first layers, at least one, whose float32 copy for another process fits into `memory` bytes.
 
-    Weights that are not float32 in `dtype` (None: as they are) take a second copy, in this process.
+    Return None if all layers fit. Weights that are not float32 in `dtype` (None: their own dtype) need a second copy,
+    in this process.
     """
     path = _layers_path(model)
     if path is None:
@@ -44,7 +45,7 @@ def fitting(model: PreTrainedModel, dtype: torch.dtype | None, memory: int) -> F
 
 @contextmanager
 def cut_to(model: PreTrainedModel, first: FirstLayers | None) -> Iterator[None]:
-    """Leave the model its first layers alone inside the block; None: all."""
+    """Remove all but the first layers of a model inside the block; None: keep all."""
     if first is None:
         yield
         return
@@ -58,7 +59,7 @@ def cut_to(model: PreTrainedModel, first: FirstLayers | None) -> Iterator[None]:
 
 
 def cut_config(config: PretrainedConfig, first: FirstLayers | None) -> PretrainedConfig:
-    """Make a config that of the first layers; None: leave it as it is."""
+    """Change a config to that of the first layers, and return it; None: change nothing."""
     if first is not None:
         text = config.get_text_config()
         text.num_hidden_layers = first.num_kept
@@ -69,7 +70,7 @@ def cut_config(config: PretrainedConfig, first: FirstLayers | None) -> Pretraine
 
 
 def is_beyond(key: str, first: FirstLayers | None) -> bool:
-    """Return whether a tensor is one of the layers that were cut off."""
+    """Return True if a tensor belongs to a removed layer."""
     if first is None:
         return False
     indices = re.findall(rf"(?:^|\.){re.escape(first.path.rpartition('.')[2])}\.(\d+)\.", key)
@@ -77,7 +78,7 @@ def is_beyond(key: str, first: FirstLayers | None) -> bool:
 
 
 def _layers_path(model: PreTrainedModel) -> str | None:
-    """Return the path of the list of text layers; None: the model has none that can be cut."""
+    """Return the name of the module list of text layers; None if the model has no such list."""
     config = model.config.get_text_config()
     total, blocks = getattr(config, "num_hidden_layers", 0), set(blocks_of(model))
     embedding = model.get_input_embeddings()

@@ -1,4 +1,4 @@
-"""FLOPs of training, and the device's own rate, for the share of it that a training reaches (MFU)."""
+"""FLOPs of training and the device's peak rate, for the model FLOPs utilization (MFU)."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _TRIES = 5
 
 
 class TrainFlops:
-    """FLOPs of a train step: forward and backward, each weight of a matrix twice for a multiplication and an addition.
+    """FLOPs of a train step: forward and backward, with a multiplication and an addition per weight of a matrix.
 
-    Weights that are frozen cost no gradient of their own, of experts those that a token is sent to count, and a lookup
-    of embeddings is none. Attention over the causal half of a sequence is added; recomputation is not (PaLM, arXiv
+    Frozen weights need no weight gradient, only the experts that a token is routed to count, and an embedding lookup
+    costs nothing. Attention over the causal half of a sequence is included; recomputation is not (PaLM, arXiv
     2204.02311, appendix B).
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """`model`: whole, its weights on any device, or on none."""
+        """`model`: unsharded model with weights on any device, also the meta device."""
         config: Any = getattr(model, "config", None)
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         chosen = getattr(text, "num_experts_per_tok", 1) / (
@@ -42,12 +42,12 @@ class TrainFlops:
         self._of_pair = 6.0 * getattr(text, "num_hidden_layers", 0) * heads * width
 
     def of(self, costs: Sequence[int]) -> float:
-        """Return the FLOPs of samples of so many tokens."""
+        """Return the FLOPs of samples with these numbers of tokens."""
         return sum(self.of_token * cost + self._of_pair * cost * cost for cost in costs)
 
 
 def _lookup(model: nn.Module) -> nn.Parameter | None:
-    """Return the embeddings that only look up; tied ones are the head's matrix too."""
+    """Return the embedding weight if it is used only for lookups; None if it is tied to the head or missing."""
     language: Any = model
     if not hasattr(model, "get_input_embeddings"):
         return None
@@ -59,8 +59,9 @@ def _lookup(model: nn.Module) -> nn.Parameter | None:
 @torch.no_grad()
 @cache
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Return FLOP/s of a product of matrices on this rank's device, measured once in a process: the best of a few, of
-    sizes that grow until one takes long."""
+    """Return the FLOP/s of a matrix product on this rank's device, measured once per process: the best of several
+    tries,
+    with sizes that grow until a product takes 0.03 s."""
     size, best = _SMALLEST, 0.0
     while size <= _LARGEST.get(device.type, 1024):
         left = torch.randn(size, size, device=device, dtype=dtype)

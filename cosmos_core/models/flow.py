@@ -1,11 +1,11 @@
 """Rectified flow: the path from data to noise, the noise levels of training, and those of a sampler.
 
 One convention for all families: sigma is in [0, 1] and 1 is pure noise, so x = (1 - sigma) x0 + sigma e with e drawn
-from N(0, I), and a network predicts the velocity v = e - x0. Tables of noise levels are float64, on the CPU, and ours:
-the integer timesteps of a scheduler are off by up to one of a thousand, and a pipeline's call changes them. A table
-that settings of its scheduler make otherwise is taken from the scheduler (`diffusion.set_scheduler_timestep`).
+from N(0, I), and a network predicts the velocity v = e - x0. Tables of noise levels are float64, on the CPU, and
+computed here: the integer timesteps of a scheduler are inexact by up to 1/1000, and a pipeline's call modifies them. A
+scheduler with settings that no table here supports computes its own (`diffusion.set_scheduler_timestep`).
 
-Not here: steps from one noise level to the next (`flow_steps`), networks, losses.
+Steps from one noise level to the next are in `flow_steps`.
 
 Shapes: B samples, N noise levels, dots for the dimensions of a latent.
 """
@@ -90,7 +90,7 @@ def draw_noise_levels(
 
 def loss_weights(sigma_B: Tensor, scheme: str) -> Tensor:
     """Return the weight of the loss at each noise level: sigma^-2 (`sigma_sqrt`), 2 / (pi (1 - 2 sigma + 2 sigma^2))
-    (`cosmap`), else 1, because a density that is drawn from must not weight a second time."""
+    (`cosmap`), else 1, because a scheme that is a sampling density must not weight a second time."""
     if scheme == "sigma_sqrt":
         return sigma_B**-2
     if scheme == "cosmap":
@@ -104,29 +104,32 @@ def flow_schedule(num_steps: int, shift: float = 1.0) -> Tensor:
 
 
 def euler_schedule(num_steps: int, shift: float = 1.0) -> Tensor:
-    """Return the table that FlowMatchEulerDiscreteScheduler of diffusers has, with which the papers' results were made:
-    it shifts its smallest level twice, so its last step has little to do."""
+    """Return the table of diffusers' FlowMatchEulerDiscreteScheduler, which the papers used: it shifts its smallest
+    level
+    twice, so its last step is very small."""
     smallest = shifted(torch.tensor(1 / _TRAIN_LEVELS, dtype=torch.float64), shift).item()
     return _ending_at_0(shifted(torch.linspace(1, smallest, num_steps, dtype=torch.float64), shift))
 
 
 def dpm_schedule(num_steps: int, shift: float = 1.0) -> Tensor:
-    """Return the table that DPMSolverMultistepScheduler of diffusers has for flows: from 0.999, shifted."""
+    """Return the table of diffusers' DPMSolverMultistepScheduler for flows: from 0.999, shifted."""
     largest = 1 - 1 / _TRAIN_LEVELS
     return _ending_at_0(shifted(torch.linspace(largest, 0, num_steps + 1, dtype=torch.float64)[:-1], shift))
 
 
 def unipc_schedule(num_steps: int, shift: float = 1.0) -> Tensor:
-    """Return the table that UniPCMultistepScheduler of diffusers has for flows: from 1 towards 0.001, without that
-    end, shifted. Its 1 is 1e-6 less there, for a logarithm of that scheduler's own steps."""
+    """Return the table of diffusers' UniPCMultistepScheduler for flows: from 1 towards 0.001, without that end,
+    shifted.
+    The scheduler itself starts at 1 - 1e-6, because its steps take a logarithm."""
     smallest = 1 / _TRAIN_LEVELS
     return _ending_at_0(shifted(torch.linspace(1, smallest, num_steps + 1, dtype=torch.float64)[:-1], shift))
 
 
 def karras_schedule(num_steps: int, shift: float = 1.0, *, most: float = 200.0, least: float = 0.01) -> Tensor:
-    """Return the table that UniPCMultistepScheduler of diffusers has with Karras' levels: those of EDM from `most` to
-    `least`, without a name those of Cosmos-Predict2.5, by the rule of Karras et al. (arXiv 2206.00364, rho = 7), as
-    those of a flow, s / (1 + s); it has no shift."""
+    """Return the table of diffusers' UniPCMultistepScheduler with Karras' levels, which ignores the shift.
+
+    It has the EDM levels from `most` to `least` by the rule of Karras et al. (arXiv 2206.00364, rho = 7), converted to
+    levels s / (1 + s) of a flow; the defaults are those of Cosmos-Predict2.5."""
     rho = 7.0
     ramp_N = torch.linspace(0, 1, num_steps, dtype=torch.float64)
     edm_N = (most ** (1 / rho) + ramp_N * (least ** (1 / rho) - most ** (1 / rho))) ** rho
@@ -140,7 +143,7 @@ SCHEDULES: dict[str, Callable[[int, float], Tensor]] = {
     "unipc": unipc_schedule,
     "karras": karras_schedule,
 }
-"""Tables of noise levels by name: of how many steps, with which shift."""
+"""Functions from number of steps and shift to a table of noise levels, by name."""
 
 
 def _ending_at_0(sigma_N: Tensor) -> Tensor:

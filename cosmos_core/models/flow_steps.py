@@ -1,10 +1,10 @@
-"""Steps of a sampler from one noise level to the next: stochastic ones with their log-probability, and solvers.
+"""Steps of a sampler from one noise level to the next: stochastic steps with their log-probability, and solvers.
 
-A stochastic step is a Gaussian around a mean; `transition` gives both parameters from a velocity, in rollouts and,
-with gradient, in training, so that the two cannot differ. Everything is computed in float32 or better, whatever the
-network computes in.
+A stochastic step is a Gaussian around a mean; `transition` computes both parameters from a velocity, in rollouts and,
+with gradient, in training, so that the two cannot differ. Everything is computed at least in float32, in any dtype of
+the network.
 
-Not here: tables of noise levels (`flow`), networks, which steps of a rollout are stochastic, losses.
+Tables of noise levels are in `flow`.
 
 Shapes: B samples, dots for the dimensions of a latent.
 """
@@ -42,7 +42,7 @@ class Transition(NamedTuple):
     std: Tensor
     """Standard deviation of each element, one per sample or one for all; 0 if the step is deterministic."""
     rate: Tensor
-    """The noise of the differential equation, std / sqrt(sigma - next): what the KL of the papers divides by."""
+    """Noise of the differential equation, std / sqrt(sigma - next), by which the papers divide the KL."""
     has_density: bool = True
     """Whether `log_prob` is that of a Gaussian; False uses minus the mean squared distance to the mean (FlowCPS)."""
 
@@ -52,8 +52,9 @@ Kernel = Callable[[Tensor, Tensor, Levels, float], Transition]
 
 def flow_sde(x: Tensor, v: Tensor, levels: Levels, eta: float) -> Transition:
     """Return the step of FlowGRPO (arXiv 2505.05470): noise eta sqrt(sigma / (1 - sigma)), with the drift that keeps
-    the distribution at each noise level. It grows without bound as sigma goes to 1: at pure noise, and at what is as
-    good as that, 1 - sigma is that of the second level."""
+    the distribution at each noise level. The noise is unbounded as sigma goes to 1: above a level of 0.999, 1 - sigma
+    is
+    that of the second level."""
     sigma, step = levels.sigma, levels.next - levels.sigma
     rate = eta * torch.sqrt(sigma / (1 - torch.where(sigma > _PURE, levels.second, sigma)))
     half = rate**2 / (2 * sigma)
@@ -71,8 +72,9 @@ def dance_sde(x: Tensor, v: Tensor, levels: Levels, eta: float) -> Transition:
 
 
 def cps(x: Tensor, v: Tensor, levels: Levels, eta: float) -> Transition:
-    """Return the step of FlowCPS (arXiv 2509.05952): of the noise that the next level has, a share sin(eta pi / 2) is
-    new, so that its amount stays that of the schedule."""
+    """Return the step of FlowCPS (arXiv 2509.05952): a fraction sin(eta pi / 2) of the noise at the next level is new,
+    so
+    that the total noise is that of the schedule."""
     new = levels.next * math.sin(eta * math.pi / 2)
     kept = torch.sqrt((levels.next**2 - new**2).clamp(min=0))
     clean, noise = clean_estimate(x, v, levels.sigma), noise_estimate(x, v, levels.sigma)
@@ -104,7 +106,7 @@ def transition(kernel: str, x: Tensor, v: Tensor, levels: Levels, eta: float) ->
 
 def log_prob(found: Transition, later: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return the log-probability of the latents after a step for each sample: the *mean* over their elements, which is
-    why clip ranges are as small as 1e-4; over those where the mask is 1 (None: all), as given frames are not drawn."""
+    why clip ranges are as small as 1e-4. Only elements with mask 1 count (None: all); conditioning frames have 0."""
     mean, later = found.mean, later.to(found.mean.dtype)
     squared_B = mean_per_sample((later - mean) ** 2, mask)
     if not found.has_density:

@@ -1,5 +1,6 @@
-"""A fresh interpreter, which reads an export as any user's would. It imports what it is asked to run after this module,
-so that it does so without garbage collection."""
+"""A fresh interpreter that reads an export as a user's process would. It imports the function to call after this
+module,
+so that these imports run without garbage collection."""
 
 from __future__ import annotations
 
@@ -20,15 +21,15 @@ T = TypeVar("T")
 
 
 def fresh_interpreter() -> ProcessPool:
-    """Return a pool of one interpreter that knows nothing of this one, and begins with the first task."""
+    """Return a pool with one new interpreter, which starts with the first task and shares no state with this one."""
     return ProcessPool(1, initializer=_start, initargs=(os.getpid(),), context=get_context("spawn"))
 
 
 def ask(pool: ProcessPool, function: Callable[..., T], arguments: tuple[Any, ...], seconds: float, folder: Path) -> T:
-    """Return what a function gives that reads the export in `folder` in a fresh interpreter.
+    """Return the result of a function that reads the export in `folder`, called in a fresh interpreter.
 
     Raises:
-        StageFailed: it took longer, or could not read it.
+        StageFailed: the function raised an error, or took longer than `seconds`.
     """
     failed = f"export {folder} failed the check 'reload'"
     try:
@@ -42,8 +43,8 @@ def ask(pool: ProcessPool, function: Callable[..., T], arguments: tuple[Any, ...
 
 
 def _start(parent: int) -> None:
-    """Be killed when the trainer dies, whatever kills it, log as it does, and ask nothing of the network."""
+    """Prepare the interpreter: it dies with its parent, logs warnings, and never uses the network."""
     die_with_parent(parent)
     configure("WARNING")
     os.environ["HF_HUB_OFFLINE"] = "1"  # read when the library is imported
-    gc.disable()  # a task or two, and it ends
+    gc.disable()  # the process is short-lived

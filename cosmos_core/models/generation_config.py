@@ -1,7 +1,7 @@
-"""`generation_config.json` of a model: read whatever is in it, and write what was read.
+"""Read and write `generation_config.json` of a model without validation errors.
 
-It enters no weight, so that nothing in it may stop a training or an export. transformers refuses to load some of its
-values and to save others, sampling parameters without `do_sample` for example, which many published models have.
+It does not affect training, so that no value in it may stop a training or an export. transformers refuses to load some
+values and to save others, for example sampling parameters without `do_sample`, which many published models have.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ logger = logging.getLogger(__name__)
 
 
 def load_generation_config(model: str, revision: str | None = None) -> GenerationConfig | None:
-    """Load what a model says about generating, such as its end tokens; None: it has no such file.
+    """Load the generation config of a model, such as its end tokens; return None if the model has none.
 
-    Settings that transformers refuses to load are left out, and named in a warning.
+    Settings that transformers refuses to load are skipped with a warning.
 
     Raises:
-        ModelError: the file is no JSON object, or the Hub id cannot be had.
+        ModelError: the file is not a JSON object, or the model cannot be fetched from the Hub.
     """
     if (content := _read(model, revision)) is None:
         return None
@@ -44,19 +44,19 @@ def refused_settings(model: str, revision: str | None = None) -> list[str]:
     """Return the settings of a model's generation config that transformers, and so rollout engines, refuse to load.
 
     Raises:
-        ModelError: as `load_generation_config`.
+        ModelError: see `load_generation_config`.
     """
     return _usable(_read(model, revision) or {})[1]
 
 
 def save_generation_config(model: PreTrainedModel, folder: Path) -> None:
-    """Write the generation config of a model, also one that transformers would refuse to save: it loads it again."""
+    """Write the generation config of a model without the validation with which transformers refuses to save some."""
     model.generation_config.to_json_file(folder / FILE, keys_to_pop=["compile_config"])
 
 
 @contextmanager
 def default_generation_config(model: PreTrainedModel) -> Iterator[None]:
-    """Let the model have transformers' default generation config inside the block, which can always be saved."""
+    """Replace the generation config of a model by the default inside the block, so that the model can be saved."""
     own, model.generation_config = model.generation_config, GenerationConfig()
     try:
         yield
@@ -73,7 +73,7 @@ def _read(model: str, revision: str | None) -> dict[str, Any] | None:
 
 
 def _usable(content: Mapping[str, Any]) -> tuple[GenerationConfig, list[str]]:
-    """Return the generation config of as many settings as transformers loads, and the names of the others."""
+    """Return the generation config with the settings that transformers accepts, and the names of the others."""
     if whole := _built(content):
         return whole, []
     kept: dict[str, Any] = {}
@@ -84,12 +84,12 @@ def _usable(content: Mapping[str, Any]) -> tuple[GenerationConfig, list[str]]:
 
 
 def _built(content: Mapping[str, Any]) -> GenerationConfig | None:
-    """Return the generation config of these settings; None where transformers refuses them, or could not write them."""
+    """Return the generation config of these settings; None if transformers cannot load or write them."""
     try:
         found = GenerationConfig.from_dict(dict(content))
-        GenerationConfig.from_dict(found.to_dict())  # which it does with the config of a model that it loads
+        GenerationConfig.from_dict(found.to_dict())  # transformers does this when it loads a model
         found.to_json_string()
         ids = found.eos_token_id if isinstance(found.eos_token_id, list) else [found.eos_token_id or 0]
-    except Exception:  # noqa: BLE001 - whatever a value of the wrong type leads to
+    except Exception:  # noqa: BLE001 - a value of a wrong type may raise anything
         return None
     return found if all(isinstance(token, int) for token in ids) else None

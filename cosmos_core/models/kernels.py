@@ -1,8 +1,8 @@
-"""Kernels of other packages in place of torch's: Liger's for norms, rotary embedding and activation, and torchao's fp8
-products of linear layers.
+"""Kernels of other packages that replace torch's: Liger's norms, rotary embedding and activation, and torchao's fp8
+matrix products of linear layers.
 
-Both need an NVIDIA GPU, and neither has been run on one by us: what is checked here are the conversion, its way back
-and, in emulation, its numbers. Importing this module also makes transformers' experts follow autocast on a GPU.
+Both need an NVIDIA GPU. Tests cover the conversion, its reversal and, in emulation, its numbers, but not the kernels on
+a GPU. Importing this module also makes transformers' experts follow autocast on a GPU.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ logger = logging.getLogger(__name__)
 _CAPABILITY = (8, 9)
 _HOPPER = 9
 _MULTIPLE = 16
-"""What the sizes of an fp8 product have to be multiples of."""
+"""Number by which the sizes of an fp8 product must be divisible."""
 
 
 def use_liger(model: PreTrainedModel) -> None:
-    """Put Liger's norms, rotary embedding and activation into the model; its losses are not used (`scorer.py`).
+    """Replace norms, rotary embedding and activation of the model by Liger's; its losses are not used (`scorer.py`).
 
     Raises:
         ConfigError: Liger has no kernels for this family.
@@ -45,7 +45,7 @@ def use_liger(model: PreTrainedModel) -> None:
 
 
 def use_fp8(model: PreTrainedModel, fp8: FP8Config) -> None:
-    """Let the linear layers of the blocks multiply in fp8 where the GPU can; weights and optimizer stay as they are."""
+    """Make linear layers of the blocks multiply in fp8 if the GPU supports it; weights and optimizer do not change."""
     found = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
     if found >= _CAPABILITY:
         convert(model, fp8)
@@ -57,9 +57,9 @@ def use_fp8(model: PreTrainedModel, fp8: FP8Config) -> None:
 
 
 def convert(model: PreTrainedModel, fp8: FP8Config, *, emulate: bool = False) -> None:
-    """Convert as `use_fp8` does, on any machine; `emulate` computes what the GPU would, slowly."""
+    """Convert linear layers to fp8 products on any machine; `emulate`: compute the GPU's numbers slowly without fp8."""
     float8: Any = importlib.import_module("torchao.float8")
-    # Padded inside, because a micro-batch may have any number of tokens.
+    # The inner dimension is padded, because a micro-batch may have any number of tokens.
     config = replace(float8.Float8LinearConfig.from_recipe_name(fp8.quant_recipe), pad_inner_dim=True, emulate=emulate)
     blocks = tuple(model._no_split_modules or ())
     inside = [name for name, module in model.named_modules() if type(module).__name__ in blocks]
@@ -76,7 +76,7 @@ def convert(model: PreTrainedModel, fp8: FP8Config, *, emulate: bool = False) ->
 
 
 def without_fp8(model: PreTrainedModel) -> PreTrainedModel:
-    """Give the model torch's own linear layers again, which have the same weights."""
+    """Replace fp8 layers of the model by torch's linear layers with the same weights, and return the model."""
     for module in list(model.modules()):
         for name, child in module.named_children():
             if type(child).__name__ == "Float8Linear" and isinstance(child, nn.Linear):
@@ -87,10 +87,11 @@ def without_fp8(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def use_flash_attention(version: int | None, activate: Callable[[str], None] | None = None) -> bool:
-    """Let packed attention run on FlashAttention 3 where the GPU is a Hopper and its package is installed; return
-    whether it does. `version` 2: never; 3: its absence is worth a warning.
+    """Run packed attention on FlashAttention 3 if the GPU is a Hopper and the package is installed; return True if so.
 
-    torch's own kernel is FlashAttention 2, which reaches about half of a Hopper's rate.
+    torch's own kernel is FlashAttention 2, which reaches about half of a Hopper's rate. `version` 2: keep it; 3: warn
+    if
+    FlashAttention 3 is missing.
     """
     if version == 2 or not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != _HOPPER:
         return False
@@ -109,16 +110,17 @@ def use_flash_attention(version: int | None, activate: Callable[[str], None] | N
 
 
 def autocast_experts(experts: Any, states: Tensor, *routing: Tensor) -> Tensor:
-    """Compute experts in the dtype of autocast on a GPU, where the grouped product is fast in half precision alone.
+    """Compute experts in the dtype of autocast on a GPU, where the grouped product is fast only in half precision.
 
-    Autocast does not know that product, and its other form loops over the experts and waits for the GPU in each.
+    Autocast does not support that product; the alternative loops over the experts and synchronises with the GPU in
+    each.
     """
     device_type = states.device.type
     if device_type != "cuda" or not torch.is_autocast_enabled(device_type):
         return grouped_mm_experts_forward(experts, states, *routing)
     dtype = torch.get_autocast_dtype(device_type)
     casts = {name: weight.to(dtype) for name, weight in experts._parameters.items() if weight is not None}
-    experts.__dict__.update(casts)  # found before the parameters of the same names
+    experts.__dict__.update(casts)  # instance attributes take precedence over parameters of the same names
     try:
         return grouped_mm_experts_forward(experts, states, *routing)
     finally:

@@ -1,8 +1,8 @@
-"""Which layers an adapter changes: linear layers by name, and the stacked matrices of mixtures of experts.
+"""Select the layers of a LoRA adapter: linear layers by name, and stacked matrices of mixtures of experts.
 
-transformers keeps the experts of a layer as one parameter of three dimensions; PEFT adapts it by `target_parameters`.
-The names that projections have in a checkpoint stand for it here in every family. PEFT alone does that in some
-families, where it then passes over shared experts and dense layers of the same names; in others it leaves experts out.
+transformers stores the experts of a layer as one parameter with three dimensions, which PEFT adapts through
+`target_parameters`. Here the names of projections in a checkpoint select that parameter in every family. PEFT itself
+translates such names in some families only, and then skips shared experts and dense layers of the same names.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ _FUSED = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "down_proj": (("down_proj",), ("w2",)),
 }
-"""Stacked parameter of experts to the names of the projections in it, which a checkpoint has one by one."""
+"""Names of the projections in a stacked parameter of experts; a checkpoint stores each projection separately."""
 _KEY = "policy.lora.target_modules"
 _OF_ADAPTERS = (".base_layer", ".lora_", ".modules_to_save", ".original_module")
 
 
 class Targets(NamedTuple):
-    """What of a model an adapter changes, in the words of PEFT's configuration."""
+    """Layers that an adapter changes, in the form of PEFT's configuration."""
 
     modules: list[str] | str | None
     parameters: list[str]
     excluded: list[str]
     doubled: list[str]
-    """Parameters that hold two projections: an adapter of twice the rank has room for both."""
+    """Parameters with two projections, which get an adapter of twice the rank."""
 
 
 class ExactLora(peft.LoraModel):
-    """PEFT's LoRA of exactly what its configuration names, without PEFT's translation of older names."""
+    """PEFT's LoRA for exactly the layers in its configuration, without PEFT's translation of older names."""
 
     def __init__(self, model: nn.Module, config: Any, name: str) -> None:
         self._exact = config.target_modules, config.target_parameters
@@ -56,10 +56,10 @@ class ExactLora(peft.LoraModel):
 
 
 def find_targets(model: nn.Module, wanted: Sequence[str] | str | None) -> Targets:
-    """Return what `target_modules` of a recipe means for a model.
+    """Return the layers of a model that `target_modules` of a recipe selects.
 
     Raises:
-        ConfigError: a projection is named alone that the experts hold in one matrix with another.
+        ConfigError: of two projections that experts store in one matrix, `target_modules` names only one.
     """
     stacked = _stacked(model)
     if wanted is None:
@@ -97,7 +97,7 @@ def find_targets(model: nn.Module, wanted: Sequence[str] | str | None) -> Target
 
 
 def names_of_targets(model: nn.Module) -> list[str]:
-    """Return every name that `target_modules` may end with: modules, stacked parameters, and projections in them."""
+    """Return every name that `target_modules` may refer to: modules, stacked parameters, and their projections."""
     names = [name for name, _ in model.named_modules() if name]
     for name in _stacked(model):
         container, _, leaf = name.rpartition(".")
@@ -106,15 +106,15 @@ def names_of_targets(model: nn.Module) -> list[str]:
 
 
 def portable(config: Any, model: nn.Module) -> Any:
-    """Return the configuration of an adapter, such that PEFT adapts the same layers when it loads it.
+    """Return the configuration of an adapter in a form with which PEFT adapts the same layers on loading.
 
-    Linear layers that PEFT would take for experts, by their names, are listed as parameters, whose adapter has the same
-    names and shapes.
+    Linear layers whose names PEFT would treat as experts are listed as parameters; their adapter has the same names and
+    shapes.
     """
     config, translated = copy.deepcopy(config), copy.deepcopy(config)
     try:
         convert_peft_config_for_transformers(translated, model, None)
-    except ValueError:  # it misses the other half of what it takes for experts
+    except ValueError:  # raised if only one half of a pair that PEFT treats as experts is a target
         translated.target_modules = ()
     lost = set(config.target_modules or ()) - set(translated.target_modules or ())
     if not lost:
@@ -136,8 +136,8 @@ def portable(config: Any, model: nn.Module) -> Any:
 
 
 def resolve_saved(config: Any, model: nn.Module) -> None:
-    """Let the configuration of a saved adapter name the layers of the model: what `portable` listed as parameters are
-    linear layers again."""
+    """Change the configuration of a saved adapter to the layers of the model: linear layers that `portable` listed as
+    parameters become modules again."""
     listed = set(config.target_parameters or ())
     linear = {
         name: {target for target in listed if _ends(f"{name}.weight", target)}
@@ -157,18 +157,19 @@ def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
 
 
 def adapted_names(model: nn.Module) -> list[str]:
-    """Return the names of adapted layers, and of the parameters among them."""
+    """Return the names of adapted layers and of adapted parameters."""
     layers = adapted_layers(model)
     stacked = [(name, each.parameter_name) for name, each in layers.items() if isinstance(each, ParamWrapper)]
     return [*layers, *(f"{name.replace('.base_layer', '')}.{parameter}" for name, parameter in stacked)]
 
 
 def describe_adapter(model: Any, wanted: Sequence[str] | str | None) -> str:
-    """Return how many layers of each kind an adapter changes, and which of those that were `wanted` it does not."""
+    """Return a description of an adapter: layers of each kind that it changes and, for all-linear, those it does
+    not."""
     layers = adapted_layers(model)
     adapted = Counter(map(_kind, layers.values(), layers))
     text = "LoRA on " + ", ".join(f"{count} {kind}" for kind, count in adapted.items())
-    if wanted != ALL_LINEAR:  # each that was named is adapted, or was refused
+    if wanted != ALL_LINEAR:  # `find_targets` refuses names without a match
         return text
     heads = [model.get_output_embeddings()] if isinstance(model, PreTrainedModel) else []
     left: Counter[str] = Counter()
@@ -183,15 +184,15 @@ def describe_adapter(model: Any, wanted: Sequence[str] | str | None) -> str:
 
 
 def kind_of(name: str) -> str:
-    """Return the end of a name that modules of other layers have too: what follows the number of the layer."""
+    """Return the part of a module's name after the number of the layer, which all layers share."""
     return re.split(r"(?:^|\.)\d+\.", name.replace(".base_layer", ""), maxsplit=1)[-1]
 
 
 @torch.no_grad()
 def is_product(layer: nn.Linear) -> bool:
-    """Return whether a layer computes what a linear one does.
+    """Return True if a layer computes a plain matrix product.
 
-    Routers and grouped layers inherit from it, and return several tensors or take another shape.
+    Routers and grouped layers inherit from `nn.Linear`, but return several tensors or expect another shape.
     """
     if type(layer) is nn.Linear:
         return True
@@ -211,7 +212,7 @@ def _kind(layer: LoraLayer, name: str) -> str:
 
 
 def _stacked(model: nn.Module) -> list[str]:
-    """The parameters that hold a matrix for each expert of a layer."""
+    """Return the names of parameters that store one matrix per expert of a layer."""
     return [
         f"{name}.{parameter_name}"
         for name, module in model.named_modules()
@@ -221,13 +222,13 @@ def _stacked(model: nn.Module) -> list[str]:
 
 
 def _as_named(name: str, targets: Sequence[str]) -> str:
-    """The name without its layer, unless a target names the layer."""
+    """Return the name without the layer number, unless a target includes the layer number."""
     kind = kind_of(name)
     return kind if all(len(target) <= len(kind) for target in targets) else name
 
 
 def _is_matrix(module: nn.Module) -> bool:
-    """Whether PEFT knows no such module, but has an adapter for its weight, as for a router's."""
+    """Return True if PEFT supports only the weight of a module, not the module itself, as with routers."""
     weight = dict(module.named_parameters(recurse=False)).get("weight")
     known = isinstance(module, nn.Linear | nn.Embedding | nn.Conv1d | nn.Conv2d | nn.Conv3d)
     is_conv1d = type(module).__name__ == "Conv1D"

@@ -1,4 +1,4 @@
-"""Adapters with values in a model whose own weights are on the meta device (`sharded_load.py`)."""
+"""Create adapters with data in a model whose base weights are on the meta device (`sharded_load.py`)."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ def reads_base(lora: LoraConfig | None) -> bool:
 
 @contextmanager
 def placeholders(model: nn.Module) -> Iterator[None]:
-    """Replace parameters on the meta device inside the block by ones on a real device, so that modules made for them
-    get data there: each is one number seen as many. Do nothing where new tensors have no data either, as in an
-    estimate."""
+    """Replace meta parameters by parameters on a real device inside the block, so that adapters created for them get
+    data; each replacement is an expanded scalar. Do nothing if the default device is meta, as in an estimate."""
     stands: dict[nn.Parameter, nn.Parameter] = {}
     if torch.get_default_device().type != "meta":
         device = next((buffer.device for buffer in model.buffers() if not buffer.is_meta), torch.device("cpu"))

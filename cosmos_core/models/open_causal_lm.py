@@ -1,4 +1,4 @@
-"""The causal language model of a stage: its tokenizer and processor, its weights on the mesh, what of it is trained."""
+"""Load the causal language model of a stage: tokenizer, processor, weights on the mesh, and trained parameters."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ logger = logging.getLogger(__name__)
 
 
 def open_model(stage: Stage) -> CausalLM:
-    """Load the model of a stage on this machine's device, split over the mesh, seeded; its tokenizer has a pad token.
+    """Seed torch and load the model of a stage, sharded over the mesh, with a tokenizer that has a pad token.
 
     Raises:
         ModelError: the model, its tokenizer or its processor cannot be loaded.
-        ConfigError: the recipe asks for what the model cannot do.
+        ConfigError: the model does not support a setting of the recipe.
     """
     train, policy = stage.recipe.train, stage.recipe.policy
     stage.progress.phase("load")
@@ -40,7 +40,7 @@ def open_model(stage: Stage) -> CausalLM:
     torch.use_deterministic_algorithms(train.deterministic)
     tokenizer = load_tokenizer(stage.model, policy.model_revision, policy.chat_template)
     if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token  # masks are built from positions, so which id pads does not matter
+        tokenizer.pad_token = tokenizer.eos_token  # masks are built from positions, so any id can pad
     vision = open_vision(stage)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     mesh = open_mesh(policy.parallelism, device.type)
@@ -62,7 +62,7 @@ def open_model(stage: Stage) -> CausalLM:
     use_flash_attention(None)
     if policy.enable_liger_kernel:
         use_liger(model)
-    if stage.kind.trains:  # one that measures takes what these tables have made already
+    if stage.kind.trains:  # other stages load a model to which these tables were already applied
         choose_trained(model, policy)
         if train.fp8.enable_fp8:
             use_fp8(model, train.fp8)
@@ -71,7 +71,7 @@ def open_model(stage: Stage) -> CausalLM:
         watch_compiling(stage.progress)
         compile_blocks(model)
     files = processor_files(stage.model, policy.model_revision)
-    # A tokenizer may have been given a token to pad with that the model has no embedding for.
+    # The pad token of a tokenizer may have no embedding in the model.
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id < model.config.get_text_config().vocab_size else 0
     reading = Reading(pad_id, vision, tokenizer, files, num_ids=count_ids(tokenizer))
     balance = balance_of(model, policy.aux_loss_coeff) if stage.kind.trains else None
@@ -79,10 +79,10 @@ def open_model(stage: Stage) -> CausalLM:
 
 
 def open_vision(stage: Stage) -> Vision | None:
-    """Return what reads the images of the prepared rows; None: no row shows one.
+    """Return the reader of the prepared rows' images; None if no row has an image.
 
     Raises:
-        ConfigError: the recipe spreads such rows in a way that this version cannot.
+        ConfigError: the recipe has a parallelism or load balancing that does not support images.
         ModelError: the processor cannot be loaded.
     """
     if stage.data is None or not shows_images(stage.data):

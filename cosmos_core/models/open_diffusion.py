@@ -1,4 +1,4 @@
-"""The diffusion model of a stage: its family, its denoiser on the mesh, what of it is trained."""
+"""Load the diffusion model of a stage: family, denoiser on the mesh, and trained parameters."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ logger = logging.getLogger(__name__)
 
 
 def open_model(stage: Stage) -> Denoiser:
-    """Load the denoiser of a stage's pipeline on this machine's device, split over the mesh, seeded. Text encoders and
-    VAE stay where they are.
+    """Seed torch and load the denoiser of a stage's pipeline, sharded over the mesh, without text encoders and VAE.
 
     Raises:
-        ModelError: the model is no pipeline of a known family, or cannot be loaded.
-        ConfigError: the recipe asks for what the model cannot do.
+        ModelError: the model is not a pipeline of a supported family, or cannot be loaded.
+        ConfigError: the model does not support a setting of the recipe.
     """
     train, policy = stage.recipe.train, stage.recipe.policy
     stage.progress.phase("load")

@@ -1,7 +1,7 @@
-"""The files of a diffusion pipeline: what `model_index.json` says, and its components, each loaded by itself.
+"""Files of a diffusion pipeline: its `model_index.json`, and components that can be loaded separately.
 
-A pipeline's own `from_pretrained` loads everything at once; a training needs the denoiser alone, and `prepare`
-everything but the denoiser.
+A pipeline's own `from_pretrained` loads all components; a training needs only the denoiser, and `prepare` needs all but
+the denoiser.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _LIBRARIES = ("diffusers", "transformers")
 
 
 class PipelineFolder:
-    """A folder that `save_pretrained` of a pipeline wrote, or one of the Hub."""
+    """Folder that `save_pretrained` of a pipeline wrote, here or on the Hub."""
 
     def __init__(self, model: str, revision: str | None = None) -> None:
         """Find the folder and read its index.
 
         Raises:
-            ModelError: there is no such folder, or it is no pipeline.
+            ModelError: the folder does not exist, or is not a pipeline.
         """
         self.model = model
         self.path = _located(model, revision)
@@ -44,10 +44,10 @@ class PipelineFolder:
 
     @property
     def pipeline_class(self) -> Any:
-        """Return the class of diffusers.
+        """Return the pipeline's class in diffusers.
 
         Raises:
-            ModelError: diffusers has none of that name.
+            ModelError: diffusers has no class of this name.
         """
         found = getattr(importlib.import_module("diffusers"), self.class_name, None)
         if not isinstance(found, type):
@@ -56,7 +56,7 @@ class PipelineFolder:
 
     @property
     def components(self) -> tuple[str, ...]:
-        """Return the names of the components that are there."""
+        """Return the names of the components that the pipeline has."""
         return tuple(
             name
             for name, entry in self.index.items()
@@ -67,7 +67,7 @@ class PipelineFolder:
         """Return the class of a component.
 
         Raises:
-            ModelError: the pipeline has no such component, or it is of neither diffusers nor transformers.
+            ModelError: the pipeline has no such component, or its class is not in diffusers or transformers.
         """
         if name not in self.components:
             raise ModelError(
@@ -82,10 +82,11 @@ class PipelineFolder:
         return found
 
     def load(self, name: str, dtype: torch.dtype | None = None) -> Any:
-        """Return a component with its weights on the CPU in `dtype` (None: it has no weights), in evaluation mode.
+        """Return a component with its weights on the CPU in `dtype` (None: a component without weights), in evaluation
+        mode.
 
         Raises:
-            ModelError: its files are missing or damaged, or hold other tensors than its class has.
+            ModelError: files are missing or damaged, or lack tensors of the class.
         """
         found = self.component_class(name)
         options: dict[str, Any] = {}
@@ -106,17 +107,17 @@ class PipelineFolder:
         return module.eval()
 
     def build(self, name: str) -> Any:
-        """Return a component from its configuration alone, on the device that tensors are made on.
+        """Return a component built from its configuration without weights, on the default device.
 
         Raises:
-            ModelError: its configuration is missing or wrong.
+            ModelError: the configuration is missing or invalid.
         """
         found = self.component_class(name)
         with reading(name, self.model):
             return found.from_config(found.load_config(str(self.path), subfolder=name, local_files_only=True))
 
     def settings(self, name: str) -> dict[str, Any]:
-        """Return the configuration of a component without making it; empty: it has none."""
+        """Return the configuration of a component without building it; empty if there is none."""
         for file in (f"{name}_config.json", "config.json"):
             if found := read_object(self.path / name / file, self.model):
                 return found

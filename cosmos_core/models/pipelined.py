@@ -1,7 +1,7 @@
-"""The stages of a pipeline that are on this rank, and torch's schedules over them.
+"""Runner of the pipeline stages on this rank, with torch's schedules.
 
-All ranks of a pipeline have the same samples, so only hidden states travel: as one tensor of fixed size, filled as far
-as a micro-batch reaches. Micro-batches of different lengths need no padding against each other.
+All ranks of a pipeline have the same samples, so ranks exchange only hidden states, in a tensor of fixed size that a
+shorter micro-batch fills partly. Micro-batches of different lengths are therefore not padded to the same length.
 
 Shape legend: B rows, T tokens, P tokens of the longest micro-batch, H hidden size, N learned tokens.
 """
@@ -29,16 +29,16 @@ _SINGLE = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
 
 
 class _Given(NamedTuple):
-    """What a pipeline stage knows of the samples."""
+    """Micro-batches of a run, for its pipeline stages."""
 
     batches: Sequence[Any]
     wants: Wants
     num_tokens: int
-    """P."""
+    """Number of tokens P of the longest micro-batch."""
 
 
 class StageModule(nn.Module):
-    """A pipeline stage: called with the number of a micro-batch and the hidden states of the pipeline stage before."""
+    """Pipeline stage, called with the number of a micro-batch and the hidden states of the previous stage."""
 
     def __init__(
         self, model: PreTrainedModel, number: int, is_last: bool, train: TrainConfig, dtype: torch.dtype
@@ -47,22 +47,23 @@ class StageModule(nn.Module):
         self.scorer = Scorer(model)
         self.number, self.is_last, self._train, self._dtype = number, is_last, train, dtype
         self.hidden_dtype = model.dtype
-        """Of what travels; where FSDP has gathered weights the model says theirs."""
+        """Dtype of hidden states between stages; while FSDP has gathered weights, `model.dtype` is that of the
+        weights."""
         self.given: _Given | None = None
         self.names: list[str] = []
-        """Of the outputs of the last stage: torch's schedules pass on tensors alone."""
+        """Names of the outputs of the last stage, because torch's schedules pass only tensors."""
 
     @property
     def model(self) -> PreTrainedModel:
-        """Return the whole model, in which what belongs to other stages passes its input on."""
+        """Return the model, in which modules of other stages return their input."""
         return self.scorer.model
 
     def probe(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Return `hidden` of this stage by itself."""
+        """Return the hidden states of this stage for token inputs."""
         return self.scorer.hidden(inputs)
 
     def forward(self, *hidden_PH: Tensor, number: Tensor) -> Any:
-        """Hidden states PH; of the last stage what the scorer is asked for, in its order."""
+        """Return the hidden states PH, or the outputs of the scorer if this is the last stage."""
         assert self.given is not None
         batch = self.given.batches[int(number)]
         shape = batch.inputs["input_ids"].shape
@@ -83,7 +84,7 @@ class StageModule(nn.Module):
 
 
 class Pipelined:
-    """A `models.base.Runner` over the pipeline."""
+    """Runner of micro-batches through pipeline stages; see `models.base.Runner`."""
 
     def __init__(self, model: PreTrainedModel, train: TrainConfig, mesh: Mesh, dtype: torch.dtype) -> None:
         assert mesh.pipeline is not None
@@ -95,12 +96,12 @@ class Pipelined:
         ]
 
     def rows(self, size: int) -> int:
-        """Return `pp_micro_batch_size`, or less."""
+        """See `Runner.rows`: at most `pp_micro_batch_size`."""
         return min(size, self._sizes.pp_micro_batch_size)
 
     def count(self, num_batches: int, size: int) -> int:
-        """Return a number that makes passes of `size` rows, each of a number of micro-batches that the number of ranks
-        divides, as torch's schedules want it."""
+        """See `Runner.count`: torch's schedules require that the number of ranks divides the number of micro-batches of
+        each pass."""
         num_passes = self._num_passes(num_batches, size)
         return num_passes * self._whole_rounds(-(-num_batches // num_passes))
 
@@ -116,7 +117,7 @@ class Pipelined:
 
         for stage in self.roots:
             stage.given = _Given(made, wants, num_tokens)
-        # One for all passes: at its first step a schedule drops the gradients that there are.
+        # One schedule for all passes: the first step of a schedule discards existing gradients.
         schedule = self._schedule(each, num_tokens, loss)
         step = schedule.step if torch.is_grad_enabled() else schedule.eval
         for numbers in torch.arange(len(made)).split(each):
@@ -138,11 +139,11 @@ class Pipelined:
         return -(-num_batches // self._whole_rounds(-(-size // self.rows(size))))
 
     def _whole_rounds(self, num_batches: int) -> int:
-        """The next multiple of the number of ranks."""
+        """Round up to the next multiple of the number of ranks."""
         return num_batches + -num_batches % self._group.size()
 
     def _schedule(self, num_batches: int, num_tokens: int, loss: Callable[[Any, Tensor], Tensor | None]) -> Any:
-        """Torch's, for micro-batches of up to that many tokens."""
+        """Return torch's schedule for micro-batches of at most `num_tokens` tokens."""
         config, model = self._model.config, self._model
         dtype = self.roots[0].hidden_dtype
         like_PH = torch.empty(num_tokens, config.hidden_size, dtype=dtype, device="meta", requires_grad=True)

@@ -1,8 +1,8 @@
-"""Proof that an export is what was trained: its keys, its bytes, and a load by a fresh interpreter.
+"""Verify that an export is the trained model: its keys, its bytes, and its outputs in a fresh interpreter.
 
-A check is named in the result only when it ran. The fresh interpreter knows nothing but the folder and the probe. Where
-memory does not hold the model a second time, both sides compute with the first layers alone, as many as fit; keys and
-bytes are those of all layers, read again one tensor at a time.
+The result names only checks that ran. The fresh interpreter receives only the folder and the probe. If memory cannot
+hold the model a second time, both processes compute with as many first layers as fit; keys and bytes are checked for
+all layers, one tensor at a time.
 
 Shape legend: B sequences, T tokens, V vocabulary.
 """
@@ -45,27 +45,28 @@ _INDEX = "model.safetensors.index.json"
 _PROBE_SHAPE_BT = (2, 16)
 _PROBE_TEXT = "Is 12 + 7 = 19?\n  Déjà vu: ½ · 東京 🙂"
 _RELOAD_SECONDS = 3000
-# Both sides compute in float32 on the same weights. What may differ is the order of sums, when the trainer is on
-# another device: a share of the largest logit, with room for deep models.
+# Both processes compute in float32 with the same weights. On another device the order of sums may differ: the
+# tolerance is a fraction of the largest logit, large enough for deep models.
 _TOLERANCE = 1e-4
-# An adapter is merged in the precision of the weights, which then are rounded once more.
+# Merging an adapter rounds the weights once more, in their own precision.
 _MERGE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.1}
 _MEMORY_SHARE = 0.8
-"""Of the free memory, what copies of the model may take: files that are read go through it too."""
+"""Fraction of the free memory that copies of the model may use; the page cache of the files needs the rest."""
 _COMPARED = {"reload": "reloaded model", "merge": "merged model", "adapter": "adapter on its base"}
 
 
 class Probe(NamedTuple):
-    """What both sides compute, and how."""
+    """Inputs and settings of the computation that both processes run."""
 
     input_ids_BT: np.ndarray
     dtype: torch.dtype
-    """Of the base of an adapter; everything else is float32."""
+    """Dtype of the base of an adapter; everything else is float32."""
     attention: str
     num_threads: int
     first: FirstLayers | None
     buffers: dict[str, torch.dtype]
-    """Of buffers that are in no checkpoint and have other than float32 in the trainer, such as a scale in bfloat16."""
+    """Dtypes of buffers that no checkpoint contains and that are not float32 in the trainer, such as a bfloat16
+    scale."""
 
 
 def prove_export(
@@ -78,9 +79,9 @@ def prove_export(
 ) -> list[str]:
     """Compare the export in `target` with the model in memory, and return the checks that ran and passed.
 
-    `dtype` is what the weights were cast to (None: as they are). With `tokenizer` its ids and chat template are
-    compared with those of the reloaded one too. A model with an adapter is compared merged, and its adapter by itself.
-    `memory` is how many bytes copies of the model may take (None: what is free on this machine).
+    `dtype`: dtype of the exported weights (None: their own). `tokenizer`: its ids and chat template are compared with
+    the reloaded tokenizer. `memory`: bytes that copies of the model may use (None: the free memory of this machine). A
+    model with an adapter is compared in its merged form, and the adapter is compared separately.
 
     Raises:
         StageFailed: a check failed; the message names the tensors or the difference.
@@ -101,10 +102,10 @@ def prove_export(
 
 
 def rehearse_export(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, model: str) -> None:
-    """Write what an export has beside its weights to a temporary folder and read it again, before anything is trained.
+    """Check before a training that config and tokenizer can be saved to a temporary folder and loaded again.
 
     Raises:
-        ModelError: transformers cannot save it, or reads something else.
+        ModelError: transformers cannot save them, or loads a different tokenizer.
     """
     with reading("config and tokenizer that an export would have", model), TemporaryDirectory() as folder:
         config.save_pretrained(folder)
@@ -114,8 +115,8 @@ def rehearse_export(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
 
 
 def _prove_files(expected: dict[str, torch.Tensor], target: Path, dtype: torch.dtype | None) -> list[str]:
-    """Files hold the model's keys, no other, and of tied ones at least one; the index says where they are. Each tensor,
-    read again from disk, is the trainer's in `dtype`, bit for bit."""
+    """Check that the files and their index have the model's keys, at least one key of tied weights and no others, and
+    that each tensor on disk equals the trainer's tensor in `dtype`, bit for bit."""
     found: dict[str, str] = {}
     wrong: list[str] = []
     for file, key, tensor in tensors_of(target):
@@ -169,7 +170,8 @@ def _prove_reload(
     first: FirstLayers | None,
     pool: ProcessPool,
 ) -> tuple[torch.Tensor, list[str]]:
-    """Compare the logits BTV of transformers, in a fresh interpreter and offline, with those of this process."""
+    """Compare the logits BTV of transformers in a fresh, offline interpreter with those of this process; return the
+    logits and the checks that passed."""
     logits_BTV = _trainer_logits(model, dtype)
     reloaded_BTV, reloaded_tokenizer = _reloaded(model, target, first, pool)
     checks = [_compare_logits("reload", logits_BTV, reloaded_BTV, target, first)]
@@ -186,7 +188,7 @@ def _prove_reload(
 def _prove_adapter(
     model: PreTrainedModel, merged_BTV: torch.Tensor, target: Path, first: FirstLayers | None, pool: ProcessPool
 ) -> list[str]:
-    """Merging changes the logits by rounding alone, and PEFT computes them from the base and the adapter."""
+    """Check that merging changes the logits only by rounding, and that PEFT computes them from base and adapter."""
     rounding = _MERGE_TOLERANCE[model.dtype]
     logits_BTV = _trainer_logits(model, None)
     folder, tolerance = target / FOLDER, rounding if changes_base(model) else _TOLERANCE
@@ -200,12 +202,12 @@ def _prove_adapter(
 def _reloaded(
     model: PreTrainedModel, folder: Path, first: FirstLayers | None, pool: ProcessPool
 ) -> tuple[torch.Tensor, list[object]]:
-    """Return the logits BTV of a fresh interpreter, and what its tokenizer does."""
+    """Return the logits BTV of a fresh interpreter, and the description of its tokenizer."""
     attention = model.config._attn_implementation or "sdpa"
     probe = Probe(
         _probe_ids(model).numpy(),
         model.dtype,
-        attention.removeprefix("packed_"),  # of packed rows: the one that it is named after
+        attention.removeprefix("packed_"),  # packed rows use the implementation that follows the prefix
         torch.get_num_threads(),
         first,
         {n: b.dtype for n, b in model.named_buffers() if b.is_floating_point() and b.dtype != torch.float32},
@@ -215,7 +217,7 @@ def _reloaded(
 
 
 def _probe_ids(model: PreTrainedModel) -> torch.Tensor:
-    """Return random tokens BT, the same at each call."""
+    """Return random tokens BT, which are the same in each call."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(model.config.get_text_config().vocab_size, _PROBE_SHAPE_BT, generator=generator)
 
@@ -228,7 +230,7 @@ def _compare_logits(
     first: FirstLayers | None,
     fraction: float = _TOLERANCE,
 ) -> str:
-    """Raise unless they differ by no more than a fraction of the trainer's largest logit."""
+    """Return the check that passed; raise if logits differ by more than a fraction of the trainer's largest logit."""
     which = f" (first {first.num_kept} of {first.num_layers} layers)" if first else ""
     if same_bits(trainer_BTV, reloaded_BTV):
         return f"{check}{which}: bit-identical"
@@ -246,7 +248,7 @@ def _compare_logits(
 
 @torch.no_grad()
 def _trainer_logits(model: PreTrainedModel, dtype: torch.dtype | None) -> torch.Tensor:
-    """Return logits BTV in float32 with the weights as they were exported: rounded to `dtype`, then widened."""
+    """Return the logits BTV in float32 of the exported weights: rounded to `dtype`, then converted to float32."""
     weights = {
         name: (parameter if dtype is None else parameter.to(dtype)).float()
         for name, parameter in model.named_parameters()
@@ -266,7 +268,7 @@ def _trainer_logits(model: PreTrainedModel, dtype: torch.dtype | None) -> torch.
 
 @torch.no_grad()
 def compute_logits(folder: Path, probe: Probe) -> tuple[np.ndarray, list[object]]:
-    """Load the export as any user would; return the logits BTV of the probe, and what the tokenizer does."""
+    """Load the export as a user would; return the logits BTV of the probe and the description of the tokenizer."""
     torch.set_num_threads(probe.num_threads)
     has_adapter = (folder / "adapter_config.json").is_file()
     model = _with_adapter(folder, probe) if has_adapter else _whole(folder, probe)
@@ -291,22 +293,22 @@ def _whole(folder: Path, probe: Probe) -> Any:
 
 
 def _with_adapter(folder: Path, probe: Probe) -> Any:
-    """Return the base that the adapter names, rounded as in training, with the adapter on it."""
+    """Return the base model that the adapter names, rounded as in training, with the adapter."""
     adapter = PeftConfig.from_pretrained(str(folder))
     source, revision = str(adapter.base_model_name_or_path), adapter.revision
     config = cut_config(AutoConfig.from_pretrained(source, revision=revision), probe.first)
     cls: Any = auto_class(config)
     base = cls.from_pretrained(
         source, config=config, revision=revision, dtype=probe.dtype, attn_implementation=probe.attention,
-        generation_config=GenerationConfig(),  # the base's own may be one that transformers refuses
+        generation_config=GenerationConfig(),  # transformers may refuse the generation config of the base
     )  # fmt: skip
     return PeftModel.from_pretrained(base, str(folder)).float()
 
 
 def auto_class(config: PretrainedConfig) -> Any:
-    """Return the class of transformers through which a user loads a model: it makes the architecture in config.json.
+    """Return the auto class of transformers that loads the architecture in config.json.
 
-    Some vision-language models are not known to AutoModelForCausalLM, others are loaded by it without their tower.
+    AutoModelForCausalLM does not support some vision-language models, and loads others without their vision tower.
     """
     name = (config.architectures or [""])[0]
     of_images: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
@@ -324,13 +326,13 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors are the same. Unlike torch.equal: NaN equals the same NaN, 0.0 does not equal -0.0,
-    and the dtype counts."""
+    """Return True if two tensors have the same dtype, shape and bits. Unlike with torch.equal, NaN equals the same NaN,
+    and 0.0 does not equal -0.0."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     return torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other)))
 
 
 def some_of(names: list[str]) -> str:
-    """Return the first of some names, and how many more there are."""
+    """Return a text with the first three names and the number of the others."""
     return "none" if not names else ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

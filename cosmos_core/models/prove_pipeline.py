@@ -1,8 +1,8 @@
-"""Proof that an exported pipeline is what was trained: its files, its tensors, and images of a fresh interpreter.
+"""Verify that an exported pipeline is the trained one: its files, its tensors, and images from a fresh interpreter.
 
-The fresh interpreter loads the folder as any user does, with `DiffusionPipeline.from_pretrained` and
-`load_lora_weights`, and draws a small image from a seed, on the CPU. It has to be the image of the policy in memory,
-bit for bit.
+The fresh interpreter loads the folder as a user does, with `DiffusionPipeline.from_pretrained` and
+`load_lora_weights`, and generates a small image from a seed on the CPU. The image must equal the image of the policy in
+memory, bit for bit.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _SECONDS = 3000
 
 
 class Probe(NamedTuple):
-    """How a fresh interpreter draws its image."""
+    """Settings with which a fresh interpreter generates its image."""
 
     folder: Path
     adapter: Path | None
-    """What `load_lora_weights` is given; None: nothing."""
+    """Folder to pass to `load_lora_weights`; None: no adapter is loaded."""
     settings: dict[str, Any]
-    """Of the pipeline's call."""
+    """Arguments of the pipeline's call."""
     dtype: torch.dtype
     model_class: str | None
     num_threads: int
@@ -51,8 +51,8 @@ def prove_pipeline(
     dtype: torch.dtype | None = None,
     model_class: str | None = None,
 ) -> list[str]:
-    """Compare the pipeline in `target` with the policy in memory; return the checks that ran and passed. `dtype` is
-    what the denoiser was cast to (None: as it is); `model_class`: the user's own family.
+    """Compare the pipeline in `target` with the policy in memory; return the checks that ran and passed. `dtype`:
+    dtype of the exported denoiser (None: its own); `model_class`: import path of the user's own family.
 
     Raises:
         StageFailed: a check failed.
@@ -71,7 +71,7 @@ def prove_pipeline(
 
 
 def _prove_tensors(expected: dict[str, Tensor], target: Path, name: str) -> str:
-    """The files hold the denoiser's tensors, no other, bit for bit."""
+    """Check that the files have exactly the denoiser's tensors, bit for bit."""
     found: set[str] = set()
     wrong: list[str] = []
     for _, key, tensor in tensors_of(target / name):
@@ -88,7 +88,7 @@ def _prove_tensors(expected: dict[str, Tensor], target: Path, name: str) -> str:
 
 
 def _prove_copies(family: DiffusionModel, target: Path) -> str:
-    """What was not trained is what the policy started from."""
+    """Check that the files of components that were not trained equal those of the base pipeline."""
     folder = family.folder
     files = untrained_files(folder, family.denoiser_name)
     wrong = [str(file) for file in files if not filecmp.cmp(folder.path / file, target / file, shallow=False)]
@@ -103,7 +103,7 @@ def _prove_copies(family: DiffusionModel, target: Path) -> str:
 def _prove_images(
     family: DiffusionModel, model: Any, target: Path, dtype: torch.dtype | None, model_class: str | None
 ) -> list[str]:
-    """The exported pipeline draws what the policy does, and so does the adapter on the untouched base."""
+    """Check that the exported pipeline, and the adapter on the base pipeline, generate the same image as the policy."""
     wanted, settings, num_threads = dtype or model.dtype, family.probe(), torch.get_num_threads()
     with merged(model):
         ours = {"images": _image(family, model, wanted)}
@@ -118,7 +118,7 @@ def _prove_images(
 
 @torch.no_grad()
 def _image(family: DiffusionModel, model: Any, dtype: torch.dtype) -> Tensor:
-    """Return what the policy draws with its pipeline, all of it in `dtype`: weights rounded as they were exported."""
+    """Return the image of the policy and its pipeline in `dtype`, with weights rounded as in the export."""
     family = type(family)(family.folder, family.config.derived(dtype=str(dtype).removeprefix("torch.")))
     text = family.text_embedding([_PROMPT])
     family.drop_encoders()
@@ -131,8 +131,9 @@ def _image(family: DiffusionModel, model: Any, dtype: torch.dtype) -> Tensor:
 
 @contextmanager
 def _rounded(model: Any, dtype: torch.dtype) -> Iterator[None]:
-    """Give the model the tensors inside the block that diffusers reads from an export in `dtype`: some modules it
-    widens to float32 again, and what is not in the files stays as it is made."""
+    """Round tensors of the model inside the block as diffusers does when it loads an export in `dtype`: it converts
+    some
+    modules back to float32, and does not change tensors that are in no file."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     kept = {tensor: tensor.data for _, tensor in tensors}
     wide = set(getattr(model, "_keep_in_fp32_modules", None) or ())
@@ -151,14 +152,14 @@ def _rounded(model: Any, dtype: torch.dtype) -> Iterator[None]:
 
 
 def _drawn(pipeline: Any, settings: dict[str, Any], **what: Any) -> Tensor:
-    """Return the image or clip of one call, from 0 to 1."""
+    """Return the image or clip of one call of a pipeline, with values from 0 to 1."""
     generator = torch.Generator().manual_seed(0)
     images = pipeline(**what, **settings, generator=generator, output_type="pt", return_dict=False)[0]
     return images.float().cpu()  # type: ignore[no-any-return]
 
 
 def _fresh(probes: Sequence[Probe]) -> list[Tensor]:
-    """Return the image of each probe, drawn by a fresh interpreter."""
+    """Return the image of each probe, generated in a fresh interpreter."""
     with fresh_interpreter() as pool:
         found = ask(pool, draw_all, (probes,), _SECONDS, probes[0].folder)
     return [torch.from_numpy(image) for image in found]
@@ -178,13 +179,13 @@ def _compared(check: str, ours: Tensor, theirs: Tensor, target: Path) -> str:
 
 
 def draw_all(probes: Sequence[Probe]) -> list[np.ndarray]:
-    """Return the image of each probe."""
+    """Return the image of each probe; runs in the fresh interpreter."""
     return [draw(probe) for probe in probes]
 
 
 @torch.no_grad()
 def draw(probe: Probe) -> np.ndarray:
-    """Load a pipeline as any user would, with its adapter, and draw the image of the probe."""
+    """Load a pipeline as a user would, with its adapter, and return the image of the probe."""
     torch.set_num_threads(probe.num_threads)
     folder = PipelineFolder(str(probe.folder))
     pipeline = family_of(folder, probe.model_class).load_pipeline(folder, probe.dtype)

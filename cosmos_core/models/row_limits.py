@@ -1,4 +1,4 @@
-"""Prepared rows that a language model cannot read: ids beyond its embeddings, rows beyond its positions."""
+"""Check that a language model can read prepared rows: token ids within its embeddings, lengths within its positions."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from cosmos_core.errors import DataError, ModelError
 
 
 def check_rows(config: PretrainedConfig, folder: Path, build: Callable[[], PreTrainedModel]) -> str:
-    """Refuse prepared rows that a model cannot read; return what is to be said of those that it can, or nothing.
+    """Refuse prepared rows that a model cannot read; return a warning about rows that are too long, else an empty
+    string.
 
     Args:
-        config: of the model.
-        folder: of the prepared rows.
-        build: returns the model, of which only the shapes are looked at; called where the configuration does not do.
+        config: configuration of the model.
+        folder: folder of the prepared rows.
+        build: function that returns the model; called only if the configuration does not suffice, for its shapes.
 
     Raises:
         DataError: a token has no embedding.
-        ModelError: a row is longer than the learned positions.
+        ModelError: a row is longer than the learned position embeddings.
     """
     text = config.get_text_config()
     try:
         check_ids(folder, getattr(text, "vocab_size", 0))
-    except DataError:  # the embeddings of some models have more rows than that
+    except DataError:  # the embeddings of some models have more rows than `vocab_size`
         embedding: Any = build().get_input_embeddings()
         check_ids(folder, embedding.weight.shape[0])
     limit, longest = getattr(text, "max_position_embeddings", None), longest_row(folder)

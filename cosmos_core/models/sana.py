@@ -1,5 +1,5 @@
-"""SANA: Gemma 2 reads the prompt, behind an instruction to make more of it, and a deep-compression autoencoder, which
-draws nothing, the image."""
+"""SANA: Gemma 2 encodes the prompt after an instruction to enrich it; a deterministic deep-compression autoencoder
+encodes the image."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PIPELINES = ("SanaPipeline",)
 
 
 class Sana(DiffusionModel):
-    """Text is the tokens of the prompt with a mask."""
+    """SANA, whose text input is the token embeddings of the prompt with their mask."""
 
     lora_targets: ClassVar[tuple[str, ...]] = (
         "attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0",
@@ -26,8 +26,8 @@ class Sana(DiffusionModel):
     pipeline_multiple = 32
 
     def text_embedding(self, prompts: Sequence[str]) -> Text:
-        """See `DiffusionModel.text_embedding`; a call of the pipeline puts its instruction before each prompt, but not
-        before the empty one of guidance."""
+        """See `DiffusionModel.text_embedding`; as in a call of the pipeline, an instruction precedes each prompt except
+        the empty prompt of guidance."""
         call = inspect.signature(type(self.pipeline).__call__).parameters
         instruction = call["complex_human_instruction"].default
         rows = []
@@ -64,12 +64,12 @@ class Sana(DiffusionModel):
         }
 
     def probe(self) -> dict[str, Any]:
-        """See `DiffusionModel.probe`: the size that is asked for, not the nearest of a list."""
+        """See `DiffusionModel.probe`: with the exact size instead of the nearest of a list."""
         return super().probe() | {"use_resolution_binning": False}
 
     @property
     def timestep_scale(self) -> float:
-        """Return what the network's timesteps are multiplied by."""
+        """Return the factor by which the network's timesteps are multiplied."""
         return float(self.folder.settings(self.denoiser_name).get("timestep_scale", 1.0))
 
 

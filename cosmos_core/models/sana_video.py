@@ -1,4 +1,4 @@
-"""SANA-Video: SANA with frames; clips are read by the VAE of Wan, or by one of those that newer checkpoints have."""
+"""SANA-Video: SANA for clips, which the VAE of Wan or, in newer checkpoints, another VAE encodes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ PIPELINES = ("SanaVideoPipeline",)
 
 
 class SanaVideo(Sana):
-    """The network takes timesteps as they are."""
+    """SANA-Video, whose network receives unscaled timesteps."""
 
     is_video = True
 
     def visual_embedding(self, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
-        """See `DiffusionModel.visual_embedding`: the mode of the posterior, by channel."""
+        """See `DiffusionModel.visual_embedding`: the mode of the posterior, normalised by channel."""
         with self._working("vae") as vae:
             found = vae.encode(pixels.to(self.device, torch.float32))
             latents = found.latent_dist.mode() if hasattr(found, "latent_dist") else found.latent
@@ -46,10 +46,10 @@ class SanaVideo(Sana):
         return found | {"frames": found.pop("num_frames")}
 
     def check_context(self, size: int) -> None:
-        """See `DiffusionModel.check_context`: whole frames are shared, as many as there are."""
+        """See `DiffusionModel.check_context`: ranks get whole frames, so any number of ranks is valid."""
 
     def shard_tokens(self, denoiser: Any, mesh: DeviceMesh) -> None:
-        """See `DiffusionModel.shard_tokens`: blocks convolve over the frames, so a rank has whole ones."""
+        """See `DiffusionModel.shard_tokens`: blocks convolve over time, so a rank has whole frames."""
         shards, per_frame = Shards(mesh), 1
 
         def adapt(arguments: dict[str, Any]) -> None:
@@ -65,12 +65,12 @@ class SanaVideo(Sana):
 
     @property
     def timestep_scale(self) -> float:
-        """See `Sana.timestep_scale`: the pipeline does not multiply."""
+        """See `Sana.timestep_scale`: always 1."""
         return 1.0
 
 
 def channel_statistics(vae: Any, latents: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and standard deviation of each channel of a VAE's latents; 0 and 1 where it names none."""
+    """Return mean and standard deviation of each channel of a VAE's latents; 0 and 1 if the VAE declares none."""
     found = []
     for name, default in (("latents_mean", 0.0), ("latents_std", 1.0)):
         values = vae.config.get(name)
@@ -81,7 +81,7 @@ def channel_statistics(vae: Any, latents: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def video_compression(settings: dict[str, Any]) -> tuple[int, int]:
-    """Return how many frames and how many pixels of a side a latent of a VAE stands for, by its settings."""
+    """Return the number of frames, and of pixels per side, that one latent position covers, from a VAE's settings."""
     in_time = settings.get("scale_factor_temporal") or settings.get("temporal_compression_ratio")
     in_space = settings.get("scale_factor_spatial") or settings.get("spatial_compression_ratio")
     if in_time and in_space:

@@ -1,13 +1,14 @@
 """Compute log-probabilities of chosen tokens without ever holding the logits of all positions.
 
-The body of the model runs once; the head (a matrix of V rows) runs over the chosen positions alone, a chunk at a time,
-and again in the backward pass. Where the caller knows the derivative of the loss by every log-probability (SFT: -1/D;
-GRPO with one update per step: from the advantages), the gradient of a chunk is taken while its logits are there, so
-that nothing runs twice (the idea of Liger's fused cross-entropy, arXiv 2410.10989, for any head and any loss). The
-derivatives by the logits are written out, because autograd would pass over a chunk about twice as often.
+The body of the model runs once; the head (a matrix of V rows) runs only over the chosen positions, one chunk at a time,
+and again in the backward pass. If the caller knows the derivative of the loss with respect to every log-probability
+(SFT: -1/D; GRPO with one update per step: from the advantages), the forward pass computes the gradient of a chunk while
+its logits exist, so that the head runs once (the idea of Liger's fused cross-entropy, arXiv 2410.10989, for any head
+and any loss). The derivatives with respect to the logits are written out, because autograd would read a chunk about
+twice as often.
 
 Shape legend: B rows, T tokens, S = T - 1 scored tokens, N chosen tokens, M chosen tokens of a chunk, H hidden size,
-V vocabulary, K likeliest tokens.
+V vocabulary, K most likely tokens.
 """
 
 from __future__ import annotations
@@ -34,28 +35,29 @@ _MIN_CHUNK, _MAX_CHUNK, _MEMORY_SHARE = 64 << 20, 1 << 30, 64
 
 @dataclass(frozen=True, slots=True)
 class Wants:
-    """What to compute for each chosen token beside its log-probability."""
+    """Outputs to compute for each chosen token in addition to its log-probability."""
 
     temperature: float = 1.0
-    """Divides the logits, for every output."""
+    """Temperature that divides the logits, for every output."""
     entropy: Literal["", "value", "gradient"] = ""
-    """Entropy in nats of the distribution that the token is drawn from; `gradient`: for a loss that uses it."""
+    """Entropy in nats of the distribution that the token is sampled from; `gradient`: with gradient, for a loss."""
     top_k: int = 0
-    """Log-probabilities, with gradient, and ids of so many of the likeliest tokens."""
+    """Number of the most likely tokens whose ids and log-probabilities, with gradient, are returned."""
     is_top: bool = False
-    """Whether no token is likelier than the label."""
+    """Whether to return if the label is the most likely token."""
 
 
 LOGPROBS = Wants()
-"""Log-probabilities alone, at temperature 1."""
+"""Outputs of a caller that needs only log-probabilities, at temperature 1."""
 
 
 def chunk_bytes(device: torch.device) -> int:
-    """Return how much memory the float32 logits of one chunk may take on `device`.
+    """Return the maximum size in bytes of the float32 logits of one chunk on `device`.
 
-    A 64th of the device's memory as a power of two, from 64 MiB to 1 GiB: a chunk holds about three times this at its
-    peak, and each chunk reads and writes the gradient of the whole head once. The memory is all that there is, not
-    what is free at the moment: the chunks decide in which order gradients are summed, so a resumed run needs the same.
+    It is a 64th of the device's memory as a power of two, from 64 MiB to 1 GiB: the peak memory of a chunk is about
+    three times as much, and each chunk reads and writes the gradient of the whole head once. It depends on the total
+    memory, not on the free memory: chunks determine the order in which gradients are summed, so a resumed run needs
+    the same chunks.
     """
     is_cuda = device.type == "cuda" and torch.cuda.is_available()
     total = torch.cuda.get_device_properties(device).total_memory if is_cuda else psutil.virtual_memory().total
@@ -63,21 +65,22 @@ def chunk_bytes(device: torch.device) -> int:
 
 
 class Scorer(nn.Module):
-    """A language model that returns log-probabilities in place of logits."""
+    """Language model that returns log-probabilities instead of logits."""
 
     def __init__(self, model: PreTrainedModel, chunk_bytes: int | None = None) -> None:
-        """`chunk_bytes`: float32 logits of a chunk; None: chosen by the memory of the device."""
+        """`chunk_bytes`: maximum size of the float32 logits of a chunk; None: see the function `chunk_bytes`."""
         super().__init__()
         self.model = model
         self._chunk_bytes = chunk_bytes
         self._has_plain_head: bool | None = None
-        """Whether head(body(x)) are the model's own logits; found out at the first call."""
+        """Whether head(body(x)) equals the model's own logits; None until the first call has determined it."""
         self.num_ids: int | None = None
-        """The likeliest tokens are looked for among the first so many, because a head may have more rows than the
-        tokenizer has tokens; None: among all."""
+        """Number of token ids from which the most likely tokens are selected, because a head may have more rows than
+        the tokenizer has tokens; None: all rows."""
 
         self.balance: Balance | None = None
-        """What makes `balance` an output where gradients are wanted; None: it is none."""
+        """Settings of the load-balancing loss, which is the output `balance` if gradients are enabled; None: no
+        loss."""
 
     def forward(
         self,
@@ -89,21 +92,22 @@ class Scorer(nn.Module):
         expected_N: Tensor | None = None,
         top_ids_NK: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Return `logprobs` N of the chosen tokens and what else is wanted: `entropy` N, `top_logprobs` and `top_ids`
+        """Return `logprobs` N of the chosen tokens and the outputs in `wants`: `entropy` N, `top_logprobs` and
+        `top_ids`
         NK, `is_top` N (1 or 0).
 
         Args:
-            inputs: of the model, with `input_ids` BT; with `inputs_embeds` BTH in their place for the model, where an
-                earlier stage of a pipeline has them; with `shift_labels` BT, the token after each, where rows go on
-                elsewhere: then indices are those of the BT grid.
+            inputs: inputs of the model, with `input_ids` BT; also `inputs_embeds` BTH, which the model reads instead of
+                `input_ids`, if an earlier pipeline stage computed them; also `shift_labels` BT, the next token of each
+                token, if rows continue on another rank: indices are then positions in the BT grid.
             chosen_N: indices of the chosen tokens in the flat BS grid of predicted tokens: index b * S + s is token
-                s + 1 of row b, given those before it.
+                s + 1 of row b, conditioned on the tokens before it.
             wants: the outputs and their temperature.
-            dtype: of the log-softmax.
-            expected_N: the derivative of the loss by each log-probability, if it is known. A wrong guess costs time and
-                changes nothing.
-            top_ids_NK: the ids whose `top_logprobs` are computed, such as the likeliest of a teacher, in place of the
-                model's own `wants.top_k`.
+            dtype: dtype of the log-softmax.
+            expected_N: the derivative of the loss with respect to each log-probability, if it is known. A wrong value
+                costs time and changes no result.
+            top_ids_NK: the ids whose `top_logprobs` are computed, such as the most likely ids of a teacher; they
+                replace the model's own `wants.top_k`.
         """
         has_labels = "shift_labels" in inputs
         labels_BS = inputs["shift_labels"] if has_labels else inputs["input_ids"][:, 1:]
@@ -116,18 +120,18 @@ class Scorer(nn.Module):
         num_top = min(wants.top_k, num_ids) if top_ids_NK is None else top_ids_NK.shape[-1]
         task = _Task(head, wants, num_top, num_ids, dtype, max(1, size // (4 * self.vocabulary)))
         if expected_N is not None:
-            expected_N = expected_N.to(dtype)  # that of the derivative it is compared with
+            expected_N = expected_N.to(dtype)  # the dtype of the derivative that it is compared with
         weights = head.trained if torch.is_grad_enabled() else []
         outputs = _ChunkedScore.apply(task, hidden_NH, labels_N, top_ids_NK, expected_N, *weights)
         return dict(zip(task.names, outputs, strict=True)) | balance
 
     def hidden(self, inputs: dict[str, Any]) -> Tensor:
-        """Return what the head is applied to, or what the next stage of a pipeline is given: BTH."""
+        """Return the last hidden states, the input of the head or of the next pipeline stage: BTH."""
         found: Tensor = self.model.base_model(**_of_model(inputs), use_cache=False).last_hidden_state
         return found
 
     def probe(self, inputs: dict[str, Any]) -> Tensor:
-        """Return `hidden` to a caller outside `forward`: FSDP gathers the weights."""
+        """Return the hidden states; FSDP gathers the weights for this method, which is called outside of `forward`."""
         return self.hidden(inputs)
 
     @property
@@ -136,8 +140,8 @@ class Scorer(nn.Module):
         return int(self.model.get_output_embeddings().weight.shape[0])
 
     def _body(self, inputs: dict[str, Any]) -> tuple[Tensor, _Head, dict[str, Tensor]]:
-        """Return hidden states and the head, or logits and a head that does nothing where the head is not known; and
-        the loss of the routers, where it is wanted."""
+        """Return hidden states with the head, or logits with an identity head if the model's logits are not
+        head(body(x)); and the outputs of the load-balancing loss, empty if it is disabled."""
         if self._has_plain_head is None:
             self._has_plain_head = self._probe()
         body = self.model.base_model if self._has_plain_head else self.model
@@ -156,7 +160,7 @@ class Scorer(nn.Module):
         return _Head(self.model.get_output_embeddings(), self._after_head)
 
     def _after_head(self, logits_MV: Tensor) -> Tensor:
-        """Do to the output embedding's product what the families do after it."""
+        """Apply the scaling or soft cap that some model families apply to the logits."""
         config = self.model.config.get_text_config()
         if scale := getattr(config, "logit_scale", None):  # Cohere
             logits_MV = logits_MV * scale
@@ -168,15 +172,15 @@ class Scorer(nn.Module):
 
     @torch.no_grad()
     def _probe(self) -> bool:
-        """Compare with the model's own logits on a few tokens; a family that does more after its head keeps them."""
+        """Return True if head(body(x)) equals the model's own logits on a few tokens."""
         if self.model.get_output_embeddings() is None or self.model.base_model is self.model:
             return False
         if has_no_data(self.model):
             return True
         was_training = self.model.training
-        self.model.eval()  # dropout would draw random numbers, and make both differ
+        self.model.eval()  # dropout would draw random numbers, and the two results would differ
         ids = torch.arange(1, PROBE_TOKENS + 1, device=self.model.device).unsqueeze(0) % self.vocabulary
-        # What autocast remembered of these passes, a recomputation of the next one would not find.
+        # Without a cache: a recomputation of the next pass would not find the casts that autocast cached here.
         with _autocast(ids.device, _autocast_dtype(ids.device)):
             whole = self.model(input_ids=ids, use_cache=False).logits
             hidden = getattr(self.model.base_model(input_ids=ids, use_cache=False), "last_hidden_state", None)
@@ -188,32 +192,33 @@ class Scorer(nn.Module):
 
 
 def has_no_data(model: nn.Module) -> bool:
-    """Return whether the weights are shapes alone, as in an estimate of memory."""
+    """Return True if the weights have shapes but no data, as in an estimate of memory."""
     return isinstance(next(model.parameters()), FakeTensor)
 
 
 def _of_model(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what is for the scorer alone."""
+    """Return the inputs without those that only the scorer reads."""
     own = {"shift_labels", SEQUENCES, NUM_SEQUENCES, *(["input_ids"] if "inputs_embeds" in inputs else [])}
     return {name: value for name, value in inputs.items() if name not in own}
 
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """Hidden states to logits: MH to MV."""
+    """The output layer: hidden states MH to logits MV."""
 
     module: nn.Module | None
-    """None: what comes in are logits."""
+    """The output embedding; None: the inputs already are logits."""
+
     after: Callable[[Tensor], Tensor]
 
     @property
     def trained(self) -> list[nn.Parameter]:
-        """Return the weights that get a gradient."""
+        """Return the weights that require a gradient."""
         return [p for p in self.module.parameters() if p.requires_grad] if self.module else []
 
     def cast(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
-        """Return the matrices in the dtype that autocast multiplies in, in place of a cast per chunk; empty: as they
-        are. Those that are trained are leaves of their own."""
+        """Return the matrices cast once to the dtype of autocast, instead of once per chunk; empty: no cast is needed.
+        Casts of trained matrices are leaves of the graph."""
         if self.module is None or dtype is None:
             return {}
         return {
@@ -223,12 +228,13 @@ class _Head:
         }
 
     def leaves(self, cast: dict[str, Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
-        """Return what stands in for the trained `weights` in the product."""
+        """Return the tensors of the product that gradients are computed for: the cast of each trained weight, or the
+        weight itself."""
         names = [name for name, p in self.module.named_parameters() if p.requires_grad] if self.module else []
         return [cast.get(name, weight) for name, weight in zip(names, weights, strict=True)]
 
     def __call__(self, hidden_MH: Tensor, cast: dict[str, Tensor]) -> Tensor:
-        """Return the logits, by the cast matrices where there are any."""
+        """Return the logits MV, computed with the cast matrices if there are any."""
         if self.module is None:
             return self.after(hidden_MH)
         if not cast:
@@ -241,22 +247,22 @@ class _Softmax(NamedTuple):
 
     scaled_MV: Tensor
     sums_M1: Tensor
-    """Their logsumexp."""
+    """Logsumexp of each row of `scaled_MV`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """What `_ChunkedScore` computes of each chunk."""
+    """Settings and formulas of `_ChunkedScore`: the outputs of a chunk and their derivative."""
 
     head: _Head
     wants: Wants
     num_top: int
-    """K; 0: they are not wanted."""
+    """K, the number of most likely tokens; 0: none."""
     num_ids: int
-    """They are among the first so many."""
+    """Number of token ids from which they are selected."""
     dtype: torch.dtype
     num_rows: int
-    """M of a full chunk."""
+    """Number of tokens M of a full chunk."""
 
     @property
     def names(self) -> list[str]:
@@ -275,20 +281,20 @@ class _Task:
             yield slice(start, start + self.num_rows)
 
     def logits(self, hidden_MH: Tensor, cast: dict[str, Tensor]) -> Tensor:
-        """Run the head over a chunk, as long as kernels like it."""
+        """Return the logits of a chunk; the head runs on a padded length that suits the kernels."""
         count = len(hidden_MH)
         logits = self.head(filled(hidden_MH, -2), cast)
         return logits if len(logits) == count else logits[:count]
 
     def softmax(self, logits_MV: Tensor) -> _Softmax:
-        """Divide a chunk's logits by the temperature and sum them up."""
+        """Divide a chunk's logits by the temperature, and compute their logsumexp."""
         scaled_MV = logits_MV.detach().to(self.dtype)
         if self.wants.temperature != 1.0:
             scaled_MV = scaled_MV / self.wants.temperature
         return _Softmax(scaled_MV, scaled_MV.logsumexp(-1, keepdim=True))
 
     def outputs(self, softmax: _Softmax, labels_M: Tensor, top_ids_MK: Tensor | None) -> dict[str, Tensor]:
-        """Return what is wanted of a chunk."""
+        """Return the outputs of a chunk by name."""
         scaled_MV, sums_M1 = softmax
         label_M1 = scaled_MV.gather(-1, labels_M.unsqueeze(-1))
         found = {"logprobs": (label_M1 - sums_M1).squeeze(-1)}
@@ -306,10 +312,10 @@ class _Task:
     def derivative(
         self, softmax: _Softmax, labels_M: Tensor, upstream: dict[str, Tensor], top_ids_MK: Tensor | None
     ) -> Tensor:
-        """Return the derivative of the loss by a chunk's logits: MV.
+        """Return the derivative of the loss with respect to a chunk's logits: MV.
 
-        With p the softmax and g what is upstream: of the log-probability of token t, g (1[v = t] - p_v); of the
-        entropy E, -g p_v (log p_v + E).
+        With p the softmax and g the upstream gradient of an output: g (1[v = t] - p_v) for the log-probability of
+        token t, and -g p_v (log p_v + E) for the entropy E.
         """
         upstream_M1 = {name: gradient.to(self.dtype).unsqueeze(-1) for name, gradient in upstream.items()}
         total_M1 = upstream_M1["logprobs"]
@@ -329,7 +335,7 @@ class _Task:
 
 
 class _ChunkedScore(torch.autograd.Function):
-    """A `_Task` over chunks, whose logits die with each chunk."""
+    """Autograd function that computes a `_Task` chunk by chunk and frees the logits after each chunk."""
 
     @staticmethod
     def forward(
@@ -367,7 +373,7 @@ class _ChunkedScore(torch.autograd.Function):
         hidden_NH, labels_N, top_ids_NK, expected_N = ctx.saved_tensors
         given = {name: g for name, g in zip(task.names, upstream, strict=True) if name in task.differentiable}
         ahead, ctx.ahead = ctx.ahead, None
-        # One comparison on the device and one value read from it; a guess that is only near would change the gradient.
+        # Exact comparison, with one value read from the device: an approximate match would change the gradient.
         if ahead is not None and bool((given["logprobs"] == expected_N).all()):
             return None, ahead[0], None, None, None, *ahead[1:]
         del ahead
@@ -384,7 +390,7 @@ class _ChunkedScore(torch.autograd.Function):
 
 
 class _Gradients:
-    """Gradients of the hidden states and of the head's weights, added up chunk by chunk."""
+    """Gradients of the hidden states and of the head's weights, accumulated chunk by chunk."""
 
     def __init__(
         self, task: _Task, hidden_NH: Tensor, weights: Sequence[Tensor], compute_dtype: torch.dtype | None
@@ -397,7 +403,7 @@ class _Gradients:
         self._has_many = len(hidden_NH) > task.num_rows
 
     def logits(self, chunk: slice) -> Tensor:
-        """Run the head over a chunk, to be differentiated by `add`."""
+        """Return the logits of a chunk, with the graph that `add` differentiates."""
         self._chunk = chunk
         self._hidden_MH = self._hidden_NH[chunk].detach().requires_grad_()
         with torch.enable_grad():
@@ -405,14 +411,14 @@ class _Gradients:
         return self._logits_MV
 
     def add(self, derivative_MV: Tensor) -> None:
-        """Add what the derivative of the loss by the newest logits makes of it."""
+        """Add the gradients of a chunk, from the derivative of the loss with respect to the last logits."""
         self._of_hidden[self._chunk], *of_weights = torch.autograd.grad(
             self._logits_MV, [self._hidden_MH, *self._leaves], derivative_MV.to(self._logits_MV.dtype)
         )
         del self._logits_MV
         if not self._of_weights:
             self._of_weights = [
-                # Sums of many chunks in half precision would lose the small ones.
+                # A sum of many chunks in half precision would lose small summands.
                 gradient.to(torch.promote_types(weight.dtype, torch.float32) if self._has_many else weight.dtype)
                 for gradient, weight in zip(of_weights, self._weights, strict=True)
             ]
@@ -421,13 +427,13 @@ class _Gradients:
             total.add_(gradient)
 
     def found(self) -> tuple[Tensor, ...]:
-        """Return the gradients in the order of the inputs."""
+        """Return the total gradients of the hidden states and of each weight."""
         totals = self._of_weights or [torch.zeros_like(weight) for weight in self._weights]
         return (self._of_hidden, *(t.to(w.dtype) for t, w in zip(totals, self._weights, strict=True)))
 
 
 def _joined(chunks: Sequence[Tensor], name: str, task: _Task, hidden_NH: Tensor) -> Tensor:
-    """Put an output of all chunks together, which may be none."""
+    """Concatenate an output of all chunks; without chunks, return an empty tensor."""
     if chunks:
         return torch.cat(list(chunks))
     shape = (0, task.num_top) if name.startswith("top_") else (0,)
@@ -439,6 +445,7 @@ def _autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def _autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """Compute in `dtype`, without autocast's cache of casts: it would keep those of one chunk for the next, with their
-    position in a graph that is gone."""
+    """Compute in `dtype` without autocast's cache of casts: a cached cast belongs to the graph of an earlier chunk,
+    which
+    is freed."""
     return torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False)

@@ -1,4 +1,4 @@
-"""Stable Diffusion 3 and 3.5: two CLIPs and a T5 read the prompt, a VAE with a posterior the image."""
+"""Stable Diffusion 3 and 3.5: two CLIPs and a T5 encode the prompt, a VAE with a posterior encodes the image."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_TOKENS = 512
 
 
 class SD3(DiffusionModel):
-    """Text is the tokens of all three encoders, and what the two CLIPs say of the whole prompt."""
+    """Stable Diffusion 3, whose text input is the token embeddings of three encoders and the pooled output of two."""
 
     lora_targets = (
         "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
@@ -32,7 +32,7 @@ class SD3(DiffusionModel):
         """See `DiffusionModel`.
 
         Raises:
-            ConfigError: the pipeline takes no prompts of such a length, so its exports could not be proven.
+            ConfigError: the pipeline does not accept prompts of this length, so its exports could not be verified.
         """
         if config.max_prompt_length > _MOST_TOKENS:
             raise ConfigError(
@@ -42,7 +42,7 @@ class SD3(DiffusionModel):
         super().__init__(folder, config, device)
 
     def text_embedding(self, prompts: Sequence[str]) -> Text:
-        """See `DiffusionModel.text_embedding`; without a T5 its tokens are zeros, as in the pipeline."""
+        """See `DiffusionModel.text_embedding`; without a T5 its embeddings are zeros, as in the pipeline."""
         given = list(prompts)
         with self._working("text_encoder", "text_encoder_2", "text_encoder_3"), self._width_of_tokens():
             tokens, _, pooled, _ = self.pipeline.encode_prompt(
@@ -53,7 +53,7 @@ class SD3(DiffusionModel):
 
     @contextmanager
     def _width_of_tokens(self) -> Iterator[None]:
-        """Have in the pipeline, inside the block, what it asks its denoiser where it has no T5: how wide tokens are."""
+        """Let the pipeline, which reads the embedding size from its denoiser, encode without a T5 inside the block."""
         if self.pipeline.transformer is not None:
             yield
             return

@@ -1,6 +1,6 @@
-"""A teacher: another causal language model, which is asked about the policy's samples and never trained.
+"""Teacher of a distillation: a causal language model that scores the policy's samples and is not trained.
 
-Its weights are split over the policy's mesh. It may be of another architecture; its tokens must be the policy's.
+Its weights are sharded over the policy's mesh. The architecture may differ from the policy's; the token ids must not.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from cosmos_core.models.source import KEY, check_weights
 from cosmos_core.parallel.fsdp import move_buffers
 
 TEACHER = "teacher"
-"""The name under which an algorithm asks for its outputs."""
+"""Name of the teacher's weights in `View.evaluate`."""
 
 TEACHER_KEY = "distillation.model_name_or_path"
 
 
 def open_teacher(teacher: DistillationConfig, recipe: Recipe, policy: ModelAdapter) -> CausalLM:
-    """Load the teacher, split over the mesh of the policy.
+    """Load the teacher, sharded over the mesh of the policy.
 
     Raises:
-        ModelError: it cannot be loaded, or its tokens are not the policy's.
-        ConfigError: it takes shorter rows than the recipe has.
+        ModelError: the teacher cannot be loaded, or its token ids differ from the policy's.
+        ConfigError: rows of the recipe are longer than the teacher supports.
     """
     check_vocabulary(teacher, policy.tokenizer)
     train = computing(teacher, recipe.train)
@@ -55,10 +55,10 @@ def open_teacher(teacher: DistillationConfig, recipe: Recipe, policy: ModelAdapt
 
 
 def look_at_teacher(teacher: DistillationConfig, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return what `cosmos check` says of the teacher, without reading its weights.
+    """Check a teacher without reading its weights, and return the line about it for `cosmos check`.
 
     Raises:
-        ModelError, ConfigError: as `open_teacher`.
+        ModelError, ConfigError: see `open_teacher`.
     """
     check_vocabulary(teacher, tokenizer)
     with told_of_teacher():
@@ -69,10 +69,10 @@ def look_at_teacher(teacher: DistillationConfig, recipe: Recipe, tokenizer: PreT
 
 
 def check_vocabulary(teacher: DistillationConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Make sure that every token of the policy's is the teacher's of the same id; it may have more.
+    """Check that every token of the policy has the same id in the teacher, which may have further tokens.
 
     Raises:
-        ModelError: one is not, or the teacher's tokenizer cannot be loaded.
+        ModelError: an id differs, or the teacher's tokenizer cannot be loaded.
     """
     with told_of_teacher():
         theirs = load_tokenizer(teacher.model_name_or_path, teacher.model_revision).get_vocab()
@@ -89,12 +89,12 @@ def check_vocabulary(teacher: DistillationConfig, tokenizer: PreTrainedTokenizer
 
 
 def count_ids(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the number of ids up to the last one that a token has; a head may have more rows."""
+    """Return the largest token id plus one; a head may have more rows."""
     return int(max(tokenizer.get_vocab().values())) + 1
 
 
 def computing(teacher: DistillationConfig, train: TrainConfig) -> TrainConfig:
-    """Return the settings of a training as they are for its teacher, which is not trained."""
+    """Return the training's settings with those of the teacher, which is not trained."""
     return train.derived(
         master_dtype=teacher.master_dtype,
         param_dtype=teacher.param_dtype,
@@ -109,7 +109,7 @@ def computing(teacher: DistillationConfig, train: TrainConfig) -> TrainConfig:
 
 @contextmanager
 def told_of_teacher() -> Iterator[None]:
-    """Name the teacher's key where loading says what is wrong with a model."""
+    """Replace the key of the policy's model by that of the teacher in errors that are raised inside the block."""
     try:
         yield
     except (ModelError, ConfigError) as error:

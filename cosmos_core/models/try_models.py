@@ -1,9 +1,9 @@
-"""The program behind `cosmos try`: completions or images of one model, or of two side by side.
+"""The program of `cosmos try`: completions or images of one model, or of two models in two columns.
 
     python -m cosmos_core.models.try_models OPTIONS MODEL [MODEL]
 
-OPTIONS is JSON: `prompt`, `max_tokens`, `temperature`, `names`. It loads with plain transformers or diffusers, on the
-GPU where there is one, and keeps a conversation for each model. Nothing here is used in training.
+OPTIONS is JSON: `prompt`, `max_tokens`, `temperature`, `names`. It loads models with plain transformers or
+diffusers, on a GPU if there is one, and keeps a conversation for each model. Training does not use this module.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from rich.table import Table
 from cosmos_core.errors import EXIT_OK, CosmosError
 
 Respond = Callable[[str, int], str]
-"""What a model makes of a prompt, the N-th one: its completion, or the file that it drew."""
+"""Function from a prompt and its number to the completion of a model, or to the name of the image file."""
 
 
 def open_chat(model: str, max_tokens: int, temperature: float, device: torch.device) -> Respond:
-    """Return a function that completes prompts, each after the earlier turns where the model has a chat template.
+    """Return a function that completes prompts; with a chat template, each prompt continues the conversation.
 
     Raises:
-        ModelError: it cannot be loaded.
+        ModelError: the model cannot be loaded.
     """
     from transformers.utils.logging import disable_progress_bar
 
@@ -63,7 +63,7 @@ def open_chat(model: str, max_tokens: int, temperature: float, device: torch.dev
 
 
 def open_drawing(model: str, name: str, device: torch.device) -> Respond:
-    """Return a function that draws into files of the current folder, from the same noise for each model."""
+    """Return a function that writes images to the current folder, from the same noise for each model."""
     from diffusers import DiffusionPipeline
 
     pipeline = DiffusionPipeline.from_pretrained(model).to(device)
@@ -92,7 +92,7 @@ def _prompts(given: str) -> Iterator[str]:
 
 
 def main() -> int:
-    """Respond to each prompt; a mistake is one line on standard error and its exit code."""
+    """Respond to each prompt; report an error as one line on standard error, and return its exit code."""
     options, models = json.loads(sys.argv[1]), sys.argv[2:]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     console = Console(highlight=False)

@@ -1,12 +1,12 @@
 """Context parallelism of video denoisers: the tokens of a clip are sharded over ranks, block by block.
 
-Before the first block and behind the last layer every rank has the whole clip. Between them each has an equal run of
-the tokens of all frames, the last filled up with zeros, and where a layer looks beyond its own tokens the ranks
-exchange: softmax attention trades tokens for heads (Ulysses, arXiv 2309.14509), linear attention adds up its sums over
-tokens, a convolution over time gets the frames at both borders. A rank's gradients are those of its own tokens; FSDP
-sums them over the ranks.
+Before the first block and after the last layer every rank has the whole clip. Between them each rank has an equal
+number of consecutive tokens, the last rank padded with zeros. Layers that need other ranks' tokens exchange data:
+softmax attention exchanges tokens for heads (Ulysses, arXiv 2309.14509), linear attention sums over the ranks, and a
+convolution over time gets the frames at both borders. A rank computes the gradients of its own tokens; FSDP sums them
+over the ranks.
 
-Not here: which family does what, which its own file says.
+The file of each family selects what its layers need.
 
 Shapes: B samples, N tokens of a rank, K heads, D head size, C channels, F frames of a rank, S positions of a frame.
 """
@@ -28,50 +28,53 @@ from torch.nn import functional
 from cosmos_core.parallel.context import exchanged
 
 Dims = Mapping[str, int]
-"""Arguments that have an entry for each token, and in which dimension."""
+"""Token dimension of each argument that has an entry per token."""
 
 
 class Shards:
-    """Which tokens of the clip in hand are this rank's; each block notes it anew, so that one that is computed again in
-    the backward pass finds what it found before."""
+    """Distribution of the tokens of the current clip over the ranks.
+
+    Each block sets it again, so that a block that is recomputed in the backward pass uses the same distribution."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.group, self.size, self.rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
         self.count = self.length = 0
 
     def note(self, count: int, unit: int = 1) -> None:
-        """Take a clip of `count` tokens, of which `unit` stay together."""
+        """Distribute a clip of `count` tokens over the ranks, in units of `unit` consecutive tokens."""
         self.count, self.length = count, unit * -(-count // (unit * self.size))
 
     def own(self, tensor: Tensor, dim: int) -> Tensor:
-        """Return this rank's tokens of all, with zeros where there are no more."""
+        """Return this rank's tokens of a tensor with all tokens, padded with zeros."""
         start = min(self.rank * self.length, self.count)
         return self._filled(tensor.narrow(dim, start, min(self.length, self.count - start)), dim, self.length)
 
     def all(self, tensor: Tensor, dim: int) -> Tensor:
-        """Return the tokens of all ranks; the gradient of each rank's goes back to it."""
+        """Return the tokens of all ranks; in the backward pass, each rank gets the gradient of its tokens."""
         found: Tensor = _Gather.apply(tensor, dim, self.group)
         return found.narrow(dim, 0, self.count)
 
     def real(self, like: Tensor) -> Tensor:
-        """Return 1 for each token of this rank and 0 where it is filled up: N."""
+        """Return 1 for each token of this rank and 0 for padding: N."""
         return (self.rank * self.length + torch.arange(self.length, device=like.device) < self.count).to(like.dtype)
 
     def to_heads(self, states_BKND: Tensor) -> Tensor:
-        """Return all tokens of some heads in place of some tokens of all heads."""
+        """Exchange some tokens of all heads for all tokens of some heads."""
         return exchanged(states_BKND, 1, 2, self.group).narrow(2, 0, self.count)
 
     def to_tokens(self, states_BKND: Tensor) -> Tensor:
-        """Undo `to_heads`."""
+        """Exchange all tokens of some heads for some tokens of all heads."""
         return exchanged(self._filled(states_BKND, 2, self.length * self.size), 2, 1, self.group)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum over the ranks, each of which goes on with it for its own tokens."""
+        """Return the sum over the ranks; gradients are summed too, because each rank uses the sum for its own
+        tokens."""
         found: Tensor = _Sum.apply(tensor, self.group)
         return found
 
     def borders(self, frames_BCFS: Tensor) -> Tensor:
-        """Return the frames of this rank between the one before and the one behind them, zeros at the ends."""
+        """Return the frames of this rank with the frame before and the frame after them, zeros at the ends of the
+        clip."""
         edges = torch.stack([frames_BCFS[:, :, 0], frames_BCFS[:, :, -1]])
         of_all = self.sum(functional.pad(edges[None], (0,) * 2 * edges.ndim + (self.rank, self.size - 1 - self.rank)))
         nothing = torch.zeros_like(edges[0])
@@ -88,14 +91,14 @@ class Shards:
 def shard_blocks(
     denoiser: Any, shards: Shards, dims: Dims, adapt: Callable[[dict[str, Any]], None], ends: Mapping[str, Dims]
 ) -> None:
-    """Make the blocks of a denoiser take and give this rank's tokens.
+    """Make the blocks of a denoiser process only this rank's tokens.
 
     Args:
-        denoiser: with `transformer_blocks`, and `proj_out` as its last layer.
-        shards: notes in `adapt` which tokens there are.
-        dims: of the arguments of a block, without `hidden_states`, which the first is given whole.
-        adapt: changes the other arguments of a block, by name, before anything is sharded.
-        ends: layers behind the blocks with arguments that are still whole.
+        denoiser: module with `transformer_blocks`, and `proj_out` as its last layer.
+        shards: the distribution of tokens, which `adapt` sets.
+        dims: token dimensions of the arguments of a block, except `hidden_states`.
+        adapt: function that changes the arguments of a block, by name, before they are sharded.
+        ends: layers after the blocks, with the token dimensions of arguments that have all tokens.
     """
 
     def shard_in(arguments: dict[str, Any], dims: Dims) -> None:
@@ -119,7 +122,7 @@ def shard_blocks(
 
 
 class UlyssesAttention:
-    """Softmax attention among the tokens of a clip, as `CosmosAttnProcessor2_0` of diffusers computes it."""
+    """Softmax attention over all tokens of a clip, as `CosmosAttnProcessor2_0` of diffusers computes it."""
 
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
@@ -150,7 +153,7 @@ class UlyssesAttention:
 
 
 class SummedLinearAttention:
-    """Linear attention among the tokens of a clip, as `SanaLinearAttnProcessor3_0` of diffusers computes it."""
+    """Linear attention over all tokens of a clip, as `SanaLinearAttnProcessor3_0` of diffusers computes it."""
 
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
@@ -183,8 +186,9 @@ class SummedLinearAttention:
 
 
 def see_borders(convolution: nn.Module, shards: Shards, tokens_per_frame: Callable[[], int]) -> None:
-    """Let a convolution over time (B, C, F, S), which adds a frame of zeros at each end, see the frames of other
-    ranks."""
+    """Give a convolution over time (B, C, F, S), which pads with a frame of zeros at each end, the neighbouring frames
+    of
+    other ranks."""
 
     def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
         (frames_BCFS,) = args
@@ -196,7 +200,7 @@ def see_borders(convolution: nn.Module, shards: Shards, tokens_per_frame: Callab
 
 
 def _turned(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs of neighbours."""
+    """Apply the rotary embedding to pairs of neighbouring elements."""
     one, other = states.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos[..., 0::2], sin[..., 1::2]
     return torch.stack([one * cos - other * sin, one * sin + other * cos], -1).flatten(-2).type_as(states)
@@ -208,7 +212,7 @@ def _projected(attn: Any, states: Tensor) -> Tensor:
 
 
 def _change_arguments(module: nn.Module, change: Callable[[dict[str, Any]], None]) -> None:
-    """Let `change` see and change the arguments of each call of a module by name."""
+    """Call `change` with the arguments by name before each call of a module; it may modify them."""
     signature = inspect.signature(module.forward)
 
     def hook(
@@ -222,7 +226,7 @@ def _change_arguments(module: nn.Module, change: Callable[[dict[str, Any]], None
 
 
 class _Gather(torch.autograd.Function):
-    """Concatenate what all ranks have; each computes the same with it, so the gradient is not summed."""
+    """Concatenation over ranks; all ranks compute the same with the result, so gradients are not summed."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -238,7 +242,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Add up what all ranks have; each goes on with tokens of its own, so the gradients are summed too."""
+    """Sum over ranks; each rank uses the result for its own tokens, so gradients are summed too."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
