@@ -162,17 +162,12 @@ def _recipe(asked: dict[str, str], settings: list[tuple[str, Any, str]]) -> str:
     tables: dict[str, list[str]] = {}
     for key, value, reason in settings:
         table, _, name = key.rpartition(".")
-        tables.setdefault(table, []).append(f"{name} = {_toml(value)}  # {reason}")
+        tables.setdefault(table, []).append(f"{name} = {json.dumps(value, ensure_ascii=False)}  # {reason}")
     command = " ".join(f"--{name} {value}" for name, value in asked.items() if value and name != "method")
     body = f"# cosmos {asked['method']} {command}\n"
     for table, lines in sorted(tables.items()):
         body += f"\n[{table}]\n" + "\n".join(lines) + "\n"
     return f"{_MARK}{hashlib.sha256(body.encode()).hexdigest()[:16]}\n{body}"
-
-
-def _toml(value: Any) -> str:
-    """Return a value in TOML: strings, numbers, booleans and lists are written as in JSON."""
-    return json.dumps(value, ensure_ascii=False)
 
 
 def _path(asked: dict[str, str], save: str) -> Path:

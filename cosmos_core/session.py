@@ -63,7 +63,8 @@ def run_session(server: ExitStack, wait_for_server: Callable[[], None], run: Run
         display.message(f"run {run.id} in {run.path}")
         try:
             with server:
-                _import_flow()
+                with without_collection():
+                    import_module("flows.post_train")
                 wait_for_server()
                 flow_error = _run_flow(run, from_stage, verify)
         except (KeyboardInterrupt, Preempted):
@@ -112,11 +113,6 @@ def _explain(run: Run, code: int) -> None:
 
 def _say(message: str) -> None:
     sys.stderr.write(f"cosmos: {' '.join(message.split())}\n")
-
-
-def _import_flow() -> None:
-    with without_collection():
-        import_module("flows.post_train")
 
 
 def _run_flow(run: Run, from_stage: str, verify: bool) -> str:

@@ -69,7 +69,10 @@ class StageArtifacts:
         with _never_costs_the_run():
             self._show_progress(100.0)
             self._show_metrics()
-            self._show_drawings()
+            if (newest := gallery.newest_grid(self._stage_path)) is not None:
+                create_image_artifact(
+                    image_url=gallery.png_uri(newest), key=f"{self._key}-drawings", description=newest.parent.name
+                )
             create_markdown_artifact(_card(result), key=f"{self._key}-card", description=f"Result of {result['name']}")
 
     def show_refusal(self) -> None:
@@ -79,13 +82,6 @@ class StageArtifacts:
             text = f"# {self._stage_path.name}: refused\n\n{conditions_table(conditions)}"
             create_markdown_artifact(
                 text, key=f"{self._key}-card", description=f"Conditions of {self._stage_path.name}"
-            )
-
-    def _show_drawings(self) -> None:
-        """Publish the newest grid of images that a diffusion model has generated from held-out prompts."""
-        if (newest := gallery.newest_grid(self._stage_path)) is not None:
-            create_image_artifact(
-                image_url=gallery.png_uri(newest), key=f"{self._key}-drawings", description=newest.parent.name
             )
 
     def _show_progress(self, percent: float) -> None:

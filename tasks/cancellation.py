@@ -19,7 +19,7 @@ from uuid import UUID
 
 import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.client.schemas.objects import StateType
 from prefect.exceptions import ObjectNotFound, TerminationSignal
 from prefect.futures import PrefectFuture, wait
 from prefect.runtime import flow_run
@@ -58,7 +58,10 @@ def is_cancelled() -> bool | None:
         run = client.read_flow_run(UUID(flow_run.id))
         if run.state_type in _CANCELLED or run.parent_task_run_id is None:
             return run.state_type in _CANCELLED
-        return _parent(client, run.parent_task_run_id).state_type in _CANCELLED
+        parent = _flow_run_of(client, run.parent_task_run_id)
+        if parent is None:
+            raise ObjectNotFound(Exception(f"task run {run.parent_task_run_id} has no flow run"))
+        return client.read_flow_run(parent).state_type in _CANCELLED
     except ObjectNotFound:
         return False
     except httpx.HTTPError:
@@ -109,13 +112,6 @@ def publication_check() -> Callable[[], None]:
             raise Cancelled("its flow run was cancelled, so nothing is published")
 
     return check
-
-
-def _parent(client: SyncPrefectClient, task_run: UUID) -> FlowRun:
-    parent = _flow_run_of(client, task_run)
-    if parent is None:
-        raise ObjectNotFound(Exception(f"task run {task_run} has no flow run"))
-    return client.read_flow_run(parent)
 
 
 @lru_cache

@@ -149,7 +149,8 @@ class Checkpointer:
                 written = write_rank(self._building(step), tensors, extra)
         except StageFailed as error:
             problem = str(error)
-        of_all = self._of_all_ranks((written, problem))
+        value = (written, problem)
+        of_all = [value] if self._group is None else exchange.all_gather(value, self._group)
         problem = next((each for _, each in of_all if each), "")
         if not is_first():
             if problem:
@@ -197,9 +198,6 @@ class Checkpointer:
             write_json(policy / MANIFEST, manifest)
         self._hashed.add(step)
         logger.info("saved checkpoint %s", target)
-
-    def _of_all_ranks(self, value: Any) -> list[Any]:
-        return [value] if self._group is None else exchange.all_gather(value, self._group)
 
     def _building(self, step: int) -> Path:
         """Return the temporary folder into which the ranks write."""

@@ -33,8 +33,9 @@ def reap(output_dir: Path) -> Iterator[str]:
             state = read_state(path)
             if state.state not in ACTIVE or is_alive(state.launcher_pid, state.launcher_started):
                 continue
-            if other := _elsewhere(state):
-                yield f"{run.name}/{path.name}: runs on {other}; reap there what is left of it"
+            is_recent = time.time() - (state.heartbeat or 0.0) < SILENT_SECONDS
+            if is_recent and state.launcher_host and state.launcher_host != socket.gethostname():
+                yield f"{run.name}/{path.name}: runs on {state.launcher_host}; reap there what is left of it"
                 continue
             worker.reap(path)
             update_state(path, state="stopped", ended=time.time(), error="its flow is gone; resume the run")
@@ -54,13 +55,6 @@ def cancelled_flow_run(output_dir: Path, run_id: str) -> str:
     except httpx.HTTPError:
         return ""
     return next((str(each.name) for each in flow_runs if each.state_type in _CANCELLED), "")
-
-
-def _elsewhere(state: State) -> str:
-    """Return the name of the other machine that runs the stage, or an empty string; a machine without a recent
-    heartbeat does not count."""
-    is_recent = time.time() - (state.heartbeat or 0.0) < SILENT_SECONDS
-    return state.launcher_host if is_recent and state.launcher_host != socket.gethostname() else ""
 
 
 def _is_abandoned(run: Path) -> bool:

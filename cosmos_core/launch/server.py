@@ -136,13 +136,6 @@ def _is_whole(database: Path) -> bool:
         return False
 
 
-def _write_private(path: Path, text: str) -> None:
-    """Replace a file by one that only its owner may read."""
-    path.unlink(missing_ok=True)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        file.write(text)
-
-
 class _Server:
     def __init__(self, home: Path, standby: Standby | None) -> None:
         self._standby = standby
@@ -152,7 +145,9 @@ class _Server:
         # the interpreter for the first one, until SQLite times out after a minute.
         self._database = home.absolute() / ":memory:" / "prefect.db"
         auth = f"cosmos:{secrets.token_urlsafe(24)}"
-        _write_private(home / "auth", auth)
+        (home / "auth").unlink(missing_ok=True)
+        with open(os.open(home / "auth", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            file.write(auth)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self._port = probe.getsockname()[1]

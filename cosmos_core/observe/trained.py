@@ -24,14 +24,11 @@ def trained(run: RunRecord) -> list[tuple[StageRecord, list[tuple[str, str]]]]:
         entry = entries.get(stage.name)
         if stage.kind.trains and entry and isinstance(entry.get("overrides"), dict):
             data = _data(run, entries, stage.name)
-            facts = [("base model", _model(entry)), ("data", data), *_settings(stage, flat(entry["overrides"]))]
+            model = str(entry.get("model") or flat(entry["overrides"]).get("policy.model_name_or_path", ""))
+            base = f"what stage {model.removeprefix(_STAGE)} made" if model.startswith(_STAGE) else model
+            facts = [("base model", base), ("data", data), *_settings(stage, flat(entry["overrides"]))]
             rows.append((stage, [(name, value) for name, value in facts if value]))
     return rows
-
-
-def _model(entry: dict[str, Any]) -> str:
-    model = str(entry.get("model") or flat(entry["overrides"]).get("policy.model_name_or_path", ""))
-    return f"what stage {model.removeprefix(_STAGE)} made" if model.startswith(_STAGE) else model
 
 
 def _data(run: RunRecord, entries: dict[str, dict[str, Any]], name: str) -> str:

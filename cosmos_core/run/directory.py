@@ -112,7 +112,9 @@ def create_run(pipeline: Pipeline, *, run_id: str = "") -> Run:
     # models and data sets on the Hub have changed.
     original = pipeline
     private = pipeline.config.private
-    fixed = {"threads": threads(pipeline), "private": _hides() if private is None else private}
+    if private is None and umask() & 0o077 == 0o077:  # new files are readable for their owner only
+        private = True
+    fixed = {"threads": threads(pipeline), "private": private}
     pipeline = replace(pipeline, config=pipeline.config.model_copy(update=fixed))
     pipeline = pinned_urls(pinned(pipeline))
     versions = stage_facts(pipeline).versions
@@ -163,11 +165,6 @@ def open_run(path: Path, kinds: Kinds) -> Run:
     run = Run(path.resolve(), load_pipeline(path / PIPELINE, (), kinds))
     _protect(run.path, run.pipeline)  # a copy from another machine may have other permissions
     return run
-
-
-def _hides() -> bool | None:
-    """Return True if the umask makes new files readable for their owner only, else None."""
-    return True if umask() & 0o077 == 0o077 else None
 
 
 def _protect(path: Path, pipeline: Pipeline) -> None:

@@ -54,7 +54,9 @@ FACTS = "facts.json"
 
 def main() -> int:
     """Run the stage named on the command line, and return the exit code."""
-    _keep_locks_from_children()
+    # A child that outlives this process and its launcher must not hold their locks.
+    for descriptor in filter(None, os.environ.pop("COSMOS_LOCK_DESCRIPTORS", "").split(",")):
+        os.set_inheritable(int(descriptor), False)
     path = Path(sys.argv[1])
     if not path.parents[1].stat().st_mode & 0o077:  # the run is private
         os.umask(umask() | 0o077)
@@ -192,13 +194,6 @@ def _program(entry: str) -> Callable[..., Outcome]:
     if not callable(program):
         raise ConfigError(f"{entry!r} is {type(program).__name__}, not a function")
     return program
-
-
-def _keep_locks_from_children() -> None:
-    """Make the locks that the launcher passed on not inheritable: a child that outlives both processes must not hold
-    them."""
-    for descriptor in filter(None, os.environ.pop("COSMOS_LOCK_DESCRIPTORS", "").split(",")):
-        os.set_inheritable(int(descriptor), False)
 
 
 def _listen_for_stop(stage: Stage) -> None:
