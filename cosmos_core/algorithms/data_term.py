@@ -43,7 +43,6 @@ class WithDataTerm(Algorithm):
         self._num_updates = 0
 
     def credit(self, groups: Sequence[ScoredGroup]) -> tuple[list[Sample], dict[str, float]]:
-        """See `Algorithm.credit`."""
         return self._algorithm.credit(groups)
 
     def updates(self, samples: Sequence[Any], view: View) -> Iterator[Update]:
@@ -53,11 +52,9 @@ class WithDataTerm(Algorithm):
             yield replace(update, data=self._term(number))
 
     def measure(self, chunks: Iterable[Sequence[Any]], view: View, size: int) -> dict[str, float]:
-        """See `Algorithm.measure`."""
         return self._algorithm.measure(chunks, view, size)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Algorithm.state_dict`."""
         return {"algorithm": self._algorithm.state_dict(), "num_updates": self._num_updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -28,7 +28,6 @@ class DiffusionNft(FlowRl):
     keeps_equal_groups = True
 
     def update_of(self, rollouts: Sequence[FlowRollout]) -> Update | None:
-        """See `FlowRl.update_of`."""
         if not rollouts:
             return None
         samples = [sample for rollout in rollouts for sample in self._samples(rollout)]

@@ -47,7 +47,6 @@ class FlowGrpo(FlowRl):
     config: FlowGrpoConfig
 
     def update_of(self, rollouts: Sequence[FlowRollout]) -> Update | None:
-        """See `FlowRl.update_of`."""
         assert self.sampling is not None and self.sampling.flow is not None
         flow, config = self.sampling.flow, self.config
         steps = [

@@ -110,11 +110,9 @@ class FlowRl(Algorithm):
         """Called at the end of a train step."""
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Algorithm.state_dict`."""
         return {"num_steps": self._num_steps, "num_updates": self._num_updates, "watch": self._watch.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Algorithm.load_state_dict`."""
         self._num_steps = int(state.get("num_steps", 0))
         self._num_updates = int(state.get("num_updates", self._num_steps))
         self._watch.load_state_dict(state.get("watch", {}))

@@ -197,11 +197,9 @@ class Grpo(Algorithm):
         return high_entropy_masks(samples, [row["entropy"] for row in rows], self.config.top_entropy_quantile)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Algorithm.state_dict`."""
         return {"num_steps": self._num_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Algorithm.load_state_dict`."""
         self._num_steps = int(state.get("num_steps", 0))
 
     def _update(self, fixed: _Fixed) -> Update:

@@ -124,7 +124,6 @@ class MediaPrompts(_Media[MediaPrompt]):
     """Prompts to draw from, by row."""
 
     def item(self, index: int) -> MediaPrompt:
-        """See `LazySequence.item`."""
         metadata = json.loads(self._value("metadata", index))
         return MediaPrompt(index, self._value("prompt", index), self._tensors(self._value("text", index)), metadata)
 

@@ -155,7 +155,6 @@ class Prompts(LazySequence[Prompt]):
         return int(self._table.num_rows)
 
     def item(self, index: int) -> Prompt:
-        """See `LazySequence.item`."""
         ids, text, reference, columns = (self._table[name][index].as_py() for name in _PROMPT_COLUMNS)
         return Prompt(index, tuple(ids), text, reference, self._images[index], metadata=json.loads(columns))
 

@@ -112,7 +112,6 @@ class CausalLM:
 
     @property
     def usual_wants(self) -> Wants:
-        """See `ModelAdapter.usual_wants`."""
         return LOGPROBS
 
     @property
@@ -131,7 +130,6 @@ class CausalLM:
         return self.model if self.whole is None else fill(self.whole, self.model)
 
     def export(self, target: Path) -> Export | None:
-        """See `ModelAdapter.export`."""
         model = self.whole_model()
         if model is None:
             return None
@@ -149,11 +147,9 @@ class CausalLM:
         return self._reading.vision.group(sample) if self._reading.vision else 0
 
     def planned(self, sample: Sample) -> Hashable | None:
-        """See `ModelAdapter.planned`."""
         return sample.micro_batch
 
     def collate(self, samples: Sequence[Sample], indices: Sequence[int], filler: Sample) -> TokenBatch:
-        """See `ModelAdapter.collate`."""
         samples_or_filler, device = samples or [_unlearned(filler)], self.device
         ids = [sample.input_ids for sample in samples_or_filler]
         rows = rows_of(ids, self._reading.pad_id, packed=self._is_packed, filled=self._row_length)
@@ -201,14 +197,12 @@ class CausalLM:
         return MicroBatch(batch.samples, batch.indices, rows, mask_BS, balance)
 
     def rows(self, micro: MicroBatch) -> list[dict[str, Tensor]]:
-        """See `ModelAdapter.rows`."""
         lengths = [len(sample.input_ids) - 1 for sample in micro.samples]
         return [
             {name: values[b, :length] for name, values in micro.outputs.items()} for b, length in enumerate(lengths)
         ]
 
     def expect(self, batch: TokenBatch, loss: Callable[[MicroBatch], Tensor]) -> TokenBatch:
-        """See `ModelAdapter.expect`."""
         count = sum(len(positions) for positions in batch.learned)
         logprobs_N = torch.zeros(count, dtype=self._dtype, device=self.device, requires_grad=True)
         (expected_N,) = torch.autograd.grad(loss(self.micro_batch(batch, {"logprobs": logprobs_N})), logprobs_N)

@@ -52,7 +52,6 @@ class CosmosPredict(SanaVideo):
     max_given = 2
 
     def text_embedding(self, prompts: Sequence[str]) -> Text:
-        """See `DiffusionModel.text_embedding`."""
         with self._working("text_encoder"):
             rows = [self._encoded(prompt) for prompt in prompts]
         return {"prompt_embeds": torch.cat(rows)}
@@ -81,7 +80,6 @@ class CosmosPredict(SanaVideo):
         }
 
     def probe(self) -> dict[str, Any]:
-        """See `DiffusionModel.probe`."""
         return DiffusionModel.probe(self)
 
     def check_context(self, size: int) -> None:
@@ -98,7 +96,6 @@ class CosmosPredict(SanaVideo):
             )
 
     def shard_tokens(self, denoiser: Any, mesh: DeviceMesh) -> None:
-        """See `DiffusionModel.shard_tokens`."""
         shards = Shards(mesh)
         levels = {"embedded_timestep": 1, "temb": 1}
         dims = {**levels, "image_rotary_emb": 0, "extra_pos_emb": 1}
@@ -136,7 +133,6 @@ class CosmosPredict(SanaVideo):
         return {"safety_checker": Unguarded()}
 
     def load_denoiser(self, dtype: torch.dtype) -> Any:
-        """See `DiffusionModel.load_denoiser`."""
         substitute_torchvision()
         return super().load_denoiser(dtype)
 

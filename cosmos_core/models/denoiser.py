@@ -82,7 +82,6 @@ class Denoiser:
         return None
 
     def whole_model(self) -> Any:
-        """See `ModelAdapter.whole_model`."""
         return self.model if self.whole is None else fill(self.whole, self.model)
 
     def predict(
@@ -111,7 +110,6 @@ class Denoiser:
         return conditional if negative is None else self.family.guided(conditional, velocity(negative), guidance)
 
     def export(self, target: Path) -> Export | None:
-        """See `ModelAdapter.export`."""
         model = self.whole_model()
         if model is None:
             return None
@@ -129,7 +127,6 @@ class Denoiser:
         return tuple(sample.latents.shape), texts, sample.noise is None, sample.negative is None
 
     def planned(self, sample: FlowSample) -> Hashable | None:
-        """See `ModelAdapter.planned`."""
         return None
 
     def collate(self, samples: Sequence[FlowSample], indices: Sequence[int], filler: FlowSample) -> FlowBatch:
@@ -162,14 +159,12 @@ class Denoiser:
         return outputs
 
     def micro_batch(self, batch: FlowBatch, outputs: dict[str, Tensor]) -> MicroBatch:
-        """See `ModelAdapter.micro_batch`."""
         mask = self.family.learned_mask(batch.inputs["noisy"], batch.num_given_B)
         if mask is None:
             mask = batch.inputs["noisy"].new_ones(())
         return MicroBatch(batch.samples, batch.indices, outputs | batch.inputs, mask)
 
     def rows(self, micro: MicroBatch) -> list[dict[str, Tensor]]:
-        """See `ModelAdapter.rows`."""
         return [{"velocity": velocity} for velocity in micro.outputs["velocity"]]
 
     def expect(self, batch: FlowBatch, loss: Callable[[MicroBatch], Tensor]) -> FlowBatch:

@@ -126,12 +126,10 @@ class Pipelined:
             stage.given = None
 
     def train(self, mode: bool) -> None:
-        """See `Runner.train`."""
         for stage in self.roots:
             stage.train(mode)
 
     def reshard(self) -> None:
-        """See `Runner.reshard`."""
         for stage in self.roots:
             reshard(stage)
 

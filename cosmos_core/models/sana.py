@@ -42,20 +42,17 @@ class Sana(DiffusionModel):
         return {"prompt_embeds": tokens_BLD, "prompt_attention_mask": mask_BL}
 
     def visual_embedding(self, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
-        """See `DiffusionModel.visual_embedding`."""
         with self._working("vae") as vae:
             latents: Tensor = vae.encode(pixels.to(self.device, torch.float32)).latent * self._scaling[0]
             return latents.cpu(), None
 
     @property
     def pixels_per_latent(self) -> tuple[int, int]:
-        """See `DiffusionModel.pixels_per_latent`."""
         return 1, 2 ** (len(self.folder.settings("vae")["encoder_block_out_channels"]) - 1)
 
     def nft_prepare_transformer_input(
         self, latents: Tensor, sigma_B: Tensor, text: Mapping[str, Tensor], num_given_B: Tensor | None = None
     ) -> dict[str, Any]:
-        """See `DiffusionModel.nft_prepare_transformer_input`."""
         return {
             "hidden_states": latents,
             "timestep": sigma_B * self.num_timesteps * self.timestep_scale,

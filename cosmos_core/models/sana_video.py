@@ -28,7 +28,6 @@ class SanaVideo(Sana):
             return ((latents - mean) / std).cpu(), None
 
     def decode(self, latents: Tensor) -> Tensor:
-        """See `DiffusionModel.decode`."""
         with self._working("vae") as vae:
             latents = latents.to(self.device, torch.float32)
             mean, std = channel_statistics(vae, latents)
@@ -37,11 +36,9 @@ class SanaVideo(Sana):
 
     @property
     def pixels_per_latent(self) -> tuple[int, int]:
-        """See `DiffusionModel.pixels_per_latent`."""
         return video_compression(self.folder.settings("vae"))
 
     def probe(self) -> dict[str, Any]:
-        """See `DiffusionModel.probe`."""
         found = super().probe()
         return found | {"frames": found.pop("num_frames")}
 

@@ -67,7 +67,6 @@ class SD3(DiffusionModel):
     def nft_prepare_transformer_input(
         self, latents: Tensor, sigma_B: Tensor, text: Mapping[str, Tensor], num_given_B: Tensor | None = None
     ) -> dict[str, Any]:
-        """See `DiffusionModel.nft_prepare_transformer_input`."""
         return {
             "hidden_states": latents,
             "timestep": sigma_B * self.num_timesteps,

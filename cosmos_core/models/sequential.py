@@ -35,7 +35,6 @@ class Sequential:
         return num_batches
 
     def run(self, batches: Sequence[Callable[[], Any]], consume: Consume, wants: Wants, size: int) -> None:
-        """See `Runner.run`."""
         for make in batches:
             batch = make()
             with forward_context(self._train, self._device):
@@ -45,11 +44,9 @@ class Sequential:
                 loss.backward()  # type: ignore[no-untyped-call]
 
     def train(self, mode: bool) -> None:
-        """See `Runner.train`."""
         self.roots[0].train(mode)
 
     def reshard(self) -> None:
-        """See `Runner.reshard`."""
         reshard(self.roots[0])
 
 

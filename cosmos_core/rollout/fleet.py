@@ -120,7 +120,6 @@ class Fleet:
             self._only_new = False
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
-        """See `Engine.submit`."""
         if is_first():
             self._own += [(prompt, self.request(prompt, sampling, step, is_urgent=True)) for prompt in prompts]
 
@@ -177,7 +176,6 @@ class Fleet:
         self._tell_all("sleep")
 
     def wake(self) -> None:
-        """See `Engine.wake`."""
         self._leave_memory()
         self._tell_all("wake")
 

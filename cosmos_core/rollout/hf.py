@@ -133,7 +133,6 @@ class HfEngine:
         return self._receiver.loaded(version)
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """See `Engine.logprobs`."""
         input_ids = torch.tensor([list(token_ids)], device=self._model.device)
         inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
         with self._inference():

@@ -99,14 +99,12 @@ class Turns(Around):
             self._first[prompt.id, step].append(sampling)
 
     def completed(self) -> list[Group]:
-        """See `Engine.completed`."""
         while groups := self._inner.completed():
             if done := self._gone_on(groups):
                 return done
         return []
 
     def close(self) -> None:
-        """See `Engine.close`."""
         self._runner.close()
         super().close()
 

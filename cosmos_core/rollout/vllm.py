@@ -123,7 +123,6 @@ class VllmEngine:
                 drop_name()
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
-        """See `Engine.submit`."""
         check_prompts(prompts, self._max_model_len)
         groups = [_Unfinished(prompt, sampling.num_completions, step) for prompt in prompts]
         requests = [(group, k) for group in groups for k in range(sampling.num_completions)]
@@ -140,7 +139,6 @@ class VllmEngine:
         self._in_flight |= {id_.partition("-")[0]: request for id_, request in zip(ids, requests, strict=True)}
 
     def completed(self) -> list[Group]:
-        """See `Engine.completed`."""
         done = self.step()
         while self._in_flight and not done:
             done = self.step()
@@ -224,7 +222,6 @@ class VllmEngine:
             self.slept = max(self.slept, level)
 
     def wake(self) -> None:
-        """See `Engine.wake`."""
         self._wake(_WEIGHTS)
         self._wake(_KV_CACHE)
 
@@ -236,7 +233,6 @@ class VllmEngine:
             self._asleep.remove(name)
 
     def close(self) -> None:
-        """See `Engine.close`."""
         with nullcontext() if self._owns_process_group else process_group_kept():
             self._llm.llm_engine.engine_core.shutdown()
         del self._llm

@@ -51,7 +51,6 @@ class DrawnPrompts(LazySequence[Prompt]):
         return len(self.media)
 
     def item(self, index: int) -> Prompt:
-        """See `LazySequence.item`."""
         entry = self.media[index]
         reference = next((str(entry.metadata[name]) for name in self._columns if name in entry.metadata), "")
         return Prompt(

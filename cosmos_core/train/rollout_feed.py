@@ -73,7 +73,6 @@ class RolloutFeed(Feed):
         return credit
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Feed.state_dict`."""
         return super().state_dict() | {"source": self._source.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

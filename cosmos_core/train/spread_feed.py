@@ -104,11 +104,9 @@ class SpreadRolloutFeed(RolloutFeed):
         ), metrics | sample_metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Feed.state_dict`."""
         return super().state_dict() | {"carried": self._carried.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Feed.load_state_dict`."""
         super().load_state_dict(state)
         if "carried" in state:
             self._carried.load_state_dict(state["carried"])

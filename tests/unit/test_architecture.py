@@ -67,23 +67,79 @@ def test_every_module_says_what_it_is_for() -> None:
     assert not [file for file in of_packages if file.read_text(encoding="utf-8").strip()]
 
 
+def class_definitions() -> dict[str, list[ast.ClassDef]]:
+    """Return the classes of the product by name."""
+    classes: dict[str, list[ast.ClassDef]] = {}
+    for file in sources():
+        if not file.is_relative_to(ROOT / "tests"):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ClassDef):
+                    classes.setdefault(node.name, []).append(node)
+    return classes
+
+
+def ancestors(node: ast.ClassDef, classes: dict[str, list[ast.ClassDef]]) -> Iterator[ast.ClassDef]:
+    """Yield a class and its base classes in the product."""
+    yield node
+    for base in node.bases:
+        name = ast.unparse(base).partition("[")[0].rpartition(".")[2]
+        for definition in classes.get(name, ()):
+            if definition is not node:
+                yield from ancestors(definition, classes)
+
+
+def documented(node: ast.ClassDef) -> set[str]:
+    return {each.name for each in node.body if isinstance(each, ast.FunctionDef) and ast.get_docstring(each)}
+
+
+def inherited_docstrings(node: ast.ClassDef, classes: dict[str, list[ast.ClassDef]]) -> set[str]:
+    """Return the methods that a base class, or a protocol that the class implements, documents."""
+    bases = list(ancestors(node, classes))
+    names = {each.name for base in bases for each in base.body if isinstance(each, ast.FunctionDef)}
+    names |= {each.target.id for base in bases for each in base.body
+              if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)}  # fmt: skip
+    names |= {each.attr for base in bases for each in ast.walk(base)
+              if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store)}  # fmt: skip
+    protocols = [each for group in classes.values() for each in group
+                 if any(ast.unparse(base).partition("[")[0] == "Protocol" for base in each.bases)]  # fmt: skip
+    implemented = [each for each in protocols
+                   if {part.name for part in each.body if isinstance(part, ast.FunctionDef)} <= names]  # fmt: skip
+    return {name for each in (*bases[1:], *implemented) for name in documented(each)}
+
+
 def test_every_public_function_of_ours_has_a_sentence() -> None:
-    silent = []
+    silent, classes = [], class_definitions()
     for file in sources():
         if file.is_relative_to(ROOT / "tests"):
             continue
         tree = ast.parse(file.read_text(encoding="utf-8"))
         for node in tree.body:
-            members = [node, *(node.body if isinstance(node, ast.ClassDef) and node.name[0] != "_" else [])]
+            is_class = isinstance(node, ast.ClassDef) and node.name[0] != "_"
+            described = inherited_docstrings(node, classes) if is_class else set()
             silent += [
                 f"{file.relative_to(ROOT)}:{member.name}"
-                for member in members
+                for member in [node, *(node.body if is_class else [])]
                 if isinstance(member, ast.FunctionDef)
                 and member.name[0] != "_"
                 and not ast.get_docstring(member)
+                and member.name not in described
                 and not any(ast.unparse(decorator) == "overload" for decorator in member.decorator_list)
             ]
     assert silent == []
+
+
+@pytest.mark.parametrize(
+    ("name", "inherited"),
+    [
+        ("Denoiser", "collate"),  # a protocol that it implements
+        ("KtoConfig", "named_weights"),  # a base class of a base class
+    ],
+)
+def test_an_override_needs_no_docstring_of_its_own(name: str, inherited: str) -> None:
+    classes = class_definitions()
+    [node] = classes[name]
+    assert inherited in inherited_docstrings(node, classes)
+    assert "no_such_method" not in inherited_docstrings(node, classes)
 
 
 def test_no_file_is_called_utils() -> None:

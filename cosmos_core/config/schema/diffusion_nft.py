@@ -29,15 +29,12 @@ class DiffusionNftConfig(FlowPolicyConfig):
 
     @property
     def named_weights(self) -> tuple[str, ...]:
-        """See `AlgorithmConfig.named_weights`."""
         return (OLD, *super().named_weights)
 
     def flow_sampling(self, diffusers: "DiffusersConfig") -> FlowSampling:
-        """See `FlowPolicyConfig.flow_sampling`."""
         return replace(super().flow_sampling(diffusers), weights=OLD)
 
     def refusals(self, stage: InStage) -> Iterator[str]:
-        """See `Table.refusals`."""
         yield from super().refusals(stage)
         diffusers = stage.recipe.policy.diffusers
         if diffusers.flow_rl.exp_reward:

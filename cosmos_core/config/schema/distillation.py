@@ -79,7 +79,6 @@ class DistillationConfig(Table):
         return is_from_teacher and info.data.get("top_k", 0) > 0
 
     def refusals(self, stage: InStage) -> Iterator[str]:
-        """See `Table.refusals`."""
         policy = stage.recipe.train.train_policy
         if not stage.kind.trains:
             return

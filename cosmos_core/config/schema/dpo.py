@@ -85,12 +85,10 @@ class DpoConfig(SupervisedConfig):
 
     @property
     def named_weights(self) -> tuple[str, ...]:
-        """See `AlgorithmConfig.named_weights`."""
         is_free = self.dpo.reference_free or {*self.dpo.loss_type} <= _WITHOUT_REFERENCE
         return () if is_free else ("reference",)
 
     def notices(self, stage: InStage) -> Iterator[str]:
-        """See `Table.notices`."""
         if self.named_weights and "reference_free" not in self.dpo.model_fields_set:
             yield (
                 "train.train_policy.dpo.reference_free = false: responses are compared with those of the model that "

@@ -30,7 +30,6 @@ class FlowGrpoConfig(FlowPolicyConfig):
     """Ratios are clipped above at 1 + this; negative: no upper clip."""
 
     def flow_sampling(self, diffusers: "DiffusersConfig") -> FlowSampling:
-        """See `FlowPolicyConfig.flow_sampling`."""
         found, flow_rl = super().flow_sampling(diffusers), diffusers.flow_rl
         steps = range(found.num_steps - 1)
         return replace(
@@ -43,7 +42,6 @@ class FlowGrpoConfig(FlowPolicyConfig):
         )
 
     def refusals(self, stage: InStage) -> Iterator[str]:
-        """See `Table.refusals`."""
         yield from super().refusals(stage)
         diffusers = stage.recipe.policy.diffusers
         if diffusers.sample.deterministic_sampling:

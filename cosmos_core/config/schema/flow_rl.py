@@ -45,7 +45,6 @@ class FlowPolicyConfig(GrpoConfig):
 
     @property
     def compares_groups(self) -> bool:
-        """See `AlgorithmConfig.compares_groups`."""
         return True
 
     @property
@@ -77,7 +76,6 @@ class FlowPolicyConfig(GrpoConfig):
         )
 
     def notices(self, stage: InStage) -> Iterator[str]:
-        """See `Table.notices`."""
         yield from super().notices(stage)
         for key in self.no_effect:
             *tables, name = key.split(".")
@@ -93,7 +91,6 @@ class FlowPolicyConfig(GrpoConfig):
             )
 
     def refusals(self, stage: InStage) -> Iterator[str]:
-        """See `Table.refusals`."""
         yield from super().refusals(stage)
         beta = stage.recipe.policy.diffusers.flow_rl.data_beta
         if self.rows == "media" and not beta:

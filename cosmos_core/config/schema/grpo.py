@@ -125,7 +125,6 @@ class GrpoConfig(RlConfig):
     """Rows that are learned beside rollouts."""
 
     def notices(self, stage: InStage) -> Iterator[str]:
-        """See `Table.notices`."""
         yield from super().notices(stage)
         of_variant = {"ratio_cap": _CAPPED, "sapo_temperature_pos": ("sapo",), "sapo_temperature_neg": ("sapo",)}
         for name, variants in of_variant.items():
@@ -258,11 +257,9 @@ class GrpoConfig(RlConfig):
 
     @property
     def real_rows(self) -> DataTermConfig | None:
-        """See `AlgorithmConfig.real_rows`."""
         return self.data_term if self.data_term.name else None
 
     def refusals(self, stage: InStage) -> Iterator[str]:
-        """See `Table.refusals`."""
         yield from super().refusals(stage)
         term, key = self.data_term, "train.train_policy.data_term"
         if term.weight and not term.name:
@@ -276,10 +273,8 @@ class GrpoConfig(RlConfig):
 
     @property
     def compares_groups(self) -> bool:
-        """See `AlgorithmConfig.compares_groups`."""
         return self.algo != "reinforce++" and not self.bypass_reward
 
     @property
     def named_weights(self) -> tuple[str, ...]:
-        """See `AlgorithmConfig.named_weights`."""
         return ("reference",) if self.kl_beta else ()

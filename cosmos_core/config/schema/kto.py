@@ -39,11 +39,9 @@ class KtoConfig(SftConfig):
 
     @property
     def named_weights(self) -> tuple[str, ...]:
-        """See `AlgorithmConfig.named_weights`."""
         return ("reference",)
 
     def refusals(self, stage: InStage) -> Iterator[str]:
-        """See `Table.refusals`."""
         if stage.measures and not stage.kind.trains:
             yield (
                 "train.train_policy.trainer_type = 'kto' needs the reference that the training has; measure with "

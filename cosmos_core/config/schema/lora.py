@@ -42,7 +42,6 @@ class LoraConfig(Table):
     `eva`, which needs data."""
 
     def refusals(self, stage: InStage) -> Iterator[str]:
-        """See `Table.refusals`."""
         if self.init_lora_weights == "eva":
             yield "policy.lora.init_lora_weights = 'eva' needs data before the first step; use 'pissa' or true"
 

@@ -57,7 +57,6 @@ class MultiTurnRolloutConfig(Table):
         return False
 
     def refusals(self, stage: InStage) -> Iterator[str]:
-        """See `Table.refusals`."""
         if self.continue_final_message and self.add_generation_prompt:
             yield f"{_KEY}.continue_final_message excludes add_generation_prompt; set that to false"
         tp_size = stage.recipe.rollout.parallelism.tp_size

@@ -103,7 +103,6 @@ class PolicyParallelismConfig(ParallelismConfig):
                 yield f"{setting} excludes policy.parallelism.{axis} = {getattr(self, axis)} here; set it to 1"
 
     def refusals(self, stage: InStage) -> Iterator[str]:
-        """See `Table.refusals`."""
         if not stage.kind.has_mesh:
             return
         shards = abs(self.dp_shard_size)

@@ -91,7 +91,6 @@ class StageConfig(Table):
     """Run the stage once for each point of a grid, in parallel; stages behind it follow the best branch. None: once."""
 
     def refusals(self, stage: InStage) -> Iterator[str]:
-        """See `Table.refusals`."""
         name, _ = split_target(self.target)
         known = offered_names(TARGETS_FOLDER, "Target")
         if not is_import_path(name) and name not in known:

@@ -66,7 +66,6 @@ class PolicyConfig(Table):
         return "diffusion" if self.is_diffusers else "causal_lm"
 
     def refusals(self, stage: InStage) -> Iterator[str]:
-        """See `Table.refusals`."""
         algorithm = stage.recipe.train.train_policy
         if stage.kind.trains and self.modality not in algorithm.modalities:
             yield (

@@ -21,7 +21,6 @@ class FP8Config(Table):
     """One scale per row, or one per tensor."""
 
     def refusals(self, stage: InStage) -> Iterator[str]:
-        """See `Table.refusals`."""
         if stage.recipe.policy.lora is not None:
             yield "train.fp8.enable_fp8 = true excludes policy.lora, whose base is not trained; leave [train.fp8] out"
         dtype = stage.recipe.train.param_dtype

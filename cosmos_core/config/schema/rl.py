@@ -93,7 +93,6 @@ class RlConfig(AlgorithmConfig):
 
     @property
     def rewards(self) -> dict[str, float]:
-        """See `AlgorithmConfig.rewards`."""
         return {} if self.bypass_reward or self.use_remote_reward else self.reward_function
 
     @property
@@ -104,40 +103,33 @@ class RlConfig(AlgorithmConfig):
 
     @property
     def remote_rewards(self) -> RemoteRewardConfig | None:
-        """See `AlgorithmConfig.remote_rewards`."""
         return self.remote_reward if self.use_remote_reward and not self.bypass_reward else None
 
     @property
     def rewards_by_group(self) -> bool:
-        """See `AlgorithmConfig.rewards_by_group`."""
         return self.group_reward_calculation
 
     @property
     def constants_of_rewards(self) -> dict[str, Any]:
-        """See `AlgorithmConfig.constants_of_rewards`."""
         return {"overlong": self.overlong_reward.model_dump()}
 
     @property
     def dynamic_sampling(self) -> tuple[Sequence[str], int] | None:
-        """See `AlgorithmConfig.dynamic_sampling`."""
         if self.variant != "dapo" or self.bypass_reward:  # where all rewards are equal, every group would be dropped
             return None
         return self.filter_reward_metric, max(0, self.max_retry_for_on_policy)
 
     @property
     def lookahead(self) -> tuple[int, int, int | None]:
-        """See `AlgorithmConfig.lookahead`."""
         beyond = 0 if self.on_policy else max(0, self.outdated_rollout_fetch_batch_size)
         return self.allowed_outdated_steps, beyond, self.max_inflight_steps
 
     @property
     def env_of_rewards(self) -> tuple[str, ...]:
-        """See `AlgorithmConfig.env_of_rewards`."""
         return self.reward_env
 
     @property
     def reward_seconds(self) -> float:
-        """See `AlgorithmConfig.reward_seconds`."""
         return self.reward_timeout_seconds
 
     def notices(self, stage: InStage) -> Iterator[str]:

@@ -129,7 +129,6 @@ class RolloutConfig(Table):
             yield f"{key} has no effect here: with mode = 'colocated' each rank has an engine inside"
 
     def refusals(self, stage: InStage) -> Iterator[str]:
-        """See `Table.refusals`."""
         yield from self._refused_temperatures(stage)
         train = stage.recipe.train
         if stage.kind.feed == "rollouts":

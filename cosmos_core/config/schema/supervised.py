@@ -58,12 +58,10 @@ class SupervisedConfig(AlgorithmConfig):
 
     @property
     def drops_last(self) -> bool:
-        """See `AlgorithmConfig.drops_last`."""
         return self.dataloader_drop_last
 
     @property
     def balances_tokens(self) -> bool:
-        """See `AlgorithmConfig.balances_tokens`."""
         return self.enable_dp_load_balancing
 
     @model_validator(mode="after")

@@ -170,7 +170,6 @@ class TrainConfig(Table):
     """Run id; empty: the local time as YYYYmmddHHMMSS."""
 
     def refusals(self, stage: InStage) -> Iterator[str]:
-        """See `Table.refusals`."""
         if isinstance(self.optm_lr, tuple):
             yield f"train.optm_lr = {as_toml(self.optm_lr)}: a model is one part here; give rates by module path"
         if isinstance(self.optm_impl, tuple):

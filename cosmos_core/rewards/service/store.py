@@ -88,7 +88,6 @@ class MemoryStore:
         return []
 
     def is_awaited(self) -> bool:
-        """See `Store.is_awaited`."""
         self._forget()
         return bool(self._unfetched)
 
