@@ -238,7 +238,7 @@ def scale(
     output_dir: OutputDir = Path("outputs"),
 ) -> None:
     """Add rollout engines to a training that runs, or take some away; it goes on meanwhile."""
-    from cosmos_core.run.directory import scale_engines
+    from cosmos_core.run.requests import scale_engines
 
     for name in scale_engines(_open(run_name, output_dir), rollouts):
         typer.echo(f"{name}: {rollouts} rollout engines")
@@ -247,7 +247,7 @@ def scale(
 @app.command()
 def profile(run_name: RunName = "", output_dir: OutputDir = Path("outputs")) -> None:
     """Record a trace of the next steps of a training that runs; see [profiler]."""
-    from cosmos_core.run.directory import ask_profile
+    from cosmos_core.run.requests import ask_profile
 
     for name in ask_profile(_open(run_name, output_dir)):
         typer.echo(f"{name}: asked; the trace will be in stages/{name}/profile/")

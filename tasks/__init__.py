@@ -1,0 +1,28 @@
+"""The kinds of stages as Prefect tasks, for flows of one's own: `from tasks import export, rl, sft, upload`."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tasks.stage_task import StageTask
+
+    custom: StageTask
+    export: StageTask
+    gate: StageTask
+    prepare: StageTask
+    report: StageTask
+    rl: StageTask
+    select: StageTask
+    sft: StageTask
+    upload: StageTask
+    validate: StageTask
+
+
+def __getattr__(name: str) -> Any:
+    """Return the task of a kind of stages; importing Prefect is left to programs that use it."""
+    from tasks.kinds import all_kinds
+
+    if name not in all_kinds():
+        raise AttributeError(f"module 'tasks' has no attribute {name!r}")
+    from tasks.stage_task import stage_task_of
+
+    return stage_task_of(name)

@@ -6,12 +6,12 @@ import importlib
 import pkgutil
 from functools import cache
 
+import tasks.stages
 from cosmos_core.types import StageKind
-from tasks import stages
 
 
 @cache
 def all_kinds() -> dict[str, StageKind]:
     """Return every stage kind by its name."""
-    names = sorted(module.name for module in pkgutil.iter_modules(stages.__path__))
-    return {name: importlib.import_module(f"{stages.__name__}.{name}").KIND for name in names}
+    names = sorted(module.name for module in pkgutil.iter_modules(tasks.stages.__path__))
+    return {name: importlib.import_module(f"tasks.stages.{name}").KIND for name in names}

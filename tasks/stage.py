@@ -66,7 +66,7 @@ from tasks.stored import Stored
 logger = logging.getLogger(__name__)
 
 _MAX_BACKOFF_SECONDS = 60.0
-_RETRIES = 100_000  # high enough that Prefect's limit never applies
+MOST_RETRIES = 100_000  # high enough that Prefect's limit never applies
 
 
 @worker.stoppable()
@@ -123,23 +123,23 @@ def stage_task(
     def condition(_task: object, _run: object, state: State[Any]) -> bool:
         return should_retry(run, name, getattr(state.data, "result", state.data))
 
-    pool = run.pipeline.stage(name).work_pool
     decorate = task(
         name=name,
         task_run_name=name,
-        retries=_RETRIES,
+        retries=MOST_RETRIES,
         retry_condition_fn=condition,
         cache_policy=NO_CACHE,
         persist_result=False,
     )
-    body = _run_elsewhere if pool and not is_here else _run_stage
 
     def hold_and_run() -> State[Any] | Result:
         missing = [other for other, future in upstream.items() if not has_result(future)]
         if missing:
             return skipped(f"it starts from {', '.join(missing)}")
         with held(slot):
-            return skipped("the flow run was cancelled") if is_cancelled() else body(run, name)
+            if is_cancelled():
+                return skipped("the flow run was cancelled")
+            return bring_to_result(run, name, is_here=is_here)
 
     return decorate(hold_and_run)
 
@@ -155,6 +155,16 @@ def should_retry(run: Run, name: str, error: object) -> bool:
         return True
     state = read_state(run.stage_path(name))
     return not state.is_repeated and state.failures <= run.pipeline.stage(name).retries
+
+
+def bring_to_result(run: Run, name: str, *, is_here: bool = False) -> State[Any] | Result:
+    """Bring a stage to its result, on its work pool if it has one and this process does not run there (`is_here`);
+    return the result, or the final state of its task run.
+
+    Raises:
+        CosmosError: the attempt failed, and the stage is to be tried again.
+    """
+    return (_run_elsewhere if run.pipeline.stage(name).work_pool and not is_here else _run_stage)(run, name)
 
 
 def _run_stage(run: Run, name: str) -> State[Any] | Result:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 import tomli_w
 
-from cosmos_core.config.compat.translate import of_algorithm
+from cosmos_core.config.compat.translate import modern, of_algorithm
 from cosmos_core.config.conditions import parse_condition
 from cosmos_core.config.files import read_config
 from cosmos_core.config.load import MAX_FILE_BYTES, Values, excess, fit, merge, parse, printable, without_none
@@ -127,22 +128,51 @@ def load_pipeline(path: Path, overrides: Sequence[str], kinds: Kinds, over: Sequ
     Raises:
         ConfigError: any mistake, in one line that names the file and the key.
     """
+    notices: list[str] = []
+    with _one_line_errors():
+        shared = read_config(path, notices, over)
+        return _saveable(_compose(path, shared, overrides, kinds, notices))
+
+
+def with_stage(pipeline: Pipeline, stage: Values, tables: Values, source: Path) -> Pipeline:
+    """Return the pipeline with one more stage and with the stages that it implies, such as one that prepares its rows.
+
+    Args:
+        stage: keys of `[[pipeline.stages]]`.
+        tables: tables of its recipe.
+        source: file whose folder relative paths in `tables` start from, and which error messages name.
+
+    Raises:
+        ConfigError: as `load_pipeline`.
+    """
+    notices: list[str] = []
+    with _one_line_errors():
+        values = pipeline.as_toml()
+        tables = modern(tables, f"{source}: stage {stage['name']!r}", notices)
+        values["pipeline"].setdefault("stages", []).append({**stage, "overrides": tables})
+        return _saveable(_compose(source, values, (), pipeline.kinds, notices))
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
     try:
-        pipeline = _load(path, overrides, kinds, over)
+        yield
     except ConfigError as error:
         raise ConfigError(fit(str(error))) from error
-    saved = pipeline.as_toml()  # as a run saves it, which must be able to read it again
+
+
+def _saveable(pipeline: Pipeline) -> Pipeline:
+    """Return the pipeline after a check that a run, which saves it, can read it again."""
+    saved = pipeline.as_toml()
     problem = excess(saved)
     if not problem and len(tomli_w.dumps(saved).encode()) > MAX_FILE_BYTES:
         problem = f"more than {MAX_FILE_BYTES} bytes once it is written out for {len(pipeline.stages)} stages"
     if problem:
-        raise ConfigError(fit(f"{path}: {problem}"))
+        raise ConfigError(f"{pipeline.source}: {problem}")
     return pipeline
 
 
-def _load(path: Path, overrides: Sequence[str], kinds: Kinds, over: Sequence[Path]) -> Pipeline:
-    notices: list[str] = []
-    shared = read_config(path, notices, over)
+def _compose(path: Path, shared: Values, overrides: Sequence[str], kinds: Kinds, notices: list[str]) -> Pipeline:
     table = shared.pop("pipeline", {})
     parsed = living([parse_setting(text) for text in overrides], notices)
     entries = _entries(path, table)

@@ -41,8 +41,6 @@ from cosmos_core.run.inputs import check_inputs
 from cosmos_core.run.liveness import note_holder
 from cosmos_core.run.lock import Lock
 from cosmos_core.run.remote import pinned_urls
-from cosmos_core.run.stage import ENGINES, PROFILE_ASKED
-from cosmos_core.types import JsonValue
 
 PIPELINE = "pipeline.toml"
 RUNS = "runs.json"
@@ -68,6 +66,10 @@ class Facts(Document):
     fixed: dict[str, Any] = {}
     """Settings that were resolved when the run was created, such as the number of threads, with the values of the
     user's config."""
+    entrypoint: str = ""
+    """`FILE.py:FLOW` of a run that a flow in Python makes; empty: the run has a TOML file."""
+    parameters: dict[str, Any] = {}
+    """Parameters of that flow."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,23 @@ def create_run(pipeline: Pipeline, *, run_id: str = "") -> Run:
     path = _made(output_dir, run_id or _timestamp(pipeline), tomli_w.dumps(pipeline.as_toml()), facts)
     list_runs(output_dir)
     return open_run(path, pipeline.kinds)
+
+
+def extend_run(run: Run, pipeline: Pipeline) -> Run:
+    """Save a pipeline that has more stages than that of the run, and return the run with it.
+
+    Raises:
+        ConfigError, ModelError, DataError, RewardError: as `create_run`.
+    """
+    check_capabilities(pipeline)
+    check_inputs(pipeline)
+    pipeline = pinned_urls(pinned(pipeline))
+    facts = read_facts(run.path) or Facts(run_id=run.id)
+    facts.kinds |= {stage.kind: asdict(pipeline.kind_of(stage)) for stage in pipeline.stages}
+    facts.seeds |= {stage.name: pipeline.recipes[stage.name].train.seed for stage in pipeline.stages}
+    write_json(run.path / "run.json", facts.model_dump())
+    write_text(run.path / PIPELINE, tomli_w.dumps(pipeline.as_toml()))
+    return open_run(run.path, pipeline.kinds)
 
 
 def open_or_create_run(pipeline: Pipeline, *, run_id: str = "") -> Run:
@@ -347,46 +366,3 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return {k: v for item in value for k, v in _flat(item, f"{prefix}{item.get('name', '')}.").items()}
     return {prefix.rstrip("."): value}
-
-
-def ask_profile(run: Run) -> list[str]:
-    """Request a profiler trace of the next steps from the trainings of a run; return the names of the trainings.
-
-    Raises:
-        ConfigError: no training has the profiler enabled, or none has begun.
-    """
-    trainings = [stage.name for stage in run.pipeline.stages if run.pipeline.kind_of(stage).trains]
-    names = [name for name in trainings if run.pipeline.recipes[name].profiler.enable_profiler]
-    if not names:
-        raise ConfigError(f"run {run.id} has no training with profiler.enable_profiler = true")
-    return _tell(run, names, PROFILE_ASKED, True)
-
-
-def _tell(run: Run, names: list[str], file: str, value: JsonValue) -> list[str]:
-    """Write a request file for the stages that have begun; return the names of these stages."""
-    begun = [name for name in names if (run.stage_path(name) / "stage.toml").is_file()]
-    if not begun:
-        raise ConfigError(f"run {run.id}: {', '.join(names)} has not begun; try again when it has")
-    for name in begun:
-        write_json(run.stage_path(name) / file, value)
-    return begun
-
-
-def scale_engines(run: Run, count: int) -> list[str]:
-    """Request a number of rollout engines from the trainings of a run in disaggregated mode; return the names of the
-    trainings.
-
-    Raises:
-        ConfigError: no training has separate rollout engines, or none has begun.
-    """
-    recipes = run.pipeline.recipes
-    names = [
-        stage.name
-        for stage in run.pipeline.stages
-        if run.pipeline.kind_of(stage).feed == "rollouts" and recipes[stage.name].engines_apart
-    ]
-    if not names:
-        raise ConfigError(
-            f"run {run.id} has no training with rollout engines beside its ranks; set mode = 'disaggregated'"
-        )
-    return _tell(run, names, ENGINES, count)

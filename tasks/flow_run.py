@@ -1,0 +1,252 @@
+"""The run of a flow in Python, whose pipeline grows by a stage at each call of a task of `tasks`.
+
+The run is named after the flow and its parameters, so running the flow again continues it: a call whose settings are
+those of an earlier one gets the stage that it made then, and results are reused as in any run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from prefect.context import FlowRunContext
+from prefect.exceptions import TerminationSignal
+from prefect.logging import get_run_logger
+
+from cosmos_core.config.capabilities import notices_of
+from cosmos_core.config.compose import Pipeline, with_stage
+from cosmos_core.config.mesh import on_these_gpus
+from cosmos_core.config.schema.pipeline import STAGE_NAME, PipelineConfig
+from cosmos_core.errors import ConfigError
+from cosmos_core.launch import worker
+from cosmos_core.run.directory import Run, claim, create_run, extend_run, note_flow_run, open_run, read_facts
+from cosmos_core.run.files import Document, read_document, write_json
+from cosmos_core.run.lock import Lock
+from cosmos_core.run.state import FINISHED, read_state
+from cosmos_core.upload.artifact_store import check_store
+from cosmos_core.upload.base import check_targets
+from tasks.artifacts import show_run, write_report
+from tasks.credentials import lend_credentials
+from tasks.kinds import all_kinds
+from tasks.stored import OUTPUT_DIR
+
+RUN_ID = "COSMOS_RUN_ID"
+"""Environment variable with the name of the run; unset: the name follows from the flow and its parameters."""
+_CALLS = "calls.json"
+
+
+class Call(Document):
+    """One call of a task: the settings with which it was called, and the stages that it made."""
+
+    stage: dict[str, Any]
+    """Keys of `[[pipeline.stages]]`."""
+    tables: dict[str, Any]
+    """Tables of the recipe."""
+    stages: list[str] = []
+    """Names of its stages in topological order: its own, and those that it implies."""
+
+
+class _Calls(Document):
+    calls: dict[str, Call] = {}
+
+
+@dataclass
+class FlowInPython:
+    """The run that one execution of a flow works on."""
+
+    name: str
+    flow_run: str
+    """Id of the flow run."""
+    run_id: str
+    entrypoint: str
+    """`FILE.py:FLOW`, with an absolute path."""
+    parameters: dict[str, Any]
+    run: Run | None = None
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+    _names: set[str] = field(default_factory=set)
+    _num_active: int = 0
+    _claim: Lock | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Return the folder of the file that defines the flow."""
+        return Path(self.entrypoint.rpartition(":")[0]).parent
+
+    def reserve_name(self, kind: str, name: str) -> str:
+        """Return the name of the stage that a call makes: `name`, otherwise that of the kind, with a number after its
+        first use.
+
+        Raises:
+            ConfigError: the name is used by an earlier call of this execution.
+        """
+        with self._lock:
+            if name in self._names:
+                raise ConfigError(f"stage {name!r}: the name is used twice in flow {self.name!r}; take another one")
+            number = 1
+            while not name or name in self._names:
+                name = kind if number == 1 else f"{kind}-{number}"
+                number += 1
+            self._names.add(name)
+            return name
+
+    @contextmanager
+    def stage(self, call: Call, source: Path) -> Iterator[tuple[Run, list[str]]]:
+        """Add the stage of a call, unless the run has it, and hold the run meanwhile, so that no other process works on
+        it; yield the run and the names of the stages that the call makes. The report is written after the last one.
+
+        Raises:
+            ConfigError: the settings are wrong, the run has a finished stage of this name with other settings, or
+                another process works on the run.
+        """
+        with worker.stoppable():
+            with self._lock:
+                self._num_active += 1
+            try:
+                with self._lock:
+                    run, stages = self._declare(call, source)
+                yield run, stages
+            finally:
+                with self._lock:
+                    self._num_active -= 1
+                    if self._num_active == 0 and self._claim is not None and self.run is not None:
+                        write_report(self.run.path)
+                        show_run(self.run.path)
+                        self._claim.release()
+                        self._claim = None
+
+    def _declare(self, call: Call, source: Path) -> tuple[Run, list[str]]:
+        name = call.stage["name"]
+        run = self.run or self._existing(call, source)
+        if run is not None:
+            self._hold(run)
+        saved = read_document(run.path / _CALLS, _Calls) if run else None
+        calls = saved.calls if saved else {}
+        if run is not None and name in calls:
+            before = calls[name]
+            if (before.stage, before.tables) == (call.stage, call.tables):
+                return run, before.stages
+            _refuse_if_finished(run, before, call)
+            run = self._without(run, calls, name)
+        run = self._grown(run, call, source)
+        self._hold(run)
+        others = {each for other in calls.values() for each in other.stages}
+        call.stages = [stage.name for stage in run.pipeline.stages if stage.name not in others]
+        write_json(run.path / _CALLS, _Calls(calls={**calls, name: call}).model_dump())
+        return run, call.stages
+
+    def _hold(self, run: Run) -> None:
+        """Acquire the run for this process, if it does not hold it yet."""
+        if self._claim is None:
+            self._claim = claim(run)
+            note_flow_run(run, self.flow_run)
+        self.run = run
+
+    def _existing(self, call: Call, source: Path) -> Run | None:
+        """Return the run of an earlier execution, in the folder that the first stage names; None if there is none."""
+        path = self._composed(None, call, source).output_dir.expanduser().absolute() / self.run_id
+        return open_run(path, all_kinds()) if (path / "pipeline.toml").is_file() else None
+
+    def _composed(self, run: Run | None, call: Call, source: Path) -> Pipeline:
+        config = PipelineConfig(name=self.name, output_dir=os.environ.get(OUTPUT_DIR, ""))
+        empty = Pipeline(source, config, {}, all_kinds())
+        return on_these_gpus(with_stage(run.pipeline if run else empty, call.stage, call.tables, source))
+
+    def _grown(self, run: Run | None, call: Call, source: Path) -> Run:
+        pipeline = self._composed(run, call, source)
+        known = set(notices_of(run.pipeline)) if run else set()
+        for notice in dict.fromkeys(notices_of(pipeline)):
+            if notice not in known:
+                get_run_logger().info("note: %s", notice)
+        lend_credentials(pipeline)
+        check_targets(pipeline)
+        check_store(pipeline)
+        if run is not None:
+            return extend_run(run, pipeline)
+        run = create_run(pipeline, run_id=self.run_id)
+        facts = read_facts(run.path)
+        assert facts is not None
+        facts = facts.model_copy(update={"entrypoint": self.entrypoint, "parameters": self.parameters})
+        write_json(run.path / "run.json", facts.model_dump())
+        return run
+
+    def _without(self, run: Run, calls: dict[str, Call], name: str) -> Run:
+        """Return the run without a stage and all that depends on it, which later calls will add again."""
+        gone = {each for stage in calls.pop(name).stages for each in run.pipeline.behind(stage)}
+        for other in [other for other, call in calls.items() if gone.intersection(call.stages)]:
+            del calls[other]
+        kept = [stage for stage in run.pipeline.stages if stage.name not in gone]
+        recipes = {stage.name: run.pipeline.recipes[stage.name] for stage in kept}
+        return replace(run, pipeline=run.pipeline.with_stages(kept, recipes))
+
+
+def current_flow() -> FlowInPython:
+    """Return the run of the flow that executes now.
+
+    Raises:
+        ConfigError: no flow executes.
+    """
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None or context.flow is None:
+        raise ConfigError("a stage is called in a Prefect flow: decorate the function that calls it with @flow")
+    key = f"{context.flow_run.id}-{context.flow_run.run_count}"
+    with _all_lock:
+        if key not in _all:
+            _all[key] = _begin(context)
+        return _all[key]
+
+
+def _begin(context: FlowRunContext) -> FlowInPython:
+    assert context.flow is not None and context.flow_run is not None
+    function = inspect.unwrap(context.flow.fn)
+    file = Path(inspect.getsourcefile(function) or "flow.py").absolute()
+    parameters = json.loads(json.dumps(context.parameters or {}, default=str))
+    name, flow_run = context.flow.name, str(context.flow_run.id)
+    run_id = os.environ.get(RUN_ID) or parameters.get("run_id") or _run_id(name, file, function, parameters)
+    _stop_on_signals()
+    return FlowInPython(name, flow_run, str(run_id), f"{file}:{function.__qualname__}", parameters)
+
+
+def _run_id(name: str, file: Path, function: Any, parameters: Mapping[str, Any]) -> str:
+    """Return a name for the run that is the same whenever a flow of this file and name has these parameters."""
+    identity = json.dumps([file.name, function.__qualname__, parameters], sort_keys=True)
+    plain = "".join(letter if STAGE_NAME.fullmatch(f"a{letter}") else "-" for letter in name).strip("-_") or "flow"
+    return f"{plain[:80]}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
+
+
+def _refuse_if_finished(run: Run, before: Call, call: Call) -> None:
+    name = call.stage["name"]
+    old, new = {**before.stage, **before.tables}, {**call.stage, **call.tables}
+    keys = [key for key in dict.fromkeys((*old, *new)) if old.get(key) != new.get(key)]
+    if read_state(run.stage_path(name)).state in FINISHED:
+        raise ConfigError(
+            f"stage {name!r} of run {run.id} is done with other settings ({', '.join(keys[:3])}); "
+            f"give the call another name, or the flow another run_id"
+        )
+
+
+def _stop_on_signals() -> None:
+    """Install handlers that let workers save a checkpoint before the flow ends, as `cosmos run` does."""
+
+    def stop(number: int, frame: object) -> NoReturn:
+        worker.stop_all()
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until the flow ends, when Prefect restores it
+        raise TerminationSignal(signal=number)
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, stop)
+
+
+_all: dict[str, FlowInPython] = {}
+_all_lock = threading.Lock()

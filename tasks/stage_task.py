@@ -1,0 +1,245 @@
+"""A kind of stages as a Prefect task, which a flow in Python calls: `model = sft("sft.toml", data=rows)`.
+
+A call adds a stage to the run of the flow and brings it to its result, as the flow `post-train` does with a stage of a
+TOML file: with fingerprint and reuse, lock, retries by progress, work pool, artifact store, report and lineage.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from prefect import Task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State
+from prefect.exceptions import TerminationSignal
+from prefect.futures import PrefectConcurrentFuture
+from prefect.states import Completed
+
+from cosmos_core.config.compose import STAGE_PREFIX
+from cosmos_core.config.files import read_config
+from cosmos_core.config.load import Values, merge
+from cosmos_core.errors import Cancelled, ConfigError, CosmosError
+from cosmos_core.launch import worker
+from cosmos_core.run.directory import Run
+from cosmos_core.run.manifest import read_result
+from cosmos_core.types import StageKind
+from tasks.cancellation import is_cancelled, wait_unless_cancelled
+from tasks.ending import ended
+from tasks.flow_run import Call, FlowInPython, current_flow
+from tasks.kinds import all_kinds
+from tasks.stage import MOST_RETRIES, bring_to_result, should_retry, stage_task
+
+
+@dataclass(frozen=True)
+class StageHandle:
+    """A finished stage of the run of a flow, for later calls and for the flow's own `if`."""
+
+    name: str
+    path: Path
+    """Folder of the stage."""
+    metrics: dict[str, float]
+    outputs: dict[str, str]
+    """Folder or address of what the stage made, by `model` or `data`."""
+
+
+class StageTask(Task[Any, StageHandle]):
+    """Task that adds one stage of a kind to the run of the flow, and brings it to its result.
+
+    Call it with these arguments, all optional; `.submit()` takes the same and runs the stage in parallel:
+
+        recipe: TOML file, relative to the file of the flow or to the working directory, or a dict of recipe tables;
+            left out: the recipe of the stage that made `model`
+        model: handle of the stage whose model to start from, or a folder or a name on the Hub
+        data: handle of the stage that made the rows, or a folder
+        name: name of the stage; left out: the kind, with a number after its first use
+        overrides: recipe settings that take precedence, by dotted key or as nested tables
+        after: handles of further stages that the stage reads, such as those whose metrics a gate compares
+        any key of `[[pipeline.stages]]`, such as `target`, `require`, `entry`, `arguments`, `work_pool`, `retries`
+
+    The first argument needs no name: it is the entry of a custom stage, the recipe of a stage that reads rows, the
+    model of an export or an upload, and the stages before any other. Returns a `StageHandle`.
+
+    Raises:
+        CosmosError: the stage is refused, or failed after its retries.
+    """
+
+    def __init__(self, kind: StageKind) -> None:
+        super().__init__(
+            fn=_function_of(kind), name=kind.name, task_run_name="{name}", retries=MOST_RETRIES,
+            retry_condition_fn=_is_retried, cache_policy=NO_CACHE, persist_result=False,
+        )  # fmt: skip
+        self.kind = kind
+
+    def submit(self, *arguments: Any, name: str = "", **settings: Any) -> Any:
+        """Run the stage in parallel, and return a Prefect future of its handle."""
+        return super().submit(*arguments, name=current_flow().reserve_name(self.kind.name, name), **settings)
+
+    def __call__(self, *arguments: Any, return_state: bool = False, **settings: Any) -> Any:
+        """Run the stage to its end and return its handle, or the state of its task run."""
+        future: PrefectConcurrentFuture[StageHandle] = self.submit(*arguments, **settings)
+        try:
+            was_cancelled = wait_unless_cancelled([future.wrapped_future])
+        except (TerminationSignal, KeyboardInterrupt):
+            worker.stop_all()
+            future.wait()
+            raise
+        if was_cancelled:
+            worker.stop_all()
+            future.wait()
+            raise Cancelled("the flow run was cancelled")
+        future.wait()
+        return future.state if return_state else future.result()
+
+
+@cache
+def stage_task_of(kind: str) -> StageTask:
+    """Return the task of a kind of stages."""
+    return StageTask(all_kinds()[kind])
+
+
+def _is_retried(_task: object, task_run: Any, state: State[Any]) -> bool:
+    run, error = current_flow().run, getattr(state.data, "result", state.data)
+    return run is not None and should_retry(run, task_run.name, error)
+
+
+def _function_of(kind: StageKind) -> Callable[..., Any]:
+    def call_stage(
+        first: Any = None, *, name: str = "", overrides: Mapping[str, Any] | None = None, **settings: Any
+    ) -> Any:
+        try:
+            if first is not None:
+                key = _first_key(kind)
+                if key in settings:
+                    raise ConfigError(f"stage {name!r}: the first argument is its {key}, which is given twice")
+                settings[key] = first
+            flow = current_flow()
+            call, source = _call_of(flow, kind, name, settings, overrides or {})
+            with flow.stage(call, source) as (run, stages):
+                return _bring_to_handle(run, name, stages)
+        except ConfigError as error:
+            return ended(error)
+
+    call_stage.__name__ = kind.name
+    return call_stage
+
+
+def _first_key(kind: StageKind) -> str:
+    """Return what the first argument of a call is."""
+    if "entry" in kind.required_keys:
+        return "entry"
+    if kind.reads_data:
+        return "recipe"
+    return "model" if kind.makes in {"model", "publication"} and not kind.chooses else "after"
+
+
+def _bring_to_handle(run: Run, name: str, stages: Sequence[str]) -> State[Any] | StageHandle:
+    """Bring a stage and those that it implies to their results, in topological order."""
+    outcome: Any = None
+    try:
+        for each in stages:
+            if each != name:
+                stage_task(run, each, {})()
+            elif is_cancelled():
+                raise Cancelled("the flow run was cancelled")
+            else:
+                outcome = bring_to_result(run, name)
+                if isinstance(outcome, State) and not outcome.is_completed():
+                    return outcome
+    except CosmosError as error:
+        if outcome is None and should_retry(run, name, error) and not _is_of_another(run, name, stages):
+            raise
+        return ended(error)
+    handle = _handle(run, name)
+    return Completed(name=outcome.name, message=outcome.message, data=handle) if isinstance(outcome, State) else handle
+
+
+def _is_of_another(run: Run, name: str, stages: Sequence[str]) -> bool:
+    """Return True if a stage before the named one has no result: its own task has used up its retries."""
+    return any(read_result(run.stage_path(each)) is None for each in stages[: list(stages).index(name)])
+
+
+def _handle(run: Run, name: str) -> StageHandle:
+    path = run.stage_path(name)
+    result = read_result(path)
+    assert result is not None
+    made = {key: str(result["info"][key]) for key in ("model", "data") if result["info"].get(key)}
+    outputs = {key: value if "://" in value else str(path / value) for key, value in made.items()}
+    return StageHandle(name, path, dict(result["metrics"]), outputs)
+
+
+def _call_of(
+    flow: FlowInPython, kind: StageKind, name: str, keys: dict[str, Any], overrides: Mapping[str, Any]
+) -> tuple[Call, Path]:
+    """Return a call with plain values, and the file from whose folder paths in its recipe start."""
+    recipe, given_after = keys.pop("recipe", None), keys.pop("after", ())
+    refuse = {"kind", "overrides", "sweep"} & keys.keys()
+    if refuse:
+        raise ConfigError(f"stage {name!r}: {refuse.pop()} is no argument of a task; a sweep is a loop of the flow")
+    source = Path(flow.entrypoint.rpartition(":")[0])
+    tables: Values = {}
+    if isinstance(recipe, Mapping):
+        tables = dict(recipe)
+    elif recipe:
+        source = _recipe_file(flow, name, recipe)
+        tables = read_config(source, [])
+        if "pipeline" in tables:
+            raise ConfigError(f"{source}: a recipe used by a stage cannot have a [pipeline] of its own")
+    elif isinstance(keys.get("model"), StageHandle) and flow.run is not None:
+        tables = flow.run.pipeline.recipes[keys["model"].name].model_dump(mode="json", exclude_none=True)
+    for key, value in overrides.items():
+        tables = merge(tables, _nested(key, value))
+    handles = [given_after] if isinstance(given_after, StageHandle | str) else list(given_after)
+    after = [_stage_of(flow, name, "after", each) for each in handles]
+    stage: Values = {"name": name, "kind": kind.name, "after": after}
+    for key, value in keys.items():
+        if isinstance(value, StageHandle):
+            stage[key] = f"{STAGE_PREFIX}{_stage_of(flow, name, key, value)}"
+            after.append(value.name)
+        elif value not in ("", None):
+            stage[key] = _entry(value) if key == "entry" else value
+    stage["after"] = list(dict.fromkeys(after))
+    plain = json.loads(json.dumps({"stage": stage, "tables": tables}, default=str))
+    return Call(**plain), source
+
+
+def _nested(key: str, value: Any) -> Values:
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return dict(value)
+
+
+def _entry(entry: Any) -> Any:
+    """Return `FILE.py:FUNCTION` of a function; any other value as it is."""
+    return f"{inspect.getsourcefile(entry)}:{entry.__qualname__}" if callable(entry) else entry
+
+
+def _recipe_file(flow: FlowInPython, name: str, recipe: str | Path) -> Path:
+    for folder in (flow.folder, Path.cwd()):
+        if (folder / recipe).is_file():
+            return folder / recipe
+    raise ConfigError(
+        f"stage {name!r}: recipe = {str(recipe)!r}: no such file, neither beside {flow.folder.name} nor in {Path.cwd()}"
+    )
+
+
+def _stage_of(flow: FlowInPython, name: str, key: str, handle: StageHandle | str) -> str:
+    """Return the name of a handle's stage.
+
+    Raises:
+        ConfigError: it is a stage of another run.
+    """
+    if isinstance(handle, str):
+        return handle.removeprefix(STAGE_PREFIX)
+    run = flow.run
+    if run is None or handle.path.parents[1] != run.path:
+        raise ConfigError(
+            f"stage {name!r}: {key} is the handle of {handle.name!r}, a stage of another run "
+            f"({handle.path.parents[1].name}); pass what it made, such as handle.outputs['model']"
+        )
+    return handle.name

@@ -1,0 +1,143 @@
+"""Flows of one's own: stages called as tasks, with `if` and `for`, in a run that grows and is continued."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect import flow
+
+from cosmos_core.errors import ConfigError, DataError, GateFailed
+from cosmos_core.run.directory import open_run
+from cosmos_core.run.state import read_state
+from tasks import custom, gate, report, upload
+from tasks.kinds import all_kinds
+from tasks.stage_task import StageHandle
+from tests.conftest import PROGRAMS
+
+GROW = f"{PROGRAMS}/growing.py:grow"
+
+
+@pytest.fixture(autouse=True)
+def folder(harness: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def grown(name: str, by: int = 1, **settings: Any) -> StageHandle:
+    return custom(GROW, name=name, arguments={"by": by}, retries=0, **settings)
+
+
+@flow
+def rounds(most: int = 5, enough: float = 3.0) -> list[str]:
+    """Trains further in each round until that is enough, and publishes the last model."""
+    made: list[StageHandle] = []
+    for number in range(1, most + 1):
+        made.append(grown(f"round-{number}", model=made[-1] if made else ""))
+        if made[-1].metrics["size"] >= enough:
+            break
+    passed = gate(made[-1], require=["size >= 2"])
+    published = upload(made[-1], target="published", after=passed)
+    return [*(each.name for each in made), published.outputs["model"]]
+
+
+def starts(folder: Path) -> list[str]:
+    return sorted(file.parent.name for file in folder.glob("outputs/*/stages/*/visits.txt") for _ in file.open())
+
+
+def test_a_loop_that_stops_early_is_one_run_that_is_reused_whole(folder: Path) -> None:
+    names = rounds()
+    assert names[:-1] == ["round-1", "round-2", "round-3"] and Path(names[-1]).is_relative_to(folder / "published")
+    [path] = folder.glob("outputs/*/pipeline.toml")
+    run = open_run(path.parent, all_kinds())
+    assert [stage.name for stage in run.pipeline.stages] == ["round-1", "round-2", "round-3", "gate", "upload"]
+    assert run.id.startswith("rounds-") and (run.path / "report.html").is_file()
+    assert starts(folder) == ["round-1", "round-2", "round-3"]
+    assert rounds() == names and starts(folder) == ["round-1", "round-2", "round-3"]
+    assert rounds(enough=4.0)[:-1] == ["round-1", "round-2", "round-3", "round-4"], "other parameters: another run"
+    assert starts(folder).count("round-1") == 1 and starts(folder).count("round-4") == 1, "whose stages are reused"
+
+
+@flow
+def parallel(size: int = 3, run_id: str = "") -> float:
+    first, second = [custom.submit(GROW, arguments={"by": size + i}) for i in range(2)]
+    joined = custom.submit(GROW, model=first, after=[second])
+    last = report(after=[joined], wait_for=[second])
+    assert [each.result().name for each in (first, second, joined)] == ["custom", "custom-2", "custom-3"]
+    return float(last.name == "report") + joined.result().metrics["size"]
+
+
+def test_stages_run_in_parallel_and_get_their_names_in_the_order_of_the_calls(folder: Path) -> None:
+    assert parallel(run_id="mine") == 5.0
+    run = open_run(folder / "outputs" / "mine", all_kinds())
+    assert run.pipeline.stage("custom-3").after == ("custom-2", "custom") and run.pipeline.stage("report")
+    assert read_state(run.stage_path("custom-2")).state == "done"
+
+
+def test_a_gate_that_refuses_raises_in_the_flow_which_may_go_on(folder: Path) -> None:
+    @flow
+    def careful() -> str:
+        model = grown("model", 2)
+        try:
+            gate(model, require=["size >= 3"])
+        except GateFailed:
+            return grown("longer", 3).name
+        return "passed"
+
+    assert careful() == "longer"
+
+
+def mistakes() -> dict[str, tuple[Callable[[StageHandle, StageHandle], Any], str]]:
+    return {
+        "name twice": (lambda model, _: grown("model", 2), "stage 'model': the name is used twice in flow 'wrong'"),
+        "of another run": (
+            lambda _, elsewhere: upload(elsewhere, target="published"),
+            r"model is the handle of 'model', a stage of another run \(first\); pass what it made",
+        ),
+        "unknown key": (lambda model, _: gate(model, requires=["size > 1"]), "requires"),
+        "two firsts": (lambda model, _: upload(model, model="x", target="y"), "the first argument is its model"),
+        "no recipe": (lambda *_: custom(GROW, recipe="none.toml"), "recipe = 'none.toml': no such file"),
+        "a sweep": (lambda *_: custom(GROW, sweep={}), "a sweep is a loop of the flow"),
+    }
+
+
+@pytest.mark.parametrize("name", list(mistakes()))
+def test_a_mistake_is_one_line(folder: Path, name: str) -> None:
+    call, message = mistakes()[name]
+
+    @flow
+    def first(run_id: str = "first") -> StageHandle:
+        return grown("model", 2)
+
+    @flow
+    def wrong() -> None:
+        call(grown("model", 2), first())
+
+    with pytest.raises(ConfigError, match=message) as error:
+        wrong()
+    assert "\n" not in str(error.value)
+
+
+def test_a_finished_stage_is_not_called_with_other_settings_but_one_that_failed_is(folder: Path) -> None:
+    size = {"model": 2}
+
+    @flow
+    def edited(run_id: str = "edited") -> StageHandle:
+        grown("base")
+        return custom(GROW, name="model", arguments={"by": size["model"], "refuse": size["model"] == 2})
+
+    with pytest.raises(DataError, match="refused on purpose"):
+        edited()
+    size["model"] = 3
+    assert edited().metrics == {"size": 3.0}
+    size["model"] = 4
+    with pytest.raises(ConfigError, match=r"stage 'model' of run edited is done with other settings \(arguments\)"):
+        edited()
+    assert starts(folder) == ["base", "model"]
+
+
+def test_a_stage_is_called_in_a_flow() -> None:
+    with pytest.raises(ConfigError, match="decorate the function that calls it with @flow"):
+        grown("model")
