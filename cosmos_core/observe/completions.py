@@ -41,20 +41,23 @@ def shown(run: Path, stage: str, step: int | None, order: str, most: int) -> Ite
         if line.get("prompt") != prompt:
             prompt = line.get("prompt")
             yield f"--- {path.name}, step {line['step']}, prompt (reference {line.get('reference', '')!r}):\n{prompt}"
-        yield f"--- {_scores(line)}:\n{_said(line)}"
+        yield f"--- {_scores(line)}:\n{_said(line, path)}"
 
 
 def _scores(line: dict[str, Any]) -> str:
     reward = line.get("reward")
     parts = [f"reward {reward:.4g}" if isinstance(reward, int | float) else f"no reward ({line.get('error', '')})"]
     parts += [f"{name} {value:.4g}" for name, value in (line.get("metrics") or {}).items()]
-    if "tokens" in line:
+    if line.get("tokens"):
         parts.append(f"{line['tokens']} tokens" + ", cut off" * (line.get("finish_reason") == "length"))
     return ", ".join(parts)
 
 
-def _said(line: dict[str, Any]) -> str:
-    turns = line.get("turns") or []
+def _said(line: dict[str, Any], stage: Path) -> str:
+    """Return the completion as text, or the paths of the images or videos."""
+    media, turns = line.get("media") or [], line.get("turns") or []
+    if media:
+        return "\n".join(str(stage / name) for name in ([media] if isinstance(media, str) else media))
     return "\n".join(f"[{turn['role']}] {turn['text']}" for turn in turns) if turns else str(line.get("completion", ""))
 
 

@@ -9,7 +9,7 @@ The report, the artifacts of Prefect and the sinks read these files. Sampling it
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from cosmos_core.run.files import replaced_folder, step_of
+from cosmos_core.types import ScoredGroup
 
 FOLDER = "visual_output"
 GRID = "grid.png"
@@ -70,12 +71,24 @@ def save(stage: Path, step: int, rows: Sequence[Sequence[Drawing]]) -> list[list
 
     Only the first prompts and the first samples of each prompt are saved, up to the limits of this module.
     """
-    rows = [row[:_MOST_OF_PROMPT] for row in rows[:MOST_PROMPTS]]
     target = step_folder(stage, step)
+    names = save_rows(target, [row[:_MOST_OF_PROMPT] for row in rows[:MOST_PROMPTS]])
+    return [[str((target / name).relative_to(stage)) for name in row] for row in names]
+
+
+def save_rows(target: Path, rows: Sequence[Sequence[Drawing]]) -> list[list[str]]:
+    """Write the samples of each prompt and their grid into a new folder `target`; return the file names of each row."""
     with replaced_folder(target) as folder:
         names = [[_write(folder, f"{p}-{k}", drawing) for k, drawing in enumerate(row)] for p, row in enumerate(rows)]
         _image(grid(rows)).save(folder / GRID)
-    return [[str((target / name).relative_to(stage)) for name in row] for row in names]
+    return names
+
+
+def drawings_of(scored: ScoredGroup, at: Iterable[int], *, is_scored: bool = True) -> list[Drawing]:
+    """Return the generated images or videos among the completions of a group at the indices `at`."""
+    drawn = [(scored.group.completions[k].drawn, scored.scores[k].value) for k in at]
+    text = scored.group.prompt.text
+    return [Drawing(text, each.pixels.numpy(), value, is_scored) for each, value in drawn if each is not None]
 
 
 def newest_grid(stage: Path) -> Path | None:

@@ -1,6 +1,7 @@
 """Log of a policy's completions in training: a few of each step are written to disk, and warnings report collapse.
 
     <stage>/completions/step_000012.jsonl     a completion per line, with its rewards; `cosmos samples` shows them
+    <stage>/completions/step_000012/0-1.png   an image, or 0-1.mp4 a video, that a line names; grid.png shows all
 
 A reward can rise because it is exploited. Early signs raise a warning: groups of equal rewards, one reward that
 rises while others fall, and completions that become short, repetitive or certain. `measure.py` logs held-out samples.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from cosmos_core.observe import gallery
 from cosmos_core.parallel.mesh import is_first
 from cosmos_core.rollout.groups import reward_means
 from cosmos_core.run.files import telling_of_full_disk, write_text
@@ -27,8 +30,12 @@ logger = logging.getLogger(__name__)
 FOLDER = "completions"
 _NUM_GROUPS, _NUM_COMPLETIONS = 4, 8
 """Numbers of groups that are written for each step, and of completions for each group."""
+_NUM_DRAWN_GROUPS, _NUM_DRAWN = 2, 4
+"""The same numbers for images and videos."""
 _MOST_CHARACTERS = 20_000
 _MOST_STEPS = 1_000
+_MOST_DRAWN_BYTES = 1 << 30
+"""Limit for the images and videos of all steps; those of the newest step are always kept."""
 _WINDOW = 8  # steps; by chance all 4 later values exceed all 4 earlier ones once in 70 times
 _NGRAM = 4
 
@@ -37,9 +44,9 @@ class CompletionLog:
     """Logger that writes completions of each train step on the first rank and warns of signs of reward hacking or
     collapse."""
 
-    def __init__(self, folder: Path, *, writes: bool) -> None:
+    def __init__(self, folder: Path, *, writes: bool, most_drawn_bytes: int = _MOST_DRAWN_BYTES) -> None:
         """Log into `folder`; with `writes=False` only issue warnings."""
-        self._folder, self._writes = folder, writes
+        self._folder, self._writes, self._most_drawn_bytes = folder, writes, most_drawn_bytes
         self._rewards: deque[Mapping[str, float]] = deque(maxlen=_WINDOW)
         self._shapes: deque[Mapping[str, float]] = deque(maxlen=_WINDOW // 2)
         self._first: list[Mapping[str, float]] = []
@@ -49,21 +56,41 @@ class CompletionLog:
         """Log the scored groups that train step `step`, counted from 1, uses."""
         if not is_first():
             return
-        if self._writes and groups[0].group.completions[0].drawn is None:
+        if self._writes:
             with telling_of_full_disk(self._folder.parent):
                 self._write(step, groups)
         self._watch(step, groups)
 
     def _write(self, step: int, groups: Sequence[ScoredGroup]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        lines = [_line(step, scored, k) for scored in _chosen(groups) for k in _spread(scored)]
+        is_drawn = groups[0].group.completions[0].drawn is not None
+        num_groups, count = (_NUM_DRAWN_GROUPS, _NUM_DRAWN) if is_drawn else (_NUM_GROUPS, _NUM_COMPLETIONS)
+        chosen = [(scored, _spread(scored, count)) for scored in _chosen(groups)[:num_groups]]
+        lines = [_line(step, scored, k) for scored, at in chosen for k in at]
+        file = self._folder / f"step_{step:06d}.jsonl"
+        if is_drawn:
+            drawings = [gallery.drawings_of(scored, at) for scored, at in chosen]
+            names = gallery.save_rows(file.with_suffix(""), drawings)
+            for line, name in zip(lines, (name for row in names for name in row), strict=True):
+                line["media"] = f"{self._folder.name}/{file.stem}/{name}"
         text = "".join(json.dumps(line, ensure_ascii=True) + "\n" for line in lines)
-        write_text(self._folder / f"step_{step:06d}.jsonl", text, durable=False)
-        steps = sorted(self._folder.glob("step_*.jsonl"))
-        # written before the run was resumed at an earlier step
-        after = [file for file in steps if int(file.stem[5:]) > step]
-        for file in [*after, *steps[: -len(after) or None][:-_MOST_STEPS]]:
+        write_text(file, text, durable=False)
+        self._remove_old(step)
+
+    def _remove_old(self, step: int) -> None:
+        """Delete the files of steps after `step`, written before the run was resumed, and the oldest beyond the
+        limits."""
+        num_bytes = 0
+        steps = sorted(self._folder.glob("step_*.jsonl"), reverse=True)
+        before = [file for file in steps if int(file.stem[5:]) <= step]
+        for i, file in enumerate(before):
+            num_bytes += sum(each.stat().st_size for each in file.with_suffix("").glob("*"))
+            if i == _MOST_STEPS or (i and num_bytes > self._most_drawn_bytes):
+                before = before[:i]
+                break
+        for file in set(steps) - set(before):
             file.unlink()
+            shutil.rmtree(file.with_suffix(""), ignore_errors=True)
 
     def _watch(self, step: int, groups: Sequence[ScoredGroup]) -> None:
         values = [[score.value for score in scored.scores if score.value is not None] for scored in groups]
@@ -105,11 +132,10 @@ def _chosen(groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
     return [groups[i] for i in list(dict.fromkeys([ranked[-1], lowest, *range(len(groups))]))[:_NUM_GROUPS]]
 
 
-def _spread(scored: ScoredGroup) -> list[int]:
-    """Return the indices of a group's completions from best to worst, evenly spaced if there are more than the log
-    keeps."""
+def _spread(scored: ScoredGroup, most: int) -> list[int]:
+    """Return the indices of a group's completions from best to worst, evenly spaced if there are more than `most`."""
     ranked = sorted(range(len(scored.scores)), key=lambda k: -_rank(scored.scores[k]))
-    at = np.linspace(0, len(ranked) - 1, min(len(ranked), _NUM_COMPLETIONS)).round().astype(int)
+    at = np.linspace(0, len(ranked) - 1, min(len(ranked), most)).round().astype(int)
     return [ranked[i] for i in at]
 
 

@@ -238,14 +238,7 @@ def add_samples(path: Path, step: int, groups: Sequence[ScoredGroup], *, is_scor
 
 def add_drawings(stage: Path, step: int, groups: Sequence[ScoredGroup], *, is_scored: bool) -> list[list[str]]:
     """Write the images or videos of each prompt under `step`; return the files of each prompt, none for text."""
-    rows = [
-        [
-            gallery.Drawing(scored.group.prompt.text, completion.drawn.pixels.numpy(), score.value, is_scored)
-            for completion, score in zip(scored.group.completions, scored.scores, strict=True)
-            if completion.drawn is not None
-        ]
-        for scored in groups
-    ]
+    rows = [gallery.drawings_of(scored, range(len(scored.scores)), is_scored=is_scored) for scored in groups]
     rows = [row for row in rows if row]
     return gallery.save(stage, step, rows) if rows else []
 

@@ -7,7 +7,10 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from PIL import Image
 from typer.testing import CliRunner
 
 from cosmos_core.cli import app
@@ -15,7 +18,7 @@ from cosmos_core.errors import ConfigError
 from cosmos_core.observe.completions import shown
 from cosmos_core.run.directory import PIPELINE
 from cosmos_core.train.completions import CompletionLog
-from cosmos_core.types import Completion, Group, Prompt, Score, ScoredGroup, Segment
+from cosmos_core.types import Completion, Drawn, Group, Prompt, Score, ScoredGroup, Segment
 
 
 def completion(text: str, ids: Sequence[int], logprob: float = -1.0) -> Completion:
@@ -83,6 +86,48 @@ def test_the_command_shows_a_step_in_the_order_that_is_asked_for(tmp_path: Path)
         list(shown(tmp_path, "", 7, "", 1))
     with pytest.raises(ConfigError, match="no completions of a stage 'sft'; stages with some: grpo"):
         list(shown(tmp_path, "sft", None, "", 1))
+
+
+def drawn_group(prompt: int, count: int, frames: int) -> ScoredGroup:
+    shape = (frames, 16, 16, 3) if frames else (16, 16, 3)
+    drawn = [Drawn(torch.full(shape, 10 * k, dtype=torch.uint8), None, (1.0, 0.0), 0) for k in range(count)]
+    group = Group(
+        Prompt(prompt, (), f"prompt {prompt}", ""), tuple(Completion((), "stop", "", drawn=d) for d in drawn), 0
+    )
+    return ScoredGroup(group, tuple(Score(prompt + k / 10) for k in range(count)))
+
+
+@pytest.mark.parametrize(("frames", "suffix"), [(0, "png"), (4, "mp4")])
+def test_what_a_diffusion_model_drew_in_training_is_on_disk_and_named(frames: int, suffix: str, tmp_path: Path) -> None:
+    stage = tmp_path / "stages" / "nft"
+    log = opened(stage)
+    for step in (1, 2, 3, 2):
+        log(step, [drawn_group(i, 6, frames) for i in range(4)])
+    written = lines(stage, 2)
+    assert [line["prompt"] for line in written] == ["prompt 3"] * 4 + ["prompt 0"] * 4
+    assert [line["reward"] for line in written[:4]] == [3.5, 3.3, 3.2, 3.0]
+    files = [str(line["media"]) for line in written]
+    assert files[5] == f"completions/step_000002/1-1.{suffix}" and all((stage / name).is_file() for name in files)
+    if not frames:
+        with Image.open(stage / files[0]) as image:
+            assert (np.asarray(image) == 50).all()
+    assert (stage / "completions/step_000002/grid.png").is_file()
+    assert sorted(each.name for each in (stage / "completions").iterdir()) == [
+        "step_000001", "step_000001.jsonl", "step_000002", "step_000002.jsonl",
+    ]  # fmt: skip
+    assert list(shown(tmp_path, "nft", 2, "best", 1))[1] == f"--- reward 3.5:\n{stage / files[0]}"
+
+
+def test_drawn_files_of_the_oldest_steps_make_room_for_new_ones(tmp_path: Path) -> None:
+    log = opened(tmp_path)
+    log(1, [drawn_group(0, 2, 0)])
+    size = sum(file.stat().st_size for file in (tmp_path / "completions/step_000001").iterdir())
+    for most, kept in ((2.5, [3, 4]), (0, [5])):
+        log = CompletionLog(tmp_path / "completions", writes=True, most_drawn_bytes=int(most * size))
+        for step in range(kept[0] - 1, kept[-1] + 1):
+            log(step, [drawn_group(0, 2, 0)])
+        names = sorted(file.name for file in (tmp_path / "completions").iterdir())
+        assert names == [f"step_{step:06d}{suffix}" for step in kept for suffix in ("", ".jsonl")]
 
 
 def test_groups_without_a_difference_are_warned_of_once_until_there_is_one(

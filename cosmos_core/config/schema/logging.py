@@ -23,7 +23,8 @@ class LoggingConfig(Table):
     `path/file.py:Class`, with the methods of `Sink`, or a function `f(data, step)`."""
     log_completions: Annotated[bool, NoResult] = True
     """Write completions of training with their rewards to `completions/` of the stage, which `cosmos samples` shows: of
-    each step up to 8 of each of 4 prompts, among them the best and the worst; of the newest 1,000 steps."""
+    each step up to 8 of each of 4 prompts, among them the best and the worst, of images and videos 4 of each of 2; of
+    the newest 1,000 steps, images and videos of at most 1 GiB."""
     multi_modal_log_interval: Annotated[Steps | None, NoResult] = None
     """Steps between the validations of which Weights & Biases is sent what a diffusion model drew; None: of each."""
     project_name: Annotated[str, NoResult] = "cosmos_rl"
