@@ -202,6 +202,8 @@ def in_rgb(image: Image) -> Image:
     """Convert an image to RGB; 16-bit greyscale keeps its upper 8 bits, Pillow would clip most values to white."""
     from PIL import Image as pillow
 
+    if image.mode == "F":
+        raise DataError("it has pixels of 32-bit floating point, whose range is not known; save it with 8 or 16 bits")
     if image.mode == "I" or image.mode.startswith("I;16"):
         values = np.asarray(image).astype(np.int64)
         is_deep = image.mode != "I" or values.max(initial=0) > np.iinfo(np.uint8).max

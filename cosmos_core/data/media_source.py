@@ -28,8 +28,9 @@ from cosmos_core.data.formats import Located
 from cosmos_core.data.rows import load_rows
 from cosmos_core.errors import DataError, first_line
 
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
-VIDEO_SUFFIXES = (".mp4", ".mov", ".webm", ".mkv", ".avi")
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".avif", ".tif", ".tiff")
+VIDEO_SUFFIXES = (".mp4", ".mov", ".webm", ".mkv", ".avi", ".m4v", ".mpg", ".mpeg")
+_UNREAD_SUFFIXES = (".heic", ".heif", ".jxl", ".gif", ".svg", ".raw", ".dng", ".wmv", ".flv")
 CAPTION_SUFFIXES = (".txt", ".caption", ".prompt")
 EMBEDDING_SUFFIXES = (".safetensors", ".pickle", ".pkl")
 PROMPT_KEYS = ("prompt", "caption", "text")
@@ -173,10 +174,12 @@ def _json_of(file: Path) -> Any:
 
 def _pairs(folder: Path) -> Iterator[Item]:
     """Yield an item for each NAME.json with its media file, and for each media file with a caption file."""
-    media: dict[str, Path] = {}
+    media: dict[str, list[Path]] = {}
     for entry in sorted(folder.iterdir()):
         if not entry.name.startswith(".") and entry.suffix.lower() in _MEDIA_SUFFIXES:
-            media.setdefault(entry.stem, entry)
+            media.setdefault(entry.stem, []).append(entry)
+        elif not entry.name.startswith(".") and entry.suffix.lower() in _UNREAD_SUFFIXES:
+            yield Item(entry.name, "", problem=f"{entry.name}: {entry.suffix} is not read; convert it to png or mp4")
     embeddings = {file.stem: file for file in folder.iterdir() if file.suffix in EMBEDDING_SUFFIXES}
     described = [file for file in sorted(folder.iterdir()) if file.suffix == ".json" and not file.name.startswith(".")]
     for file in described:
@@ -186,16 +189,19 @@ def _pairs(folder: Path) -> Iterator[Item]:
             yield Item(file.name, "", problem=f"{file.name}: malformed JSON, {first_line(error)}")
             continue
         if isinstance(value, dict) and not _has_prompt(value) and file.stem in media:
-            value |= {"prompt": caption} if (caption := _caption(media[file.stem])) else {}
-        yield _described(value, file.name, _content(media.get(file.stem)), embeddings.get(file.stem))
+            value |= {"prompt": caption} if (caption := _caption(media[file.stem][0])) else {}
+        for path in media.get(file.stem, [None]):  # a description may be that of several files
+            yield _described(value, file.name, _content(path), embeddings.get(file.stem))
     for stem in sorted(media.keys() - {file.stem for file in described}):
-        name, caption, embedding = media[stem].name, _caption(media[stem]), embeddings.get(stem)
-        if caption is None:
-            yield Item(name, "", problem=f"{name}: there is no {stem}.txt, .caption or .json with its prompt")
-        elif not caption and embedding is None:
-            yield Item(name, "", problem=f"{name}: its caption file is empty or not UTF-8; write its prompt there")
-        else:
-            yield _described({"prompt": caption}, name, _content(media[stem]), embedding)
+        caption, embedding = _caption(media[stem][0]), embeddings.get(stem)
+        for path in media[stem]:
+            name = path.name
+            if caption is None:
+                yield Item(name, "", problem=f"{name}: there is no {stem}.txt, .caption or .json with its prompt")
+            elif not caption and embedding is None:
+                yield Item(name, "", problem=f"{name}: its caption file is empty or not UTF-8; write its prompt there")
+            else:
+                yield _described({"prompt": caption}, name, _content(path), embedding)
 
 
 def _caption(media: Path) -> str | None:

@@ -195,6 +195,25 @@ def test_images_and_clips_with_a_caption_file_of_their_name_are_read(tmp_path, s
     assert item.metadata == {"label": 3} and item.content.path == tmp_path / "g.png"
 
 
+def test_each_file_of_a_name_is_read_and_formats_that_are_not_read_are_told(tmp_path):
+    for name in ("a.png", "a.jpg", "b.png", "b.webp"):
+        (tmp_path / name).write_bytes(png())
+    (tmp_path / "a.txt").write_text("a cat")
+    (tmp_path / "b.json").write_text('{"prompt": "a dog"}')
+    for name in ("c.heic", "d.GIF"):
+        (tmp_path / name).write_bytes(b"x")
+        (tmp_path / name).with_suffix(".txt").write_text("more")
+    found = [
+        (item.where, item.prompt, item.problem, item.content and item.content.path.name) for item in items_of(tmp_path)
+    ]
+    assert found == [
+        ("c.heic", "", "c.heic: .heic is not read; convert it to png or mp4", None),
+        ("d.GIF", "", "d.GIF: .GIF is not read; convert it to png or mp4", None),
+        ("b.json", "a dog", "", "b.png"), ("b.json", "a dog", "", "b.webp"),
+        ("a.jpg", "a cat", "", "a.jpg"), ("a.png", "a cat", "", "a.png"),
+    ]  # fmt: skip
+
+
 def test_a_damaged_header_in_a_shard_does_not_hide_what_is_behind_it(tmp_path):
     shard = tar_of(tmp_path / "1.tar", dict.fromkeys(("1.txt", "2.txt", "3.txt"), b"one"))
     content = bytearray(shard.read_bytes())
