@@ -66,7 +66,7 @@ def clean(
     from cosmos_core.config.schema.pipeline import seconds
     from cosmos_core.errors import ConfigError
     from cosmos_core.launch import clean as retention
-    from cosmos_core.observe.wording import duration, size
+    from cosmos_core.observe.formatting import duration, size
 
     try:
         age = seconds(older_than)
@@ -89,7 +89,7 @@ def clean(
 
 
 def _clean_store(url: str, *, keep: int, older_than_seconds: float, is_wanted: bool) -> None:
-    from cosmos_core.observe.wording import duration, size
+    from cosmos_core.observe.formatting import duration, size
     from cosmos_core.upload.store_retention import Retention
 
     retention = Retention(url, keep=keep, older_than_seconds=older_than_seconds)

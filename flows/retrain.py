@@ -27,8 +27,16 @@ from cosmos_core.errors import EXIT_REFUSED, ConfigError, DataError, ModelError
 from cosmos_core.run.directory import Run, claim, open_run
 from cosmos_core.run.hub import pinned
 from cosmos_core.run.manifest import problem, read_result
-from cosmos_core.run.news import Seen, content_of, note_of, note_of_flow_run, read_seen, retraining_lock, write_seen
 from cosmos_core.run.remote import pinned_urls
+from cosmos_core.run.retrain_state import (
+    Seen,
+    content_of,
+    note_of,
+    note_of_flow_run,
+    read_seen,
+    retraining_lock,
+    write_seen,
+)
 from cosmos_core.run.state import read_state
 from cosmos_core.upload.base import open_target
 from flows.post_train import open_or_create

@@ -21,7 +21,7 @@ from prefect.settings import get_current_settings
 from pydantic import SecretStr
 
 from cosmos_core.launch.blocks import RewardService, read_service
-from cosmos_core.launch.companion import companion
+from cosmos_core.launch.managed_service import managed_service
 from cosmos_core.launch.service_health import ENQUEUE_URL, TOKEN
 
 _POLL_SECONDS = 2.0
@@ -40,7 +40,7 @@ def reward_service(config: str, block: str, of_flow_run: str = "") -> None:
     """
     with (
         tempfile.TemporaryDirectory(prefix="cosmos-rewards-") as folder,
-        companion(config, Path(folder), host=_address()) as variables,
+        managed_service(config, Path(folder), host=_address()) as variables,
         get_client(sync_client=True) as client,
     ):
         url = variables[ENQUEUE_URL].partition("/api/")[0]

@@ -14,7 +14,7 @@ from cosmos_core.run.manifest import problem, read_result
 from tasks.credentials import lend_credentials
 from tasks.kinds import all_kinds
 from tasks.stage import run_stages
-from tasks.stored import Stored, received
+from tasks.store_sync import Stored, received
 
 
 @flow(name="stage", flow_run_name="{name}")

@@ -26,7 +26,7 @@ from prefect.artifacts import (
 from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run
 
-from cosmos_core.observe import gallery, wording
+from cosmos_core.observe import formatting, gallery
 from cosmos_core.observe.plots import curves
 from cosmos_core.observe.record import Condition, RunRecord, loading_line, read_run
 from cosmos_core.observe.report import PAGE, build
@@ -156,9 +156,9 @@ def _run_card(run: RunRecord) -> str:
     lines = [f"# {run.name} {run.path.name}: {run.outcome}", "", "| stage | kind | state | time | metrics |"]
     lines.append("|---|---|---|---|---|")
     for stage in run.stages:
-        shown = wording.key_metrics(stage.metrics).items()
-        metrics = ", ".join(f"{key} {wording.number(value)}" for key, value in shown)
-        time_ = wording.duration(stage.seconds)
+        shown = formatting.key_metrics(stage.metrics).items()
+        metrics = ", ".join(f"{key} {formatting.number(value)}" for key, value in shown)
+        time_ = formatting.duration(stage.seconds)
         lines.append(f"| {stage.name} | {stage.kind.name} | {stage.status} | {time_} | {metrics} |")
     for stage in run.stages:
         if stage.conditions:

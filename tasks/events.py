@@ -12,7 +12,7 @@ from typing import Any
 from prefect.events import emit_event
 
 from cosmos_core.errors import CosmosError, GateFailed, Preempted
-from cosmos_core.observe.wording import as_float
+from cosmos_core.observe.formatting import as_float
 from cosmos_core.run.directory import Run
 from cosmos_core.run.manifest import Result, read_result
 from cosmos_core.run.state import FINISHED, read_state

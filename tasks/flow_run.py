@@ -37,7 +37,7 @@ from cosmos_core.upload.base import check_targets
 from tasks.artifacts import show_run, write_report
 from tasks.credentials import lend_credentials
 from tasks.kinds import all_kinds
-from tasks.stored import OUTPUT_DIR
+from tasks.store_sync import OUTPUT_DIR
 
 RUN_ID = "COSMOS_RUN_ID"
 """Environment variable with the name of the run; unset: the name follows from the flow and its parameters."""

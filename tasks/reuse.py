@@ -17,7 +17,7 @@ from cosmos_core.run.manifest import Result, read_result
 from cosmos_core.run.plan import Decision, decide, made_on_pool, register, save_fingerprint
 from cosmos_core.run.state import FINISHED, read_state, record_event, update_state
 from tasks.layout import inputs_of, make_room
-from tasks.stored import Stored
+from tasks.store_sync import Stored
 
 
 def fingerprint_of(run: Run, stage: StageConfig) -> Fingerprint:

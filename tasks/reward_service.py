@@ -27,7 +27,7 @@ from prefect.states import Cancelling
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.errors import ConfigError, RewardError, StageFailed
 from cosmos_core.launch.blocks import forget_service, read_service
-from cosmos_core.launch.companion import companion
+from cosmos_core.launch.managed_service import managed_service
 from cosmos_core.launch.service_health import note_health
 from cosmos_core.launch.worker import sleep_unless_stopping
 from cosmos_core.run.directory import Run
@@ -47,7 +47,7 @@ def reward_service(run: Run, stage: StageConfig) -> Iterator[dict[str, str]]:
         ConfigError: the block or the deployment does not exist.
     """
     path, check = run.stage_path(stage.name), partial(sleep_unless_stopping, 0)
-    serves = _elsewhere(stage, path, check) if stage.reward_service_pool else companion(
+    serves = _elsewhere(stage, path, check) if stage.reward_service_pool else managed_service(
         stage.reward_service, path, run.pipeline.config.python, check, _environment(run, stage)
     )  # fmt: skip
     with serves as variables:

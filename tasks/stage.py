@@ -56,12 +56,12 @@ from tasks import events
 from tasks.artifacts import StageArtifacts, name_flow_run, show_run, write_report
 from tasks.cancellation import is_cancelled, listen_for_stop, stop_stages, wait_unless_cancelled
 from tasks.credentials import lend_credentials
-from tasks.elsewhere import count_death, perform_elsewhere
 from tasks.ending import ended, has_result, of_flow, skipped
 from tasks.layout import lay_out
+from tasks.remote_stage import count_death, perform_elsewhere
 from tasks.reuse import existing, fingerprint_of
 from tasks.reward_service import reward_service
-from tasks.stored import Stored
+from tasks.store_sync import Stored
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Data term for rollouts of text: the SFT loss on rows of a dataset, added to every optimizer step of an algorithm.
 
 The rows of an optimizer step are a function of its number, the only state in a checkpoint. The data term of diffusion
-models is `train.drawing.data_term`.
+models is `train.diffusion_setup.data_term`.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ import torch.distributed as dist
 
 from cosmos_core.cluster.facts import variables_of_ranks
 from cosmos_core.cluster.join import joined
+from cosmos_core.cluster.placement import POLL_SECONDS, bundles, ranks_of_bundle, rooms_of
 from cosmos_core.cluster.rank import Program, Rank, Rendezvous, Told
-from cosmos_core.cluster.rooms import POLL_SECONDS, bundles, ranks_of_bundle, rooms_of
 from cosmos_core.errors import CosmosError, ProgramError, StageFailed, first_line
 from cosmos_core.transient import is_transient
 

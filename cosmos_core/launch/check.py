@@ -14,7 +14,7 @@ from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import InStage
 from cosmos_core.errors import DataError, StageFailed
-from cosmos_core.launch.companion import service_named
+from cosmos_core.launch.managed_service import service_named
 from cosmos_core.launch.processes import LOOK, sweep
 from cosmos_core.launch.worker import Launch, run, stoppable
 from cosmos_core.run.content import files_of

@@ -18,7 +18,7 @@ from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.launch.estimate import Found
 from cosmos_core.launch.machine import Machine
 from cosmos_core.launch.pace import measured_seconds
-from cosmos_core.observe import wording
+from cosmos_core.observe import formatting
 from cosmos_core.observe.record import RunRecord, read_run
 from cosmos_core.run.directory import runs_in
 from cosmos_core.run.plan import Decision
@@ -88,7 +88,7 @@ def cost_table(pipeline: Pipeline, found: Sequence[Cost], machine: Machine | Non
 
     def cells(gpus: str, seconds: float | None, hours: float | None, *, is_bound: bool = False) -> list[str]:
         at_least = "> " if is_bound else ""
-        texts = [gpus, "?" if seconds is None else at_least + wording.duration(seconds)]
+        texts = [gpus, "?" if seconds is None else at_least + formatting.duration(seconds)]
         texts.append("?" if hours is None else f"{at_least}{hours:,.2f}")
         if price is not None:
             texts.append("?" if hours is None else f"{at_least}{hours * price:,.2f}")
@@ -108,7 +108,7 @@ def cost_table(pipeline: Pipeline, found: Sequence[Cost], machine: Machine | Non
 
 
 def _size(num_bytes: int | None) -> str:
-    return "" if num_bytes is None else wording.size(num_bytes)
+    return "" if num_bytes is None else formatting.size(num_bytes)
 
 
 def wall_seconds(pipeline: Pipeline, found: Sequence[Cost]) -> float:

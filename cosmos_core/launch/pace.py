@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cosmos_core.config.schema.pipeline import StageConfig
-from cosmos_core.observe import wording
+from cosmos_core.observe import formatting
 from cosmos_core.observe.record import RunRecord, StageRecord
 
 
@@ -46,7 +46,7 @@ class _Pace:
         return self.rest + steps * self.step + validations * self.validation
 
     def __str__(self) -> str:
-        return f"{self.step:.3g} s per step, {wording.duration(self.rest)} beside them"
+        return f"{self.step:.3g} s per step, {formatting.duration(self.rest)} beside them"
 
 
 def _pace(record: StageRecord) -> _Pace | None:

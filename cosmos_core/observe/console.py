@@ -21,7 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from cosmos_core.observe import wording
+from cosmos_core.observe import formatting
 from cosmos_core.observe.record import RunRecord, StageRecord, loading_line, overhead, read_run
 from cosmos_core.observe.resuming import death
 from cosmos_core.run.progress import Position
@@ -111,7 +111,7 @@ class Display:
                 if line.progress is None or line.progress.phase != progress.phase:
                     line.phase_began = now
                 line.progress = progress
-                if (metric := wording.headline(progress.metrics)) and math.isfinite(metric[1]):
+                if (metric := formatting.headline(progress.metrics)) and math.isfinite(metric[1]):
                     line.history[progress.step] = metric[1]
                 _set_anchor(line, progress)
             is_due = state in ACTIVE and now - line.printed >= LINE_SECONDS and _subject(line) != line.said
@@ -146,8 +146,8 @@ class Display:
         words += [part for part in (_phase(line), *self._news(line)) if part]
         if line.state in ACTIVE:
             eta = _eta_seconds(line)
-            return [*words, f"eta {wording.duration(eta)}"] if eta is not None else words
-        return [*words, wording.duration(self._elapsed(line))] if line.began is not None else words
+            return [*words, f"eta {formatting.duration(eta)}"] if eta is not None else words
+        return [*words, formatting.duration(self._elapsed(line))] if line.began is not None else words
 
     def _news(self, line: _Line) -> list[str]:
         """Return the step and its metrics, unless they were printed and the stage still runs, and once the time of
@@ -157,7 +157,7 @@ class Display:
             return []
         if progress.phase != "compile" and progress.compile_seconds > line.told_compiling:
             line.told_compiling = progress.compile_seconds
-            compiled = f"compiled in {wording.duration(progress.compile_seconds)}"
+            compiled = f"compiled in {formatting.duration(progress.compile_seconds)}"
         is_printed = line.state in ACTIVE and line.said[2:] == (progress.step,)
         return [compiled] if is_printed else [_steps(line), *_numbers(line), compiled]
 
@@ -168,7 +168,7 @@ class Display:
 
     def _doing(self, line: _Line) -> str:
         phase = _phase(line) if line.state == "running" else ""
-        since = f" {wording.duration(self._clock() - line.phase_began)}" if phase == "compile" else ""
+        since = f" {formatting.duration(self._clock() - line.phase_began)}" if phase == "compile" else ""
         return f"{phase}{since}" if phase else line.state
 
     def _table(self) -> RenderableType:
@@ -181,7 +181,7 @@ class Display:
                 style = STYLES.get(line.state, "")
                 bar: RenderableType = _bar(line, 24 if wide else 10, self._clock()) if line.state != "waiting" else ""
                 elapsed, eta = self._elapsed(line), _eta_seconds(line) if line.state in ACTIVE else None
-                clock = f"eta {wording.duration(eta)}" if eta is not None else wording.duration(elapsed)
+                clock = f"eta {formatting.duration(eta)}" if eta is not None else formatting.duration(elapsed)
                 table.add_row(
                     Text(f"{_MARKS.get(line.state, ' ')} {name}", style=style),
                     Text(self._doing(line), style=style),
@@ -209,8 +209,8 @@ def print_summary(run_path: Path, *, stream: TextIO | None = None) -> None:
     run = read_run(run_path)
     seconds = overhead(run) or dict.fromkeys(("wall", "inside", "overhead"), 0.0)
     facts = {
-        "time inside stage workers": wording.duration(seconds["inside"]),
-        "orchestration overhead": wording.duration(seconds["overhead"]),
+        "time inside stage workers": formatting.duration(seconds["inside"]),
+        "orchestration overhead": formatting.duration(seconds["overhead"]),
     }
     if (run.path / "report.html").is_file():
         facts["report"] = str(run.path / "report.html")
@@ -220,7 +220,7 @@ def print_summary(run_path: Path, *, stream: TextIO | None = None) -> None:
         facts |= {"model": str(run.model), "load it with": loading_line(run.model)}
     if run.published:
         facts["published"] = ", ".join(run.published)
-    title = f"{run.name}  {run.path.name}  {run.outcome} after {wording.duration(seconds['wall'])}"
+    title = f"{run.name}  {run.path.name}  {run.outcome} after {formatting.duration(seconds['wall'])}"
     width = max(len(key) for key in facts)
     lines = [Text.assemble((f"{key:<{width}}  ", "dim"), value) for key, value in facts.items()]
     console = _console(stream)
@@ -261,16 +261,16 @@ def _state(stage: StageRecord) -> Text:
 
 
 def _metrics(stage: StageRecord) -> Text:
-    words = [f"{key} {wording.number(value)}" for key, value in wording.table_metrics(stage.metrics).items()]
+    words = [f"{key} {formatting.number(value)}" for key, value in formatting.table_metrics(stage.metrics).items()]
     if best := stage.best:
-        words.append(f"best {wording.short(best.metric)} {wording.number(best.value)} at step {best.step}")
+        words.append(f"best {formatting.short(best.metric)} {formatting.number(best.value)} at step {best.step}")
     return Text("  ".join(words))
 
 
 _SUMMARY: dict[str, Callable[[StageRecord], str | Text]] = {
     "stage": lambda stage: Text(stage.name),
     "state": _state,
-    "time": lambda stage: "" if stage.seconds is None else wording.duration(stage.seconds),
+    "time": lambda stage: "" if stage.seconds is None else formatting.duration(stage.seconds),
     "metrics": _metrics,
 }
 _STATUS: dict[str, Callable[[StageRecord], str | Text]] = {
@@ -311,9 +311,9 @@ def _steps(line: _Line) -> str:
 
 def _numbers(line: _Line) -> list[str]:
     metrics = line.progress.metrics if line.progress else {}
-    headline, speed = wording.headline(metrics), wording.tokens_per_second(metrics)
-    numbers = [f"{headline[0]} {wording.number(headline[1])}"] if headline else []
-    return [*numbers, f"{wording.count(speed)} tok/s"] if speed is not None and line.state in ACTIVE else numbers
+    headline, speed = formatting.headline(metrics), formatting.tokens_per_second(metrics)
+    numbers = [f"{headline[0]} {formatting.number(headline[1])}"] if headline else []
+    return [*numbers, f"{formatting.count(speed)} tok/s"] if speed is not None and line.state in ACTIVE else numbers
 
 
 def _seconds(line: _Line) -> list[str]:
@@ -321,7 +321,7 @@ def _seconds(line: _Line) -> list[str]:
     them."""
     metrics = line.progress.metrics if line.progress and line.state in ACTIVE else {}
     times = [(name, metrics[f"time/{name}"]) for name in ("generate", "score", "train") if f"time/{name}" in metrics]
-    return [" ".join(f"{name} {wording.duration(seconds)}" for name, seconds in times)] if len(times) > 1 else []
+    return [" ".join(f"{name} {formatting.duration(seconds)}" for name, seconds in times)] if len(times) > 1 else []
 
 
 def sparkline(values: Sequence[float]) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 from cosmos_core.environment import masked
-from cosmos_core.observe import wording
+from cosmos_core.observe import formatting
 from cosmos_core.run.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -94,9 +94,9 @@ class StepLog:
             return
         line, self._waiting, self._logged = self._waiting, {}, time.monotonic()
         metrics = {key: value for key, value in line.items() if key not in {"step", "time"}}
-        words = [f"{key} {wording.number(value)}" for key, value in wording.key_metrics(metrics).items()]
-        if speed := wording.tokens_per_second(metrics):
-            words.append(f"{wording.count(speed)} tok/s")
+        words = [f"{key} {formatting.number(value)}" for key, value in formatting.key_metrics(metrics).items()]
+        if speed := formatting.tokens_per_second(metrics):
+            words.append(f"{formatting.count(speed)} tok/s")
         total = self._progress.total
         logger.info("step %s%s  %s", line["step"], f"/{total}" if total else "", "  ".join(words))
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from cosmos_core.observe.wording import as_float, family
+from cosmos_core.observe.formatting import as_float, family
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,9 +11,9 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader
 
-from cosmos_core.observe import sections, usage, wording
-from cosmos_core.observe.before import before
+from cosmos_core.observe import formatting, sections, usage
 from cosmos_core.observe.dag import layout
+from cosmos_core.observe.previous_run import before
 from cosmos_core.observe.record import loading_line, read_run
 from cosmos_core.observe.sweeps import sweeps
 from cosmos_core.observe.trained import trained
@@ -62,8 +62,8 @@ def _environment() -> Environment:
         loader=PackageLoader("cosmos_core.observe"), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     filters: dict[str, Any] = {
-        "clock": wording.clock, "duration": wording.duration, "number": wording.number, "size": wording.size,
-        "json": json.dumps, "items_of": dict, "px": lambda length: f"{length:g}", "cut": _cut,
+        "clock": formatting.clock, "duration": formatting.duration, "number": formatting.number,
+        "size": formatting.size, "json": json.dumps, "items_of": dict, "px": lambda length: f"{length:g}", "cut": _cut,
         "label": sections.label, "headline": sections.headline, "times": sections.times, "metrics": sections.metrics,
         "operators": sections.operators, "reward_bins": usage.reward_bins,
         "info": sections.info, "curves": sections.curves, "rollouts": sections.rollouts, "drawings": sections.drawings,

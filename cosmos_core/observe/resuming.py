@@ -6,7 +6,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from cosmos_core.observe import wording
+from cosmos_core.observe import formatting
 from cosmos_core.observe.record import RunRecord, StageRecord
 from cosmos_core.run.liveness import holder_died
 from cosmos_core.run.process import is_here
@@ -21,12 +21,12 @@ def death(run: RunRecord) -> str:
     dead = [stage for stage in run.stages if stage.died is not None]
     if not dead:  # the run died between two stages, or before the first
         ends = [stage.state.ended for stage in run.stages if stage.state.ended]
-        return f"died after {wording.moment(max(ends, default=holder_died(run.path)))}, {how}"
+        return f"died after {formatting.moment(max(ends, default=holder_died(run.path)))}, {how}"
     last = max(dead, key=lambda stage: stage.died or 0.0)
     host, step = last.state.launcher_host, _reached(last)
     on = f" on {host}" if host and not is_here(last.state.launcher_machine, host) else ""
     where = f" after step {step}" if step else f" in {last.name}"
-    return f"died at {wording.moment(last.died)}{on}{where}, {how}{_from_where([last])}"
+    return f"died at {formatting.moment(last.died)}{on}{where}, {how}{_from_where([last])}"
 
 
 def resume_command(run_path: Path) -> str:

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from cosmos_core.config.compose import Kinds, load_pipeline
 from cosmos_core.config.difference import difference
-from cosmos_core.observe import wording
+from cosmos_core.observe import formatting
 from cosmos_core.observe.record import RunRecord, StageRecord, read_run
 from cosmos_core.observe.resuming import death
 from cosmos_core.run.directory import PIPELINE, runs_in
@@ -27,8 +27,8 @@ def table_of_runs(output_dir: Path, most: int) -> Table:
         done = sum(stage.status in FINISHED for stage in run.stages)
         took = sum(stage.seconds or 0.0 for stage in run.stages)
         table.add_row(
-            facts.run_id, run.name, wording.clock(facts.started), wording.duration(took), f"{done}/{len(run.stages)}",
-            run.outcome, _last_metrics(run),
+            facts.run_id, run.name, formatting.clock(facts.started), formatting.duration(took),
+            f"{done}/{len(run.stages)}", run.outcome, _last_metrics(run),
         )  # fmt: skip
         deaths += [f"{facts.run_id}: {message}"] if (message := death(run)) else []
     table.caption = "\n".join(deaths) or None
@@ -37,7 +37,7 @@ def table_of_runs(output_dir: Path, most: int) -> Table:
 
 def _last_metrics(run: RunRecord) -> str:
     for stage in reversed(run.stages):
-        if shown := wording.table_metrics(stage.metrics):
+        if shown := formatting.table_metrics(stage.metrics):
             return ", ".join(f"{name} {value:.4g}" for name, value in shown.items())
     return ""
 
@@ -64,13 +64,13 @@ def compared(first: Path, second: Path, kinds: Kinds) -> Iterator[str | Table]:
 def _rows(old: StageRecord, new: StageRecord) -> Iterator[tuple[str, str, str, str]]:
     times = [stage.seconds for stage in (old, new)]
     if any(times):
-        yield "time", wording.duration(times[0]), wording.duration(times[1]), ""
-    metrics = [{k: v for k, v in s.metrics.items() if not k.startswith(wording.BOOKKEEPING)} for s in (old, new)]
+        yield "time", formatting.duration(times[0]), formatting.duration(times[1]), ""
+    metrics = [{k: v for k, v in s.metrics.items() if not k.startswith(formatting.BOOKKEEPING)} for s in (old, new)]
     for key in sorted(metrics[0].keys() | metrics[1].keys()):
         values = [stage_metrics.get(key) for stage_metrics in metrics]
         numbers = [float(value) for value in values if isinstance(value, int | float)]
         change = numbers[1] - numbers[0] if len(numbers) == 2 else 0.0
-        text = f"{change:+.4g} {wording.verdict(key, change)}".rstrip() if change else ""
+        text = f"{change:+.4g} {formatting.verdict(key, change)}".rstrip() if change else ""
         yield key, _shown(values[0]), _shown(values[1]), text
 
 

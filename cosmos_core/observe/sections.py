@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.observe import gallery, wording
+from cosmos_core.observe import formatting, gallery
 from cosmos_core.observe.plots import REPORT_PANELS, curves_svg
 from cosmos_core.observe.record import Condition, RunRecord, Sample, StageRecord, overhead
 from cosmos_core.observe.sweeps import in_branches
@@ -41,15 +41,15 @@ def cards(run: RunRecord) -> list[tuple[str, str]]:
     """Return the summary at the top: metrics of the first and the last measured stage, times, number of finished
     stages."""
     shown = []
-    metrics = [wording.table_metrics(stage.metrics) for stage in measured(run)]
+    metrics = [formatting.table_metrics(stage.metrics) for stage in measured(run)]
     for name in metrics[-1] if metrics else ():
-        values = [wording.number(each[name]) for each in metrics if name in each]
+        values = [formatting.number(each[name]) for each in metrics if name in each]
         shown.append((name, f"{values[0]} → {values[-1]}" if len(values) > 1 else values[0]))
     differences = [stage.metrics[_LOGPROB_DIFFERENCE] for stage in run.stages if _LOGPROB_DIFFERENCE in stage.metrics]
     shown += [("log-prob difference, p95", f"≤ {max(differences):.1e}")] if differences else []
     times = {"wall time": "wall", "inside stage workers": "inside", "overhead": "overhead"}
     if seconds := overhead(run):
-        shown += [(name, wording.duration(seconds[key])) for name, key in times.items()]
+        shown += [(name, formatting.duration(seconds[key])) for name, key in times.items()]
     counted = [stage for stage in run.stages if stage.kind.makes != "page"]
     finished = sum(stage.status in {"done", "reused"} for stage in counted)
     return [*shown, ("stages finished", f"{finished} of {len(counted)}")]
@@ -65,9 +65,9 @@ def comparison(run: RunRecord) -> tuple[list[str], list[dict[str, Any]]]:
     rows = []
     for key in dict.fromkeys(key for _, metrics in columns[-1:] + columns for key in metrics if _is_validation(key)):
         values = [metrics.get(key) for _, metrics in columns]
-        numbers = [wording.as_float(value) for value in values if isinstance(value, int | float)]
+        numbers = [formatting.as_float(value) for value in values if isinstance(value, int | float)]
         change = numbers[-1] - numbers[0] if len(numbers) > 1 else None
-        verdict = wording.verdict(key, change)
+        verdict = formatting.verdict(key, change)
         shown = "" if change is None else f"{change:+.3f}"
         rows.append({"name": key.removeprefix("validation/"), "values": values, "change": shown, "verdict": verdict})
     return [name for name, _ in columns], rows
@@ -135,27 +135,27 @@ def label(stage: StageRecord) -> str:
 
 def headline(stage: StageRecord) -> str:
     """Return the metric for the title of a stage."""
-    items = wording.key_metrics(stage.metrics, most=1).items()
-    return " ".join(f"{wording.family(key)} {wording.number(value)}" for key, value in items)
+    items = formatting.key_metrics(stage.metrics, most=1).items()
+    return " ".join(f"{formatting.family(key)} {formatting.number(value)}" for key, value in items)
 
 
 def times(stage: StageRecord) -> list[tuple[str, str]]:
     """Return times, number of attempts and machines of a stage, without those that are unknown."""
     state = stage.state
     pairs = [
-        ("started", wording.clock(state.spans[0][0] if state.spans else None)),
-        ("ended", wording.clock(state.ended)),
-        ("time", wording.duration(stage.seconds)),
+        ("started", formatting.clock(state.spans[0][0] if state.spans else None)),
+        ("ended", formatting.clock(state.ended)),
+        ("time", formatting.duration(stage.seconds)),
         ("attempts", str(state.attempt or "")),
         ("after", ", ".join(stage.after)),
-        ("on", wording.machines(stage.ranks)),
+        ("on", formatting.machines(stage.ranks)),
     ]
     return [(name, value) for name, value in pairs if value not in {"", "–"}]
 
 
 def metrics(stage: StageRecord) -> list[tuple[str, str]]:
     """Return the metrics of a stage, without times, throughput and memory."""
-    return [(key, wording.number(value)) for key, value in wording.key_metrics(stage.metrics, most=100).items()]
+    return [(key, formatting.number(value)) for key, value in formatting.key_metrics(stage.metrics, most=100).items()]
 
 
 def info(stage: StageRecord) -> dict[str, Any]:
@@ -211,7 +211,7 @@ def drawings(line: Sample) -> list[dict[str, Any]]:
     shown = []
     for index, name in enumerate(line.media[:_NUM_DRAWINGS]):
         path = Path(line.folder) / name
-        rewards = [wording.number(value) if value is not None else "no valid reward" for value in line.rewards]
+        rewards = [formatting.number(value) if value is not None else "no valid reward" for value in line.rewards]
         uri = gallery.data_uri(path)
         shown.append({
             "path": name, "uri": uri, "is_video": bool(uri) and path.suffix == gallery.VIDEO,

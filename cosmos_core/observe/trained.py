@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from cosmos_core.config.difference import flat
-from cosmos_core.observe import wording
+from cosmos_core.observe import formatting
 from cosmos_core.observe.record import RunRecord, StageRecord, read_pipeline
 from cosmos_core.run.files import read_object
 
@@ -48,7 +48,7 @@ def _data(run: RunRecord, entries: dict[str, dict[str, Any]], name: str) -> str:
     paths = [stage.path / "data" / "statistics.json" for stage in run.stages if stage.name in seen]
     counted = next((statistics for path in paths if (statistics := read_object(path))), {})
     rows = [
-        f"{wording.number(part['rows'])} rows{' held out' if split == 'validation' else ''}"
+        f"{formatting.number(part['rows'])} rows{' held out' if split == 'validation' else ''}"
         for split in ("train", "validation")
         if isinstance(part := counted.get(split), dict) and isinstance(part.get("rows"), int)
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from cosmos_core.observe import wording
+from cosmos_core.observe import formatting
 from cosmos_core.observe.record import RunRecord, StageRecord
 
 _BINS = 10
@@ -28,7 +28,7 @@ def resources(run: RunRecord) -> list[Use]:
     return [
         Use(
             stage=stage,
-            machines=wording.machines(stage.ranks),
+            machines=formatting.machines(stage.ranks),
             gpu_hours=stage.seconds * sum(bool(rank.gpus) for rank in stage.ranks) / 3600,
             tokens_per_second=_tokens_per_second(stage),
             size=sum(file["size"] for file in stage.result["outputs"]) if stage.result else 0,
@@ -40,7 +40,7 @@ def resources(run: RunRecord) -> list[Use]:
 
 def _tokens_per_second(stage: StageRecord) -> float | None:
     """Return the median over the steps, which slow first steps do not affect."""
-    speeds = sorted(value for line in stage.curves if (value := wording.tokens_per_second(line)) is not None)
+    speeds = sorted(value for line in stage.curves if (value := formatting.tokens_per_second(line)) is not None)
     return speeds[len(speeds) // 2] if speeds else None
 
 

@@ -18,7 +18,7 @@ import torch
 from cosmos_core.errors import BY_NAME, CosmosError, StageFailed, by_name
 from cosmos_core.parallel.mesh import broadcast_object, is_first
 from cosmos_core.rollout.base import Bucket, Loaded, WeightFormat
-from cosmos_core.rollout.members import POLL_SECONDS, Handle, Member, Members
+from cosmos_core.rollout.engine_pool import POLL_SECONDS, EnginePool, Handle, Member
 from cosmos_core.rollout.replica import Description, packed
 from cosmos_core.types import Group, Prompt, Sampling
 
@@ -70,7 +70,7 @@ class Fleet:
             CosmosError: an engine cannot be opened.
         """
         self._swap, self._takes_turns, self._beat = swap, takes_turns, beat
-        self._members = Members(handles, most_groups, patience, beat)
+        self._members = EnginePool(handles, most_groups, patience, beat)
         self._own: list[tuple[Prompt, Future[Group]]] = []
         self._only_new = False
         self.has_new = False
@@ -92,7 +92,7 @@ class Fleet:
     ) -> Future[Group]:
         """Request one group, before all waiting requests or after them; on the first rank, from any thread.
 
-        `version`: see `Members.request`; the caller must not load other weights before the group is done.
+        `version`: see `EnginePool.request`; the caller must not load other weights before the group is done.
         """
         return self._members.request(prompt, sampling, step, is_urgent=is_urgent, version=version)
 

@@ -18,7 +18,7 @@ from cosmos_core.data.prepared import has_split, open_prompts, rows_kind
 from cosmos_core.errors import RewardError
 from cosmos_core.rewards.base import metric_names
 from cosmos_core.run.stage import CHECKED_PROMPTS, Stage
-from cosmos_core.train.drawing import REFERENCE_KEYS
+from cosmos_core.train.diffusion_setup import REFERENCE_KEYS
 from cosmos_core.train.measure import open_rewards
 from cosmos_core.types import Completion, Drawn, Group, JsonValue, Prompt, ScoredGroup, Segment
 

@@ -32,7 +32,7 @@ from cosmos_core.rollout.publish import WeightPublisher
 from cosmos_core.rollout.registry import make_engine
 from cosmos_core.rollout.replica import Replica
 from cosmos_core.run.stage import Stage, load_stage
-from cosmos_core.train.drawing import flow_source
+from cosmos_core.train.diffusion_setup import flow_source
 from cosmos_core.train.measure import Rewards, open_rewards, shared
 from cosmos_core.train.trainer import Trainer
 

@@ -20,6 +20,7 @@ from cosmos_core.checkpoint.save import Checkpointer
 from cosmos_core.checkpoint.state import TrainState, capture_rng, restore_rng, seed_rng
 from cosmos_core.errors import ConfigError, Preempted
 from cosmos_core.run.stage import Stage
+from cosmos_core.train.async_validation import AsyncValidation, Ended
 from cosmos_core.train.ema import NAME as EMA
 from cosmos_core.train.ema import MovingAverage
 from cosmos_core.train.feeds import Feed
@@ -29,7 +30,6 @@ from cosmos_core.train.mfu import Utilization
 from cosmos_core.train.profile import StepProfiler
 from cosmos_core.train.stop import StopAsked, check_stop
 from cosmos_core.train.trainer import Trainer
-from cosmos_core.train.validation_apart import Ended, ValidationApart
 from cosmos_core.types import JsonValue
 
 Measure = Callable[[int], dict[str, float]]
@@ -51,7 +51,7 @@ class Loop:
     """Number of train steps between two calls of `publish`, which is also called when a training starts or resumes."""
     measure: Measure | None = None
     """Computes held-out metrics; None: no validation during training."""
-    apart: ValidationApart | None = None
+    apart: AsyncValidation | None = None
     """Validates while the training continues; replaces `measure` except for the first and the last validation."""
     average: MovingAverage | None = None
     """Moving average that is validated and finally copied into the model; None: the weights themselves are used."""

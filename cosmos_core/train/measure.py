@@ -45,7 +45,7 @@ from cosmos_core.rollout.groups import reward_means, turn_metrics
 from cosmos_core.run.files import json_objects, telling_of_full_disk, write_text
 from cosmos_core.run.progress import Progress, has_step
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.drawing import DrawnPrompts, evaluation_sampling
+from cosmos_core.train.diffusion_setup import DrawnPrompts, evaluation_sampling
 from cosmos_core.train.feeds import draws_of, held_out_sample, pair_samples, sequence_sample
 from cosmos_core.train.reference import CHUNK
 from cosmos_core.train.stop import check_stop

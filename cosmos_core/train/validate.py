@@ -14,7 +14,7 @@ from cosmos_core.errors import Preempted
 from cosmos_core.observe.gallery import FOLDER as DRAWINGS
 from cosmos_core.parallel.mesh import is_first
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.drawing import DrawnPrompts, open_drawn
+from cosmos_core.train.diffusion_setup import DrawnPrompts, open_drawn
 from cosmos_core.train.generation import Generation
 from cosmos_core.train.measure import (
     SAMPLES,

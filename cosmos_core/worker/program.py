@@ -34,7 +34,7 @@ from cosmos_core.errors import (
 )
 from cosmos_core.facts import Facts, measure
 from cosmos_core.imports import without_collection
-from cosmos_core.observe import wording
+from cosmos_core.observe import formatting
 from cosmos_core.observe.logs import StepLog, configure
 from cosmos_core.observe.sinks.base import attached
 from cosmos_core.registry import import_user_code, location_of
@@ -173,7 +173,7 @@ def _introduce(stage: Stage, facts: Sequence[Facts]) -> None:
     write_json(stage.path / FACTS, [asdict(each) for each in facts])
     train = stage.recipe.train
     precision = f", {train.master_dtype} weights, computes in {train.param_dtype}" if stage.kind.trains else ""
-    logger.info("%s (%s) on %s%s", stage.name, stage.kind.name, wording.machines(facts), precision)
+    logger.info("%s (%s) on %s%s", stage.name, stage.kind.name, formatting.machines(facts), precision)
 
 
 def _run(stage: Stage, program: Callable[..., Outcome]) -> Outcome:

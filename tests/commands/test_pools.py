@@ -90,11 +90,11 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.launch.blocks import RewardService, service_in_block
-from cosmos_core.launch.companion import companion
+from cosmos_core.launch.managed_service import managed_service
 
 RewardService(url="http://127.0.0.1:1, http://127.0.0.1:2/", token="a very secret token").save("rewards")
 assert "secret" not in repr(RewardService.load("rewards"))
-with companion("block:rewards", Path(sys.argv[1])) as found:
+with managed_service("block:rewards", Path(sys.argv[1])) as found:
     assert found == {
         "REMOTE_REWARD_ENQUEUE_URL": "http://127.0.0.1:1/api/reward/enqueue,http://127.0.0.1:2/api/reward/enqueue",
         "REMOTE_REWARD_FETCH_URL": "http://127.0.0.1:1/api/reward/pull,http://127.0.0.1:2/api/reward/pull",

@@ -24,7 +24,7 @@ from configs.demo import arithmetic
 from cosmos_core.cluster.actors import ActorGroup, _Host
 from cosmos_core.cluster.group import WorkerGroup, interface_to, threads_of
 from cosmos_core.cluster.join import joined
-from cosmos_core.cluster.rooms import bundles
+from cosmos_core.cluster.placement import bundles
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import prepare

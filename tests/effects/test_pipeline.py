@@ -26,8 +26,8 @@ from cosmos_core.run.bucket import Bucket
 from cosmos_core.run.directory import create_run
 from cosmos_core.run.stage import Stage
 from cosmos_core.run.state import update_state
-from tasks.elsewhere import perform_elsewhere
 from tasks.kinds import all_kinds
+from tasks.remote_stage import perform_elsewhere
 from tasks.reward_service import reward_service
 from tasks.stage import perform, should_retry
 from tasks.stages import gate, upload
@@ -267,7 +267,7 @@ def test_it_changes_where_a_stage_runs(
         asked.append(name)
         raise ObjectNotFound(LookupError(name))
 
-    monkeypatch.setattr("tasks.elsewhere.run_deployment", run_deployment)
+    monkeypatch.setattr("tasks.remote_stage.run_deployment", run_deployment)
     before, after = sides(change, tmp_path)
     assert before.stage("second").work_pool == ""
     with (

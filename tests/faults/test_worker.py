@@ -28,7 +28,7 @@ from cosmos_core.run.files import read_json
 from cosmos_core.run.state import read_state, update_state
 from tasks.kinds import all_kinds
 from tasks.stage import perform, should_retry
-from tasks.stored import Stored
+from tasks.store_sync import Stored
 from tests.conftest import PROGRAMS, processes_below
 from tests.unit.run_folder import load_recipe, make_inputs
 

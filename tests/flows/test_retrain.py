@@ -25,7 +25,7 @@ from cosmos_core.cli import app
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.directory import create_run
-from cosmos_core.run.news import content_of, retraining_lock
+from cosmos_core.run.retrain_state import content_of, retraining_lock
 from cosmos_core.run.state import read_state
 from cosmos_core.upload.file import FileTarget
 from flows.retrain import retrain, starting_from_published

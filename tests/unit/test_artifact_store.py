@@ -20,10 +20,10 @@ from cosmos_core.run.state import read_state, update_state
 from cosmos_core.upload import lease
 from cosmos_core.upload.artifact_store import ArtifactStore, check_store
 from cosmos_core.upload.lease import Holder
-from tasks import reuse, stored
+from tasks import reuse, store_sync
 from tasks.kinds import all_kinds
 from tasks.stage import perform
-from tasks.stored import OUTPUT_DIR, Stored, received
+from tasks.store_sync import OUTPUT_DIR, Stored, received
 from tests.conftest import PROGRAMS, wait_until
 from tests.store import Proxy, Request
 from tests.unit.test_upload_saves import checkpoint
@@ -330,8 +330,8 @@ def test_who_was_suspended_notices_that_it_lost_the_work_and_leaves_it_to_the_ot
 
 def test_a_process_of_another_container_of_this_name_is_not_taken_for_gone() -> None:
     host, boot, pids = this_machine().split("/")
-    assert stored._is_gone(Holder(f"{host}/{boot}/{pids}", 1 << 22, 1.0))
-    assert not stored._is_gone(Holder(f"{host}/{boot}/pid:[1]", 1 << 22, 1.0))
+    assert store_sync._is_gone(Holder(f"{host}/{boot}/{pids}", 1 << 22, 1.0))
+    assert not store_sync._is_gone(Holder(f"{host}/{boot}/pid:[1]", 1 << 22, 1.0))
 
 
 def test_runs_that_have_one_name_on_two_machines_do_not_mix(
@@ -354,7 +354,7 @@ def test_runs_that_have_one_name_on_two_machines_do_not_mix(
 def test_what_sends_beside_a_stage_goes_on_whatever_goes_wrong(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(stored, "_CHECKPOINT_SECONDS", 0.02)
+    monkeypatch.setattr(store_sync, "_CHECKPOINT_SECONDS", 0.02)
     damaged = run.stage_path("first") / "checkpoints/step_1/policy/manifest.json"
     damaged.parent.mkdir(parents=True)
     damaged.write_text('{"files": {"model": {}}}')

@@ -17,7 +17,7 @@ from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ModelError
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.earlier import take_over
+from cosmos_core.train.resume_from import adopt_checkpoint
 from tasks.kinds import all_kinds
 from tests.effects.change import SFT, recipe, stage_of
 from tests.unit.test_checkpoint import fill, is_filled_with, make_state, open_checkpoints, train_step
@@ -126,7 +126,7 @@ def test_another_run_says_that_it_passes_it_over_and_takes_the_one_before(
     later = stage_of(tmp_path / "out/second/stages/sft", recipe({**SFT, "train.resume": True}))
     save(tmp_path / "out/first/stages/sft/checkpoints", case, later.fingerprint)
     with caplog.at_level(logging.INFO):
-        take_over(later)
+        adopt_checkpoint(later)
     assert [path.name for path in (later.path / "checkpoints").iterdir()] == ["step_1"]
     first = re.escape(str(tmp_path / "out/first/stages/sft/checkpoints"))
     assert re.search(rf"checkpoint {first}/step_2 is passed over: {DAMAGES[case][1]}", caplog.text)
@@ -138,5 +138,5 @@ def test_one_of_another_configuration_is_passed_over_without_a_word(
 ) -> None:
     later = stage_of(tmp_path / "out/second/stages/sft", recipe({**SFT, "train.resume": True}))
     save(tmp_path / "out/first/stages/sft/checkpoints", "no ranks", "another")
-    take_over(later)
+    adopt_checkpoint(later)
     assert "passed over" not in caplog.text and "so this one starts at step 0" in caplog.text

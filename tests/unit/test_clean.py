@@ -16,8 +16,8 @@ from cosmos_core.run.directory import Run, claim, create_run, runs_in
 from cosmos_core.run.files import read_json, write_json
 from cosmos_core.run.lock import Lock
 from cosmos_core.run.manifest import read_result
-from cosmos_core.run.news import Seen, write_seen
 from cosmos_core.run.plan import fingerprint_folder
+from cosmos_core.run.retrain_state import Seen, write_seen
 from cosmos_core.run.state import update_state
 from cosmos_core.upload.base import open_target
 from tests.unit.run_folder import counting_run, finish

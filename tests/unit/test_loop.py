@@ -25,10 +25,10 @@ from cosmos_core.models.hf import load_model
 from cosmos_core.run.files import write_json
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.earlier import take_over
 from cosmos_core.train.feeds import SequenceFeed
 from cosmos_core.train.loop import Loop
 from cosmos_core.train.measure import row_metrics
+from cosmos_core.train.resume_from import adopt_checkpoint
 from cosmos_core.train.setup import hand_over, open_trainer
 from cosmos_core.train.setup import train as train_stage
 from tests.effects.change import SFT, recipe, stage_of
@@ -273,10 +273,10 @@ def test_resume_true_takes_over_what_another_mesh_left(inputs: Path, tmp_path: P
     other.fingerprint = "0" * 64
     write_json(earlier.path / "fingerprint.json", prints(earlier.fingerprint, 2))
     write_json(other.path / "fingerprint.json", prints(other.fingerprint, 1, rate=1e-4))
-    take_over(other)
+    adopt_checkpoint(other)
     assert not (other.path / "checkpoints").exists()
     write_json(other.path / "fingerprint.json", prints(other.fingerprint, 1))
-    take_over(other)
+    adopt_checkpoint(other)
     assert problem(other.path / "checkpoints", 3, other.fingerprint) is None
     assert problem(earlier.path / "checkpoints", 3, earlier.fingerprint) is None
     assert curve(other) == curve(earlier)
@@ -288,7 +288,7 @@ def test_the_best_step_of_the_interrupted_run_comes_along(inputs: Path, tmp_path
     assert kept(earlier) == [1, 2, 4]
     later = stage(tmp_path / "out/second/stages/sft", inputs)
     later.fingerprint = "f"
-    take_over(later)
+    adopt_checkpoint(later)
     assert kept(later) == [2, 4]
 
 
@@ -298,7 +298,7 @@ def test_resume_true_begins_anew_where_no_run_has_the_same_settings_and_says_so(
     earlier = stopped(stage(tmp_path / "out/first/stages/sft", inputs), 2)
     later = stage(tmp_path / "out/second/stages/sft", inputs, resume=True)
     later.fingerprint = "0" * 64
-    take_over(later)
+    adopt_checkpoint(later)
     assert not (later.path / "checkpoints").exists()
     policy = earlier.path / "checkpoints/step_2/policy"
     assert caplog.messages[-1] == (

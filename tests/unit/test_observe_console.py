@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cosmos_core.observe import wording
+from cosmos_core.observe import formatting
 from cosmos_core.observe.console import Display, sparkline
 from cosmos_core.run.progress import Position
 
@@ -163,7 +163,7 @@ def test_branches_may_update_at_once_on_a_terminal_with_messages_between(out: io
      (7500, "2h05m"), (273600, "3d04h"), (None, "–"), (float("inf"), "–"), (-1, "0.0s")],
 )  # fmt: skip
 def test_durations_read_as_people_say_them(seconds: float | None, text: str) -> None:
-    assert wording.duration(seconds) == text
+    assert formatting.duration(seconds) == text
 
 
 @pytest.mark.parametrize(
@@ -173,29 +173,29 @@ def test_durations_read_as_people_say_them(seconds: float | None, text: str) -> 
      (float("nan"), "nan"), (None, "–"), (True, "True"), ("published", "published")],
 )  # fmt: skip
 def test_numbers_have_three_digits_that_matter(value: Any, text: str) -> None:
-    assert wording.number(value) == text
+    assert formatting.number(value) == text
 
 
 def test_metrics_are_told_apart_by_what_they_are_about() -> None:
     keys = ("loss", "train/loss", "reward/mean", "validation/reward", "reward/std")
-    assert [wording.family(key) for key in keys] == ["loss", "loss", "reward", "reward", "std"]
-    assert wording.headline({"loss": 0.1, "kl": 0.0, "reward/mean": 0.5}) == ("reward", 0.5)
-    assert wording.headline({"grad_norm": 1.0, "train/loss": 2.0}) == ("loss", 2.0)
-    assert wording.headline({"grad_norm": 1.0}) is None
+    assert [formatting.family(key) for key in keys] == ["loss", "loss", "reward", "reward", "std"]
+    assert formatting.headline({"loss": 0.1, "kl": 0.0, "reward/mean": 0.5}) == ("reward", 0.5)
+    assert formatting.headline({"grad_norm": 1.0, "train/loss": 2.0}) == ("loss", 2.0)
+    assert formatting.headline({"grad_norm": 1.0}) is None
     metrics = {"time/step": 1.0, "kl": 0.1, "loss": 0.2, "validation/loss": 0.3, "reward/mean": 0.4}
-    assert list(wording.key_metrics(metrics)) == ["validation/loss", "reward/mean", "loss", "kl"]
-    assert [wording.count(value) for value in (850, 3200, 1_400_000)] == ["850", "3.2k", "1.4M"]
+    assert list(formatting.key_metrics(metrics)) == ["validation/loss", "reward/mean", "loss", "kl"]
+    assert [formatting.count(value) for value in (850, 3200, 1_400_000)] == ["850", "3.2k", "1.4M"]
 
 
 def test_a_line_of_the_summary_shows_few_figures_by_short_names() -> None:
     metrics = {"lr": 1e-3, "loss": 0.2, "nll": 0.2, "reward/mean": 0.6, "validation/reward": 0.8,
                "validation/accuracy": 0.75, "rollout/logprob_difference_p95": 4e-6}  # fmt: skip
     shown = {"accuracy": 0.75, "held-out reward": 0.8, "reward": 0.6, "loss": 0.2, "log-prob difference p95": 4e-6}
-    assert wording.table_metrics(metrics) == shown
-    assert list(wording.table_metrics(metrics)) == list(shown)
-    assert wording.table_metrics({"loss": 0.2, "validation/loss": 0.3}) == {"held-out loss": 0.3, "loss": 0.2}
+    assert formatting.table_metrics(metrics) == shown
+    assert list(formatting.table_metrics(metrics)) == list(shown)
+    assert formatting.table_metrics({"loss": 0.2, "validation/loss": 0.3}) == {"held-out loss": 0.3, "loss": 0.2}
     rows = {"data/train_rows": 7600.0, "data/train_tokens": 140000.0, "time/read": 1.0}
-    assert wording.table_metrics(rows) == {"train rows": 7600.0, "train tokens": 140000.0}
+    assert formatting.table_metrics(rows) == {"train rows": 7600.0, "train tokens": 140000.0}
 
 
 def test_a_sparkline_has_the_first_the_last_the_lowest_and_the_highest_value() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cosmos_core.observe import report
-from cosmos_core.observe.before import before
+from cosmos_core.observe.previous_run import before
 from cosmos_core.observe.record import read_run
 from cosmos_core.observe.sections import comparison
 from cosmos_core.observe.trained import trained

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from cosmos_core.errors import ConfigError, DataError, StageFailed
+from cosmos_core.rollout import engine_pool, replica
 from cosmos_core.rollout import fleet as fleet_module
-from cosmos_core.rollout import members, replica
 from cosmos_core.rollout.base import Bucket, Loaded, generate
+from cosmos_core.rollout.engine_pool import LostWeights
 from cosmos_core.rollout.fleet import Fleet
-from cosmos_core.rollout.members import LostWeights
 from cosmos_core.rollout.publish import WeightPublisher
 from cosmos_core.rollout.replica import Replica, packed, unpacked
 from cosmos_core.types import Completion, Group, Prompt, Segment
@@ -133,9 +133,9 @@ def test_an_engine_that_works_for_longer_than_the_patience_is_left_alone(
     """It takes bucket after bucket, or ends what it has in flight before that; the clock goes on as it does."""
     passed: list[float] = []
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + sum(passed), sleep=time.sleep)
-    for module in (members, fleet_module):
+    for module in (engine_pool, fleet_module):
         monkeypatch.setattr(module, "time", clock)
-    monkeypatch.setattr(members, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(engine_pool, "POLL_SECONDS", 0.02)
 
     class Slow(Drawing):
         def load_weights(self, version: int, buckets: Iterable[Bucket]) -> Loaded:
@@ -166,12 +166,12 @@ def test_an_engine_that_works_for_longer_than_the_patience_is_left_alone(
 
 
 def test_an_engine_that_is_not_back_is_waited_for_while_others_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(members, "_RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(engine_pool, "_RETRY_SECONDS", 0.02)
     handles = [Threaded(), Threaded()]
     with fleet_of(*handles) as fleet:
         all_open(fleet)
         fleet.load_weights(1, weights(1))
-        monkeypatch.setattr(members, "_OPEN_SECONDS", 0.0)
+        monkeypatch.setattr(engine_pool, "_OPEN_SECONDS", 0.0)
         handles[0].refusals = 10**6
         handles[0].kill()
         wait_until(lambda: handles[0].refusals < 10**6 - 5, 5, "it is asked again and again")
@@ -243,7 +243,7 @@ def test_whoever_waits_for_a_group_hears_that_the_engines_are_given_up() -> None
 
 def test_an_engine_that_is_on_its_way_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray refuses calls while it starts an actor again, which on a busy machine takes longer than a few questions."""
-    monkeypatch.setattr(members, "_RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(engine_pool, "_RETRY_SECONDS", 0.02)
     handle = Threaded()
     with fleet_of(handle) as fleet:
         all_open(fleet)

@@ -11,7 +11,7 @@ from cosmos_core import facts
 from cosmos_core.errors import ModelError
 from cosmos_core.run.inputs import check_inputs, reward_service_parts
 from cosmos_core.run.plan import save_fingerprint
-from cosmos_core.train.earlier import _without_mesh
+from cosmos_core.train.resume_from import _without_mesh
 from tasks.kinds import all_kinds
 from tasks.layout import make_room
 from tests.unit.run_folder import counting_run, fingerprint_of, load_recipe, make_inputs

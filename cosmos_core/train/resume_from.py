@@ -40,7 +40,7 @@ _MESH = (CARRIED, "world_size", "config.policy.parallelism", "config.rollout.par
 """Fingerprint ingredients that change the trained weights only through the order of floating-point sums."""
 
 
-def take_over(stage: Stage) -> None:
+def adopt_checkpoint(stage: Stage) -> None:
     """Link the newest complete checkpoint of an earlier run of the same stage, its best checkpoint and its metrics.
 
     Do nothing if the stage has a checkpoint already. Log a warning if no checkpoint can be adopted.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.config.difference import by_stage, flat
-from cosmos_core.observe import wording
+from cosmos_core.observe import formatting
 from cosmos_core.observe.record import RunRecord, read_pipeline, read_run
 from cosmos_core.run.directory import runs_in
 
@@ -77,8 +77,8 @@ def _metrics(old: RunRecord, new: RunRecord) -> Iterator[tuple[str, str, str, st
     old_stages = {stage.name: stage for stage in old.stages}
     for stage in new.stages:
         was = old_stages[stage.name].metrics if stage.name in old_stages else {}
-        for key, value in wording.key_metrics(stage.metrics).items():
+        for key, value in formatting.key_metrics(stage.metrics).items():
             if not isinstance(was.get(key), int | float):
                 continue
-            verdict = wording.verdict(key, value - was[key])
-            yield stage.name, key, wording.number(was[key]), wording.number(value), verdict
+            verdict = formatting.verdict(key, value - was[key])
+            yield stage.name, key, formatting.number(was[key]), formatting.number(value), verdict

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from cosmos_core.cluster.group import RanksAgain
 from cosmos_core.errors import BY_NAME, CosmosError, by_name
 from cosmos_core.parallel.mesh import broadcast_object, is_first
+from cosmos_core.rollout.engine_pool import LostWeights
 from cosmos_core.rollout.fleet import Fleet
-from cosmos_core.rollout.members import LostWeights
 from cosmos_core.train.measure import Completions
 from cosmos_core.types import Group, ScoredGroup
 
@@ -35,7 +35,7 @@ class Ended(NamedTuple):
     metrics: dict[str, float]
 
 
-class ValidationApart:
+class AsyncValidation:
     """Asynchronous validation, one at a time; all ranks call its methods together."""
 
     def __init__(

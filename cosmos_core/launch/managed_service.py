@@ -34,7 +34,7 @@ _PAUSE_SECONDS = 1.0
 
 
 @contextlib.contextmanager
-def companion(
+def managed_service(
     config: str,
     folder: Path,
     python: str = "",

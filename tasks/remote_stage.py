@@ -30,7 +30,7 @@ from cosmos_core.run.files import Document, read_document, write_json
 from cosmos_core.run.manifest import Result, problem
 from cosmos_core.run.state import FINISHED, read_state, record_event, update_state
 from tasks.reuse import existing_of_pool
-from tasks.stored import Stored
+from tasks.store_sync import Stored
 
 logger = logging.getLogger(__name__)
 

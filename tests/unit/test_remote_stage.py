@@ -20,10 +20,10 @@ from cosmos_core.run.directory import Run, create_run, supersede
 from cosmos_core.run.plan import plan, register
 from cosmos_core.run.state import read_state
 from flows import reward_service
-from tasks import elsewhere, stage
+from tasks import remote_stage, stage
 from tasks.kinds import all_kinds
 from tasks.reuse import existing_of_pool
-from tasks.stored import Stored
+from tasks.store_sync import Stored
 from tests.conftest import PROGRAMS
 from tests.unit.test_artifact_store import begun
 
@@ -46,13 +46,13 @@ class Server:
 def test_a_flow_run_that_somebody_deleted_is_one_failed_attempt() -> None:
     server: Any = Server(ObjectNotFound(Exception()))
     with pytest.raises(StageFailed, match=r"stage 'first' on 'gpu': its flow run .* is gone from the server"):
-        elsewhere._follow(server, STAGE, uuid.uuid4(), lambda: None, server)
+        remote_stage._follow(server, STAGE, uuid.uuid4(), lambda: None, server)
 
 
 @pytest.mark.parametrize("error", [ObjectNotFound(Exception()), httpx.ConnectError("away")])
 def test_a_stage_that_is_stopped_is_stopped_whatever_the_server_says(error: Exception) -> None:
     server: Any = Server(error)
-    elsewhere._cancel(server, elsewhere.Child(flow_run=str(uuid.uuid4()), attempt=1), 5.0)
+    remote_stage._cancel(server, remote_stage.Child(flow_run=str(uuid.uuid4()), attempt=1), 5.0)
 
 
 class Deployments:
@@ -61,7 +61,7 @@ class Deployments:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun: dict[str, uuid.UUID] = {}
         self.loses_reply = False
-        monkeypatch.setattr(elsewhere, "run_deployment", self.run_deployment)
+        monkeypatch.setattr(remote_stage, "run_deployment", self.run_deployment)
 
     def run_deployment(self, name: str, *, idempotency_key: str, **parameters: Any) -> Any:
         found = self.begun.setdefault(idempotency_key, uuid.uuid4())
@@ -70,7 +70,7 @@ class Deployments:
         return SimpleNamespace(id=found)
 
     def begin(self, run: Run) -> str:
-        return elsewhere._begin(run, STAGE, Stored(run, STAGE)).flow_run
+        return remote_stage._begin(run, STAGE, Stored(run, STAGE)).flow_run
 
 
 def test_a_stage_that_is_made_again_is_begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +91,7 @@ def test_a_parent_that_dies_while_it_asks_follows_the_same_flow_run_later(
     with pytest.raises(KeyboardInterrupt):
         server.begin(run)
     nobody: Any = None
-    assert elsewhere._going(nobody, run.stage_path("first")) is None
+    assert remote_stage._going(nobody, run.stage_path("first")) is None
     server.loses_reply = False
     assert [server.begin(run)] == [str(found) for found in server.begun.values()]
 
@@ -173,11 +173,11 @@ def test_what_the_pool_has_made_is_reused_before_the_pool_is_asked_whatever_mach
     (path / "result.json").write_text(result)
     (path / "fingerprint.json").write_text(json.dumps(made | {"value": "f" * 64}))
     register(run.output_dir, path, "f" * 64)
-    found, was_reused = elsewhere.perform_elsewhere(run, run.pipeline.stage("first"))  # no server is there to be asked
+    found, was_reused = remote_stage.perform_elsewhere(run, run.pipeline.stage("first"))  # no server
     assert was_reused and found["fingerprint"] == "f" * 64
     again = pooled(tmp_path, "two")
     assert plan(again.pipeline, again.pipeline.kinds, again.output_dir)["first"].action == "adopt"
-    found, was_reused = elsewhere.perform_elsewhere(again, again.pipeline.stage("first"))
+    found, was_reused = remote_stage.perform_elsewhere(again, again.pipeline.stage("first"))
     assert was_reused and found["metrics"] == {"count": 2.0}
     assert read_state(again.stage_path("first")).state == "reused"
     for number, changed in enumerate((("steps = 2", "steps = 3"), ('"gpu"', '"cpu"'))):
@@ -205,10 +205,10 @@ class Pool:
 def test_what_a_stage_waits_for_is_said_once_in_the_log_and_by_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(elsewhere, "_WORKERS_SECONDS", 0.0)
+    monkeypatch.setattr(remote_stage, "_WORKERS_SECONDS", 0.0)
     lines: list[str] = []
     server: Any = Pool()
-    wait = elsewhere.Wait(server, STAGE, tmp_path / "first", lines.append)
+    wait = remote_stage.Wait(server, STAGE, tmp_path / "first", lines.append)
     live, dead = SimpleNamespace(status="ONLINE"), SimpleNamespace(status="OFFLINE")
     for workers in ([], [dead], [live, dead], [live]):
         server.workers = workers

@@ -101,7 +101,7 @@ class Member:
     """Time of the last observed progress."""
 
 
-class Members:
+class EnginePool:
     """Pool of the engines of a fleet.
 
     `most_groups`: maximum number of groups in flight in one engine. An engine without a forward pass for `patience`

@@ -16,14 +16,14 @@ from cosmos_core.cluster.group import RanksAgain
 from cosmos_core.data.prepared import open_sequences
 from cosmos_core.errors import CosmosError, DataError, DiskFull, Preempted, StageFailed
 from cosmos_core.parallel.exchange import _packed, _unpacked
-from cosmos_core.rollout.members import LostWeights
+from cosmos_core.rollout.engine_pool import LostWeights
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
-from cosmos_core.train import validation_apart
+from cosmos_core.train import async_validation
+from cosmos_core.train.async_validation import AsyncValidation, Ended
 from cosmos_core.train.feeds import SequenceFeed
 from cosmos_core.train.loop import Loop
 from cosmos_core.train.setup import open_trainer
-from cosmos_core.train.validation_apart import Ended, ValidationApart
 from cosmos_core.types import Group
 from tests.effects.change import recipe, stage_of
 from tests.unit.test_loop import STEPS, inputs, kept, named, pytestmark  # noqa: F401 - a fixture and a mark
@@ -133,12 +133,12 @@ class Full(DiskFull):
 def test_every_rank_raises_what_ended_a_validation_on_the_first(
     error: Exception, raised: type[CosmosError], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(validation_apart, "broadcast_object", lambda value: _unpacked(_packed(value)))
+    monkeypatch.setattr(async_validation, "broadcast_object", lambda value: _unpacked(_packed(value)))
     reply: Future[Group] = Future()
     reply.set_exception(error)
     fleet: Any = SimpleNamespace(version=4, is_stale=False, request=lambda *_, **__: reply)
     completions: Any = SimpleNamespace(asked=([None], None, None), scored=lambda groups: groups)
-    apart = ValidationApart(completions, fleet, resync=lambda step: None, beat=lambda: None)
+    apart = AsyncValidation(completions, fleet, resync=lambda step: None, beat=lambda: None)
     apart.begin(4)
     with pytest.raises(raised) as found:
         apart.wait(4, lambda: None)
