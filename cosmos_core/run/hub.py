@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +23,10 @@ from cosmos_core.types import StageKind
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _NEWEST = "main"
-_SECONDS = 10.0
+_SECONDS = 8.0
+_AWAY_SECONDS = 60.0
+_away: dict[str, tuple[float, str]] = {}
+"""For each Hub that did not respond: when, and why. The next repository does not wait for it again."""
 Repository = tuple[Literal["model", "dataset"], str, str]
 """Repository type, name and revision."""
 
@@ -57,8 +65,9 @@ def _pinned(stage: StageConfig, recipe: Recipe, kind: StageKind, commits: dict[R
     return recipe
 
 
-def commit_of(repository: Repository) -> str:
-    """Return the commit of a revision on the Hub, or the commit in the local cache if the Hub is not reachable.
+def commit_of(repository: Repository, seconds: float = _SECONDS) -> str:
+    """Return the commit of a revision on the Hub, or the commit in the local cache if the Hub does not respond within
+    `seconds`.
 
     Raises:
         ModelError, DataError: the Hub has no such repository, or neither the Hub nor its local cache is readable.
@@ -70,18 +79,46 @@ def commit_of(repository: Repository) -> str:
     from huggingface_hub import HfApi, constants  # the import takes half a second, and most pipelines name folders
     from huggingface_hub.errors import HFValidationError, HTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
-    reason = "HF_HUB_OFFLINE is set"
-    if not constants.HF_HUB_OFFLINE:
+    hub = (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
+    since, reason = _away.get(hub, (-_AWAY_SECONDS, ""))
+    if constants.HF_HUB_OFFLINE:
+        reason = "HF_HUB_OFFLINE is set"
+    elif time.monotonic() - since >= _AWAY_SECONDS:
+        api = HfApi(endpoint=hub)
         try:
-            return str(HfApi().repo_info(name, revision=revision, repo_type=repo_type, timeout=_SECONDS).sha)
+            info = within(seconds, partial(api.repo_info, name, revision=revision, repo_type=repo_type))
+            return str(info.sha)
         except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
             raise _unknown(repository, str(error)) from error
         except (HTTPError, OSError) as error:
             reason = str(error)
+            _away[hub] = (time.monotonic(), reason)
     folder = Path(constants.HF_HUB_CACHE) / f"{repo_type}s--{name.replace('/', '--')}"
     if commit := _cached(folder, revision):
         return commit
-    raise _unknown(repository, f"the Hub cannot be asked ({reason}), and {folder} does not say")
+    raise _unknown(repository, f"the Hub {hub} cannot be asked ({reason}), and {folder} does not say")
+
+
+def within(seconds: float, call: Callable[[], Any]) -> Any:
+    """Return the result of a call, which runs in a thread: the timeout of a client does not limit the resolution of
+    names, and applies to each address of a host anew.
+
+    Raises:
+        TimeoutError: there is no result after `seconds`; the thread continues.
+    """
+    result: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - the caller raises it
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="within", daemon=True).start()
+    try:
+        return result.result(seconds)
+    except TimeoutError as error:
+        raise TimeoutError(str(error) or f"no response within {seconds:g} s") from error
 
 
 def _cached(folder: Path, revision: str) -> str | None:

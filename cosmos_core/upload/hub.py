@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -18,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.errors import ConfigError, DamagedRecord, UploadError
+from cosmos_core.run.hub import within
 from cosmos_core.upload.base import RECORD, is_record
 from cosmos_core.upload.card import with_metrics
 
 _ATTEMPTS = 5
 _MAX_WAIT_SECONDS = 300.0
 _SLICE_SECONDS = 0.5
+_CHECK_SECONDS = 8.0
 _REFUSED = {401, 403}
 _PASSES = {408, 409, 412, 429, 500, 502, 503, 504}
 _KEPT = {".gitattributes"}
@@ -48,7 +51,7 @@ class HubTarget:
             ConfigError, UploadError: the Hub refuses the token, or cannot be reached.
         """
         with self._told():
-            self._again(self.api.whoami)
+            within(_CHECK_SECONDS, lambda: self._again(self.api.whoami, _CHECK_SECONDS / 2))
 
     def attend(self, folder: Path, pause: Callable[[], None]) -> None:
         """Set `pause`, which is called between attempts and before the commit; the Hub itself knows which files have
@@ -185,23 +188,25 @@ class HubTarget:
             raise DamagedRecord(f"hub://{self.repository}: {RECORD} is damaged; publish again, or remove it there")
         return dict(record)
 
-    def _again(self, call: Callable[[], Any]) -> Any:
-        """Call a function until it succeeds, at most five times; between attempts wait as long as a busy Hub
-        requests."""
+    def _again(self, call: Callable[[], Any], most_seconds: float = math.inf) -> Any:
+        """Call a function until it succeeds, at most five times and not again after `most_seconds`; between attempts
+        wait as long as a busy Hub requests."""
         from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
+        began = time.monotonic()
         for attempt in range(_ATTEMPTS):
             self._pause()
             wait = self._wait_seconds * 2.0**attempt
+            is_last = attempt == _ATTEMPTS - 1 or time.monotonic() + wait - began > most_seconds
             try:
                 return call()
             except HfHubHTTPError as error:
-                if attempt == _ATTEMPTS - 1 or _status(error) not in _PASSES:
+                if is_last or _status(error) not in _PASSES:
                     raise
                 retry_after = error.response.headers.get("Retry-After", "")
                 wait = float(retry_after) if retry_after.isdigit() else wait
             except (HTTPError, ConnectionError):
-                if attempt == _ATTEMPTS - 1:
+                if is_last:
                     raise
             self._sleep(min(wait, _MAX_WAIT_SECONDS))
         raise AssertionError("the last attempt returns or raises")
@@ -218,7 +223,7 @@ class HubTarget:
         """Translate errors of the Hub's client to errors with a message of one line."""
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 
-        where = f"hub://{self._name}"
+        where, hub = f"hub://{self._name}", f"the Hub {self.api.endpoint}"
         try:
             yield
         except HFValidationError as error:
@@ -226,11 +231,11 @@ class HubTarget:
         except HfHubHTTPError as error:
             if _status(error) in _REFUSED:
                 raise ConfigError(
-                    f"{where}: the Hub refuses the token ({_status(error)}); set HF_TOKEN to one that may write there"
+                    f"{where}: {hub} refuses the token ({_status(error)}); set HF_TOKEN to one that may write there"
                 ) from error
-            raise UploadError(f"{where}: the Hub responds with {_status(error)}; nothing was published") from error
-        except (HTTPError, ConnectionError) as error:
-            raise UploadError(f"{where}: {' '.join(str(error).split())}; nothing was published") from error
+            raise UploadError(f"{where}: {hub} responds with {_status(error)}; nothing was published") from error
+        except (HTTPError, ConnectionError, TimeoutError) as error:
+            raise UploadError(f"{where}: {hub}: {' '.join(str(error).split())}; nothing was published") from error
 
 
 def _status(error: Any) -> int:

@@ -388,7 +388,7 @@ def test_what_nobody_can_tell_is_one_line(tmp_path: Path, hub: Hub, monkeypatch:
         pinned(named_recipe(tmp_path))
     assert str(caught.value) == (
         f"{tmp_path}/recipe.toml: stage 'prepare': the model 'org/model': no folder here, and which commit 'main' is "
-        "on the Hub cannot be found out: the Hub cannot be asked (HF_HUB_OFFLINE is set), and "
+        f"on the Hub cannot be found out: the Hub {constants.ENDPOINT} cannot be asked (HF_HUB_OFFLINE is set), and "
         f"{tmp_path}/cache/models--org--model does not say; check the name, download it, or write the commit as its "
         "revision"
     )

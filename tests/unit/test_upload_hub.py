@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -177,7 +178,9 @@ def test_what_does_not_pass_is_one_line_without_the_token(
 ) -> None:
     folder, record = model(tmp_path / "m", "v1")
     server.once("503", "commit", 99)
-    with pytest.raises(UploadError, match=r"^hub://team/sums: the Hub responds with 503; nothing was published$"):
+    with pytest.raises(
+        UploadError, match=rf"^hub://team/sums: the Hub {server.url} responds with 503; nothing was published$"
+    ):
         target().publish(folder, "v1", record)
     assert len(server.repositories["team/sums"].commits) == 1
     server.reset()
@@ -185,7 +188,7 @@ def test_what_does_not_pass_is_one_line_without_the_token(
     with pytest.raises(ConfigError) as caught:
         target().check()
     assert str(caught.value) == (
-        "hub://team/sums: the Hub refuses the token (401); set HF_TOKEN to one that may write there"
+        f"hub://team/sums: the Hub {server.url} refuses the token (401); set HF_TOKEN to one that may write there"
     )
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(ConfigError, match=r"^hub://team/sums: no token; set HF_TOKEN to one that may write$"):
@@ -193,6 +196,14 @@ def test_what_does_not_pass_is_one_line_without_the_token(
     for wrong in ("hub://", "hub://a/b/c"):
         with pytest.raises(ConfigError, match="names no repository"):
             open_target(wrong)
+
+
+def test_a_hub_that_is_away_is_named_by_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as away:
+        url = f"http://127.0.0.1:{away.getsockname()[1]}"
+    fake.use(url, monkeypatch)
+    with pytest.raises(UploadError, match=rf"^hub://team/sums: the Hub {url}: .*refused.*; nothing was published$"):
+        target().check()
 
 
 def test_a_file_that_arrives_altered_is_told(tmp_path: Path, server: Hub) -> None:
