@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import sqlite3
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -111,3 +113,36 @@ def test_the_database_of_a_server_is_made_once_for_each_release_of_prefect(
     with prefect_server(tmp_path / "third") as wait:
         wait()
         assert httpx.get(f"{os.environ['PREFECT_API_URL']}/health", timeout=30).status_code == 200
+
+
+def _write(worker: int) -> set[int]:
+    """Create flow runs with states and logs, as a worker and its flows do; the statuses of the responses."""
+    statuses = set()
+    auth = tuple(os.environ["PREFECT_API_AUTH_STRING"].split(":", 1))
+    with httpx.Client(base_url=os.environ["PREFECT_API_URL"], auth=auth, timeout=120) as client:  # type: ignore[arg-type]
+
+        def post(path: str, content: Any) -> Any:
+            response = client.post(path, json=content)
+            statuses.add(response.status_code)
+            return response.json() if response.content else None
+
+        flow = post("/flows/", {"name": f"flow-{worker}"})["id"]
+        for step in range(100):
+            run = post("/flow_runs/", {"flow_id": flow, "state": {"type": "PENDING"}})["id"]
+            post(f"/flow_runs/{run}/set_state", {"state": {"type": "RUNNING"}})
+            line = {"name": "prefect.flow_runs", "level": 20, "message": str(step), "flow_run_id": run}
+            post("/logs/", [line | {"timestamp": "2025-10-09T20:14:00Z"}])
+            post(f"/flow_runs/{run}/set_state", {"state": {"type": "COMPLETED"}})
+            post("/flow_runs/filter", {"limit": 20})
+    return statuses
+
+
+@pytest.mark.full
+def test_sqlite_with_one_connection_takes_three_writers_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_no_server(tmp_path, monkeypatch)
+    with prefect_server(tmp_path / "runs", None) as wait, ThreadPoolExecutor(3) as workers:
+        wait()
+        assert set().union(*workers.map(_write, range(3))) <= {200, 201}
+        assert "database is locked" not in (tmp_path / "runs" / "server-1" / "server.log").read_text()

@@ -7,6 +7,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import typer
+import yaml
+from prefect.settings import Settings
+from prefect.settings.legacy import _get_settings_fields
+
+from cosmos_core.cli import app
+from cosmos_core.launch.bootstrap import POOLS
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -37,8 +44,8 @@ def test_the_options_of_the_slurm_script_are_those_of_sbatch_and_stand_before_it
 
 SRUN = '#!/usr/bin/env bash\necho "srun $*" >> "$CALLS"; sleep 30 & trap "kill $!" TERM; wait\n'
 # The worker stays until every node has been asked for, however slowly the machine starts what is in the background.
-PREFECT = """#!/usr/bin/env bash
-echo "prefect $* ray=${RAY_ADDRESS:-}" >> "$CALLS"
+COSMOS = """#!/usr/bin/env bash
+echo "cosmos $* ray=${RAY_ADDRESS:-}" >> "$CALLS"
 (( 16#$(awk '/SigIgn/ {print $2}' /proc/self/status) & 2 )) && echo "SIGINT is ignored" >> "$CALLS"
 [ "$SLURM_JOB_NUM_NODES" = 1 ] || until [ "$(grep -c ^srun "$CALLS")" = 2 ]; do /bin/sleep 0.1; done
 """
@@ -47,7 +54,7 @@ echo "prefect $* ray=${RAY_ADDRESS:-}" >> "$CALLS"
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_the_slurm_script_starts_a_worker_and_over_several_nodes_a_ray_cluster(nodes: int, tmp_path: Path) -> None:
     script = DEPLOY / "slurm" / "worker.sbatch"
-    programs = {"srun": SRUN, "prefect": PREFECT, "scontrol": "#!/usr/bin/env bash\nprintf 'n1\\nn2\\n'\n",
+    programs = {"srun": SRUN, "cosmos": COSMOS, "scontrol": "#!/usr/bin/env bash\nprintf 'n1\\nn2\\n'\n",
                 "sleep": '#!/usr/bin/env bash\n[ "$1" = 10 ] || exec /bin/sleep "$1"\n'}  # fmt: skip
     for name, text in programs.items():
         (tmp_path / name).write_text(text)
@@ -58,7 +65,7 @@ def test_the_slurm_script_starts_a_worker_and_over_several_nodes_a_ray_cluster(n
     subprocess.run(["bash", str(script)], env=environment, check=True, timeout=120)
     lines = sorted(calls.read_text().splitlines())
     address = "n1:6379" if nodes > 1 else ""
-    assert lines[0] == f"prefect worker start --pool gpu --type process --limit 1 ray={address}"
+    assert lines[0] == f"cosmos worker --pool gpu --limit 1 ray={address}"
     assert len(lines) == (3 if nodes > 1 else 1)
     if nodes > 1:
         assert any("--nodelist=n1 ray start --head --port=6379" in line for line in lines)
@@ -74,3 +81,43 @@ def test_the_image_copies_what_is_there_and_has_no_secret() -> None:
         assert all((ROOT / name).exists() for name in line.split()), line
     assert not re.search(r"(TOKEN|SECRET|PASSWORD|ACCESS_KEY)\s*=", text)
     assert "USER cosmos" in text
+
+
+COMPOSE = yaml.safe_load((DEPLOY / "compose" / "compose.yaml").read_text())
+
+
+def test_the_services_of_the_compose_file_refer_to_what_is_there() -> None:
+    text = (DEPLOY / "compose" / "compose.yaml").read_text()
+    written = text[: text.index("\nname:")]
+    services = COMPOSE["services"]
+    for name, service in services.items():
+        assert service["image"] in {"postgres:17", "${COSMOS_IMAGE:-cosmos-posttrain}"}, name
+        for other, needs in service.get("depends_on", {}).items():
+            ended = needs["condition"] == "service_completed_successfully"
+            assert services[other]["restart"] == "on-failure" if ended else "healthcheck" in services[other]
+        for volume in service.get("volumes", []):
+            assert volume.partition(":")[0] in COMPOSE["volumes"], name
+        values = list(service.get("environment", {}).values()) + service.get("ports", [])
+        needed = {match for value in values for match in re.findall(r"\$\{(\w+):\?", str(value))}
+        assert all(f"{variable}=" in written for variable in needed), "the header says how it is made"
+        settings = {key for key in service.get("environment", {}) if key.startswith("PREFECT_")}
+        assert settings <= set(_get_settings_fields(Settings)) | {"PREFECT_HOME"}, name
+    url = services["server"]["environment"]["PREFECT_SERVER_DATABASE_CONNECTION_URL"]
+    database = services["postgres"]["environment"]
+    assert url.startswith(f"postgresql+asyncpg://{database['POSTGRES_USER']}:") and "@postgres:5432/" in url
+    assert url.endswith(f"/{database['POSTGRES_DB']}") and services["server"]["ports"][0].endswith(":4200:4200")
+
+
+def test_the_commands_of_the_compose_file_are_those_of_the_image() -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for name, service in COMPOSE["services"].items():
+        words = service.get("command", [])
+        script = words[2].split(" && ") if words[:2] == ["sh", "-c"] else [" ".join(words)]
+        for line in filter(None, script):
+            program, command, *options = line.split()
+            assert program in {"cosmos", "prefect"}, name
+            if program == "cosmos":
+                commands[command].make_context(command, options)
+    pools = {words[words.index("--pool") + 1] for words in (s.get("command", []) for s in COMPOSE["services"].values())
+             if "--pool" in words}  # fmt: skip
+    assert pools <= set(POOLS)
