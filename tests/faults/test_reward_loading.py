@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,23 +22,22 @@ from tests.faults.reward_service import Running, counted, running
 from tests.tiny_pipelines import _wan_vae
 
 
-def scores_of(server: Running, count: int) -> list[float]:
+def scores_of(server: Running, prompt: int) -> list[float]:
     """Score as the client of Cosmos-RL does: no key, and whatever is not 200 is asked again."""
-    headers, found = {"Authorization": f"Bearer {server.token}"}, []
-    for i in range(count):
-        fields = {"prompts": [str(i)], "reward_fn": {"counted": 1.0}, "media_type": "image"}
-        body = encode_request(fields, np.zeros((1, 2, 2, 3), np.uint8))
+    headers = {"Authorization": f"Bearer {server.token}"}
+    fields = {"prompts": [str(prompt)], "reward_fn": {"counted": 1.0}, "media_type": "image"}
+    body = encode_request(fields, np.zeros((1, 2, 2, 3), np.uint8))
 
-        def ask(path: str, data: Any) -> dict[str, Any]:
-            def said() -> dict[str, Any] | None:
-                response = requests.post(f"{server.url}/api/reward/{path}", headers=headers, timeout=60, data=data)
-                return response.json() if response.status_code == 200 else None
+    def ask(path: str, data: Any) -> dict[str, Any]:
+        def said() -> dict[str, Any] | None:
+            response = requests.post(f"{server.url}/api/reward/{path}", headers=headers, timeout=60, data=data)
+            return response.json() if response.status_code == 200 else None
 
-            found: dict[str, Any] = wait_until(said, 60, path, pause=0.02)
-            return found
+        found: dict[str, Any] = wait_until(said, 60, path, pause=0.02)
+        return found
 
-        key = ask("enqueue", body)["uuid"]
-        found += ask("pull", {"uuid": key, "type": "counted"})["scores"]["counted"]
+    key = ask("enqueue", body)["uuid"]
+    found: list[float] = ask("pull", {"uuid": key, "type": "counted"})["scores"]["counted"]
     return found
 
 
@@ -61,9 +63,32 @@ def test_a_process_that_is_killed_while_it_loads_is_started_again(by_a_shell: bo
     config = {"reward_args": [counted(tmp_path, **settings)]}
     loads = tmp_path / "scored"
     with running(tmp_path, config, while_loading=lambda service: kill_while_loading(service, loads, 3)) as server:
-        assert scores_of(server, 5) == [0.0, 1.0, 2.0, 3.0, 4.0]
+        assert [scores_of(server, i) for i in range(5)] == [[float(i)] for i in range(5)]
         assert loads.read_text().split() == list("01234"), "each once"
         assert server.log.read_text().count("its process was killed by signal 9") == 3
+
+
+@pytest.mark.full
+def test_of_a_thousand_rewards_each_has_one_score_under_kills_at_any_moment(tmp_path: Path) -> None:
+    """Kills while a process loads, waits, or scores; the client is that of Cosmos-RL."""
+    moments, done, kills = random.Random(1), threading.Event(), []
+
+    def kill() -> None:
+        while not done.wait(moments.uniform(0.05, 1.5)):
+            for process in server.workers():
+                process.kill()
+                kills.append(process.pid)
+
+    config = {"reward_args": [counted(tmp_path, options={"load_seconds": 0.2, "seconds": 0.01})], "attempts": 1000}
+    kill_first = partial(kill_while_loading, loads=tmp_path / "scored", times=2)
+    with running(tmp_path, config, while_loading=kill_first) as server, ThreadPoolExecutor(8) as clients:
+        killer = threading.Thread(target=kill, daemon=True)
+        killer.start()
+        found = list(clients.map(partial(scores_of, server), range(1000)))
+        done.set()
+        killer.join()
+        assert found == [[float(i)] for i in range(1000)] and len(kills) >= 10
+        assert server.is_alive()
 
 
 def test_a_reward_whose_processes_never_live_to_load_ends_the_service(tmp_path: Path) -> None:
