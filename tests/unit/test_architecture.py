@@ -115,16 +115,16 @@ def test_every_public_function_of_ours_has_a_sentence() -> None:
         tree = ast.parse(file.read_text(encoding="utf-8"))
         for node in tree.body:
             is_class = isinstance(node, ast.ClassDef) and node.name[0] != "_"
-            described = inherited_docstrings(node, classes) if is_class else set()
-            silent += [
-                f"{file.relative_to(ROOT)}:{member.name}"
+            names = [
+                member.name
                 for member in [node, *(node.body if is_class else [])]
                 if isinstance(member, ast.FunctionDef)
                 and member.name[0] != "_"
                 and not ast.get_docstring(member)
-                and member.name not in described
                 and not any(ast.unparse(decorator) == "overload" for decorator in member.decorator_list)
             ]
+            described = inherited_docstrings(node, classes) if is_class and names else set()
+            silent += [f"{file.relative_to(ROOT)}:{name}" for name in names if name not in described]
     assert silent == []
 
 
