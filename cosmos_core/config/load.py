@@ -153,15 +153,11 @@ def excess(values: Values) -> str:
         inner = [item for value in level for item in ((*value, *value.values()) if isinstance(value, dict) else value)]
         if any(isinstance(item, int) and not -(1 << 63) <= item < 1 << 63 for item in inner):
             return "an integer of more than 64 bits, the most that TOML has"
-        if any(isinstance(item, str) and ("\0" in item or _is_of_bytes(item)) for item in inner):
+        texts = [item for item in inner if isinstance(item, str)]  # arguments and file names may be any bytes
+        if any("\0" in text or text.encode("utf-8", "ignore").decode() != text for text in texts):
             return "a text with null characters or with bytes that are not UTF-8"
         level = [item for item in inner if isinstance(item, dict | list)]
     return f"nested more than {MAX_DEPTH} tables deep" if level else ""
-
-
-def _is_of_bytes(text: str) -> bool:
-    """Return True if a text was decoded from bytes that are not UTF-8, as arguments and file names may be."""
-    return text.encode("utf-8", "ignore").decode() != text
 
 
 def _deepest(table: type[Table], mistakes: list[Any]) -> Any:
@@ -238,7 +234,9 @@ def _suggest(table: type[Table], keys: list[str], prefix: str, values: Any) -> s
     names = sorted({key for key, *_ in all_fields(table)})
     dotted = ".".join(keys)
     if dotted in names:
-        kinds = " or ".join(dict.fromkeys(kind for model in _owners(table, dotted) for kind in _kinds(model)))
+        owners = [model for key, model, _ in all_fields(table) if key == dotted and "type" in model.model_fields]
+        names_of_kinds = [kind for model in owners for kind in get_args(model.model_fields["type"].annotation)]
+        kinds = " or ".join(dict.fromkeys(f'"{kind}"' for kind in names_of_kinds))
         type_key = f"{'.'.join(keys[:-1])}.type"
         if not _says_type(values, keys[:-1]):
             return f" here; set {type_key} = {kinds}"
@@ -253,14 +251,6 @@ def _suggest(table: type[Table], keys: list[str], prefix: str, values: Any) -> s
     near = near or [k for k in names if k.rpartition(".")[2] == keys[-1]][:1]
     near = near or difflib.get_close_matches(dotted, names, n=1, cutoff=0.8)
     return f"; did you mean {f'{prefix}.' if prefix else ''}{near[0]}?" if near else ""
-
-
-def _owners(table: type[Table], dotted: str) -> list[type[Table]]:
-    return [model for key, model, _ in all_fields(table) if key == dotted and "type" in model.model_fields]
-
-
-def _kinds(model: type[Table]) -> list[str]:
-    return [f'"{kind}"' for kind in get_args(model.model_fields["type"].annotation)]
 
 
 def _near_meaning(name: str, known: Sequence[str]) -> str:

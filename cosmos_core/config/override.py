@@ -95,9 +95,10 @@ def sort_settings(settings: Sequence[Setting], names: Sequence[str]) -> Settings
         ConfigError: the first key is neither a stage, nor a recipe table, nor `pipeline`.
     """
     grouped = Settings()
+    known = {*StageConfig.model_fields, *Recipe.model_fields}  # for a stage with the same name as a recipe table
     for setting in settings:
         first, *rest = setting.keys
-        if first in names and rest and (first not in Recipe.model_fields or _is_of_stage(rest[0])):
+        if first in names and rest and (first not in Recipe.model_fields or rest[0] in known):
             values = setting.below(1)
             grouped.of_stage(first, {"overrides": values} if rest[0] in Recipe.model_fields else values)
         elif first in Recipe.model_fields:
@@ -128,8 +129,3 @@ def entry_with(entry: Mapping[str, Any], settings: Settings) -> Values:
     """Return an entry of `[[pipeline.stages]]` merged with the settings of the command line for that stage."""
     name = entry.get("name")
     return merge(entry, settings.entries.get(name, {})) if isinstance(name, str) else dict(entry)
-
-
-def _is_of_stage(key: str) -> bool:
-    """Return True if `key` is valid after the name of a stage, for a stage with the same name as a recipe table."""
-    return key in StageConfig.model_fields or key in Recipe.model_fields

@@ -97,7 +97,10 @@ def _panels(lines: Sequence[dict[str, Any]], keys: Sequence[str]) -> dict[str, S
                 steps, values = panels[panel].setdefault(key, ([], []))
                 steps.append(float(step))
                 values.append(_drawn(value))
-    finite = {name: _with_a_point(series) for name, series in panels.items()}
+    finite = {
+        name: {key: points for key, points in series.items() if any(map(math.isfinite, points[1]))}
+        for name, series in panels.items()
+    }
     return {name: series for name, series in finite.items() if series}
 
 
@@ -105,10 +108,6 @@ def _drawn(value: float) -> float:
     """Return a value for the plot: NaN, which leaves a gap, for a value beyond the range of an axis."""
     number = as_float(value)
     return number if abs(number) <= _LARGEST else math.nan
-
-
-def _with_a_point(series: Series) -> Series:
-    return {key: points for key, points in series.items() if any(map(math.isfinite, points[1]))}
 
 
 def _draw(axes: Axes, name: str, series: Series) -> None:

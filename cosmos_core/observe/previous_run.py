@@ -54,15 +54,10 @@ def _resolved(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _settings(old: dict[str, dict[str, Any]], new: dict[str, dict[str, Any]]) -> Iterator[tuple[str, str, str]]:
-    both = [name for name in new if name in old]
-    changes = {
-        name: [
-            (key, _shown(old[name].get(key)), _shown(new[name].get(key)))
-            for key in dict.fromkeys([*old[name], *new[name]])
-            if old[name].get(key) != new[name].get(key)
-        ]
-        for name in both
-    }
+    changes = {}
+    for name in (name for name in new if name in old):
+        keys = [key for key in {**old[name], **new[name]} if old[name].get(key) != new[name].get(key)]
+        changes[name] = [(key, _shown(old[name].get(key)), _shown(new[name].get(key))) for key in keys]
     yield from ((f"{name}.{key}" if name else key, was, now) for name, (key, was, now) in by_stage(changes))
     yield from ((name, "–", "new stage") for name in new if name not in old)
     yield from ((name, "a stage", "–") for name in old if name not in new)

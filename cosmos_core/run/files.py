@@ -264,12 +264,9 @@ def _remove_leftovers(target: Path) -> None:
     """Remove the temporary folders for `target` of killed writers on this machine and of this process."""
     for folder in target.parent.iterdir():
         name, _, pid = folder.stem.rpartition(".")
-        if name == f".{target.name}" and _is_temporary(folder.name) and pid.isdigit() and not _is_another(int(pid)):
+        is_ours = pid.isdigit() and (int(pid) == os.getpid() or not Path(f"/proc/{int(pid)}").exists())
+        if name == f".{target.name}" and _is_temporary(folder.name) and is_ours:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_another(pid: int) -> bool:
-    return pid != os.getpid() and Path(f"/proc/{pid}").exists()
 
 
 def _is_temporary(name: str) -> bool:
