@@ -21,7 +21,8 @@ from prefect.logging import get_run_logger
 from prefect.runtime import deployment, flow_run
 from prefect.states import Completed, State
 
-from cosmos_core.config.compose import Pipeline, load_pipeline, source_of
+from cosmos_core.config.compose import Pipeline, load_pipeline
+from cosmos_core.config.inputs import source_of
 from cosmos_core.config.mesh import on_these_gpus
 from cosmos_core.errors import EXIT_REFUSED, ConfigError, DataError, ModelError
 from cosmos_core.run.directory import Run, claim, open_run

@@ -11,12 +11,10 @@ import logging
 import os
 from contextlib import suppress
 
-from cosmos_core.config.compose import Pipeline, source_of
-from cosmos_core.config.schema.pipeline import StageConfig
+from cosmos_core.config.compose import Pipeline
 from cosmos_core.config.schema.table import set_fields
 from cosmos_core.environment import hide_in_records
-from cosmos_core.errors import CosmosError
-from cosmos_core.run.inputs import data_sources, model_source, teacher_source
+from cosmos_core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -65,18 +63,10 @@ def lend_to_command(pipeline: Pipeline | None) -> None:
 
 
 def _names_elsewhere(pipeline: Pipeline) -> bool:
-    if pipeline.config.artifact_store:
-        return True
     tables = [table for stage in pipeline.stages for table in (stage, pipeline.recipes[stage.name])]
-    if any(isinstance(value, str) and "://" in value for table in tables for _, _, value, _ in set_fields(table)):
+    values = [value for table in tables for _, _, value, _ in set_fields(table) if isinstance(value, str)]
+    if pipeline.config.artifact_store or any("://" in value for value in values):
         return True
-    return any(_reads_hub(pipeline, stage) for stage in pipeline.stages)
-
-
-def _reads_hub(pipeline: Pipeline, stage: StageConfig) -> bool:
-    """Return True if a stage reads a model or rows that are not a local folder: those of the Hub may be private."""
-    recipe, kind = pipeline.recipes[stage.name], pipeline.kind_of(stage)
-    with suppress(CosmosError):  # a missing input is reported when the run begins
-        sources = (model_source(stage, recipe, kind), teacher_source(recipe, kind), *data_sources(stage, recipe, kind))
-        return any(isinstance(name, str) and source_of(name) is None for name in sources)
+    with suppress(ConfigError):  # a wrong setting is reported when the run begins
+        return any(each.form == "hub" for stage in pipeline.stages for each in pipeline.inputs(stage))
     return False

@@ -16,14 +16,14 @@ from cosmos_core.run.lock import stage_lock
 from cosmos_core.run.manifest import Result, read_result
 from cosmos_core.run.plan import Decision, decide, made_on_pool, register, save_fingerprint
 from cosmos_core.run.state import FINISHED, read_state, record_event, update_state
-from tasks.layout import inputs_of, make_room
+from tasks.layout import make_room, results_of
 from tasks.store_sync import Stored
 
 
 def fingerprint_of(run: Run, stage: StageConfig) -> Fingerprint:
     """Return the fingerprint of a stage whose inputs are complete, computed with the hardware and libraries of this
     machine."""
-    upstream = {name: result["digest"] for name, result in inputs_of(run, stage).items()}
+    upstream = {name: result["digest"] for name, result in results_of(run, stage).items()}
     return fingerprint(run.pipeline, stage, run.pipeline.kind_of(stage), upstream, run.digests)
 
 

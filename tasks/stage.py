@@ -235,7 +235,7 @@ def perform(
             if is_finished:
                 _take_charge(path)
             if not run.pipeline.kind_of(stage).in_worker:
-                return stored.send(_in_this_process(run, stage, expected)), False
+                return stored.send(_in_this_process(run, stage, expected, on_line)), False
             return _made_once(run, stage, expected, lock, on_progress, on_line)
         except Exception as error:
             failure = _failure(error, path)
@@ -276,7 +276,7 @@ def _made_once(
         with stored.lease(expected) as is_new:
             if (has_waited or is_new) and (reused := existing(run, stage, expected)):
                 return stored.send(reused), True
-            lay_out(run, stage, expected)
+            lay_out(run, stage, expected, on_line)
             launch = worker.Launch(
                 stage_path=path,
                 python=run.pipeline.config.python,
@@ -312,10 +312,10 @@ def _saves_of(run: Run, stage: StageConfig) -> str:
     return saves_url(ckpt.s3_url(run.pipeline.config.name), stage.name, run.id) if is_sent else ""
 
 
-def _in_this_process(run: Run, stage: StageConfig, expected: Fingerprint) -> Result:
+def _in_this_process(run: Run, stage: StageConfig, expected: Fingerprint, on_line: Callable[[str], None]) -> Result:
     """Run a stage that needs neither a worker nor torch, and return its result."""
     path = run.stage_path(stage.name)
-    laid_out = lay_out(run, stage, expected)
+    laid_out = lay_out(run, stage, expected, on_line)
     state, began = read_state(path), time.time()
     spans, attempt = state.closed_spans(began), state.attempt + 1
     open_spans = [*spans, (began, None)]

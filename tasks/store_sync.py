@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 
-from cosmos_core.config.compose import source_of
+from cosmos_core.config.inputs import source_of
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.errors import Preempted
 from cosmos_core.launch.worker import sleep_unless_stopping
@@ -88,7 +88,8 @@ class Stored:
         if self._store is None:
             yield False
             return
-        self._lease = self._store.lease(expected.value, _me(), _is_gone)
+        holder = Holder(this_machine(), os.getpid(), start_time(os.getpid()))
+        self._lease = self._store.lease(expected.value, holder, _is_gone)
 
         def wait(holder: Holder) -> None:
             update_state(self._path, state="waiting", error=f"{holder.machine.partition('/')[0]} makes the same result")
@@ -216,8 +217,8 @@ class Stored:
     def _fetched(self, result: Result, path: Path) -> bool:
         """Fetch outputs that are missing on this machine from the store that has them; return True if any were
         fetched."""
-        url = result.get(STORED)
-        if not url or _is_here(path, result):
+        url, is_here = result.get(STORED), all((path / record["path"]).is_file() for record in result["outputs"])
+        if not url or (is_here and problem(path, result) is None):
             return False
         ArtifactStore(url, partial(sleep_unless_stopping, 0)).fetch_outputs(result, path, self._files_here())
         return True
@@ -244,12 +245,9 @@ class Stored:
 
     def _read(self) -> set[str]:
         """Return the stages whose output files this stage reads, not only their metrics."""
-        kind, recipe = self._run.pipeline.kind_of(self._stage), self._run.pipeline.recipes[self._stage.name]
         if self._stage.entry:
             return set(self._stage.after)
-        teacher = recipe.teacher_of(kind)
-        named = (self._stage.model, self._stage.data, teacher.model_name_or_path if teacher else "")
-        return {name for name in map(source_of, named) if name}
+        return {name for each in self._run.pipeline.inputs(self._stage) if (name := source_of(each.location))}
 
     def _files_here(self) -> dict[str, Path]:
         """Return the output files of the run's stages on this machine, by digest."""
@@ -275,10 +273,6 @@ def received(url: str, name: str) -> Run:
     return run
 
 
-def _is_here(path: Path, result: Result) -> bool:
-    return all((path / record["path"]).is_file() for record in result["outputs"]) and problem(path, result) is None
-
-
 def _write(path: Path, result: Result) -> None:
     path.mkdir(parents=True, exist_ok=True)
     write_json(path / RESULT, result)
@@ -297,10 +291,6 @@ def _once(what: Callable[[], object], path: Path) -> None:
         return
     except Exception as error:  # noqa: BLE001 - no error may end the stage or this thread
         logger.warning("%s: the artifact store has not everything, it is tried again: %s", path.name, error)
-
-
-def _me() -> Holder:
-    return Holder(this_machine(), os.getpid(), start_time(os.getpid()))
 
 
 def _is_gone(holder: Holder) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cosmos_core.checkpoint.pinned import pinned_model, pinned_step
-from cosmos_core.config.compose import source_of
+from cosmos_core.config.inputs import source_of
 from cosmos_core.errors import Preempted, StageFailed
 from cosmos_core.models.export import export_model
 from cosmos_core.models.hf import load_model, load_tokenizer

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from cosmos_core.checkpoint.resume import problem, saved_steps, step_folder
 from cosmos_core.checkpoint.state import TrainState, named_tensors
-from cosmos_core.config.compose import source_of
+from cosmos_core.config.inputs import source_of
 from cosmos_core.errors import ModelError
 from cosmos_core.models.disk import loading
 from cosmos_core.models.freeze import choose_trained

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from cosmos_core.config.compose import Pipeline, existing, source_of
+from cosmos_core.config.compose import Pipeline
+from cosmos_core.config.inputs import existing, source_of
 from cosmos_core.config.reported import check_gates
 from cosmos_core.config.schema.marks import Only, mark
 from cosmos_core.config.schema.recipe import Recipe

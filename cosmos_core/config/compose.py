@@ -19,6 +19,7 @@ import tomli_w
 from cosmos_core.config.compat.translate import modern, of_algorithm
 from cosmos_core.config.conditions import parse_condition
 from cosmos_core.config.files import read_config
+from cosmos_core.config.inputs import STAGE_PREFIX, Input, existing, inputs_of, source_of
 from cosmos_core.config.load import MAX_FILE_BYTES, Values, excess, fit, merge, parse, printable, without_none
 from cosmos_core.config.media import located_media
 from cosmos_core.config.override import IMPLIED, entry_with, living, parse_setting, shared_values, sort_settings
@@ -34,7 +35,6 @@ from cosmos_core.errors import ConfigError
 from cosmos_core.registry import suggestion
 from cosmos_core.types import StageKind
 
-STAGE_PREFIX = "stage:"
 _OUTPUTS: str = TrainConfig.model_fields["output_dir"].default
 Kinds = Mapping[str, StageKind]
 
@@ -79,6 +79,10 @@ class Pipeline:
         """Return the kind of a stage."""
         return self.kinds[stage.kind]
 
+    def inputs(self, stage: StageConfig) -> tuple[Input, ...]:
+        """Return everything that a stage reads and does not make; see `config.inputs.inputs_of`."""
+        return inputs_of(stage, self.recipes[stage.name], self.kind_of(stage))
+
     def starts_from(self, stage: StageConfig) -> str:
         """Return the model reference of a stage; for a stage that chooses a branch, the model of the first branch."""
         if stage.sweep is None or not stage.sweep.branches:
@@ -113,11 +117,6 @@ class Pipeline:
         for stage in pipeline["stages"]:
             stage["recipe"], stage["overrides"] = "", self.recipes[stage["name"]].model_dump()
         return without_none({"pipeline": pipeline})
-
-
-def source_of(reference: str) -> str | None:
-    """Return `NAME` of a reference `stage:NAME`; None for any other string."""
-    return reference.removeprefix(STAGE_PREFIX) if reference.startswith(STAGE_PREFIX) else None
 
 
 def load_pipeline(path: Path, overrides: Sequence[str], kinds: Kinds, over: Sequence[Path] = ()) -> Pipeline:
@@ -196,7 +195,7 @@ def _compose(path: Path, shared: Values, overrides: Sequence[str], kinds: Kinds,
     _check_stages(pipeline)
     pipeline = _in_one_folder(pipeline)
     pipeline = with_sweeps(_sorted(_with_prepared_data(pipeline)), tables_of)
-    pipeline = with_uploads(_sorted(pipeline), source_of)
+    pipeline = with_uploads(_sorted(pipeline))
     return _absolute(_in_trained_precision(_sorted(pipeline)))
 
 
@@ -460,12 +459,3 @@ def _absolute(pipeline: Pipeline) -> Pipeline:
     recipes = {name: with_located(recipe, placed) for name, recipe in pipeline.recipes.items()}
     recipes = {name: recipe.derived(custom=located_media(recipe.custom, absolute)) for name, recipe in recipes.items()}
     return pipeline.with_stages(stages, recipes)
-
-
-def existing(text: str, base: Path) -> Path | None:
-    """Return the file or folder of a path relative to `base`; None if there is none, as for an id on the Hub."""
-    try:
-        path = base / Path(text).expanduser()
-        return path if path.exists() else None
-    except (OSError, RuntimeError):  # the path is too long, or has `~` of an unknown user
-        return None

@@ -13,7 +13,8 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.config.compose import Pipeline, existing, source_of
+from cosmos_core.config.compose import Pipeline
+from cosmos_core.config.inputs import existing, source_of
 from cosmos_core.config.placement import is_open, needs_gpu, placed, placement, with_engines_in_ranks
 from cosmos_core.config.schema.parallelism import ParallelismConfig
 from cosmos_core.config.schema.recipe import Recipe

@@ -11,7 +11,7 @@ from cosmos_core.types import StageKind
 def is_open(recipe: Recipe, kind: StageKind) -> bool:
     """Return True if the number of GPUs decides about `mode`: a recipe for Cosmos-RL, where the default is
     `disaggregated`, leaves `mode` out."""
-    has_choice = kind.feed == "rollouts" and not recipe.policy.is_diffusers
+    has_choice = kind.feed == "rollouts" and recipe.policy.modality.has_engines_of_text
     return has_choice and "mode" not in recipe.model_fields_set and recipe.is_of_cosmos_rl
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cosmos_core.config.compat.translate import of_algorithm, today
+from cosmos_core.config.inputs import STAGE_PREFIX, source_of
 from cosmos_core.config.load import Values, merge, nested, parse
 from cosmos_core.config.schema.pipeline import STAGE_NAME_LENGTH, StageConfig
 from cosmos_core.config.schema.recipe import Recipe
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from cosmos_core.config.compose import Pipeline
 
 _ARGUMENTS = "arguments"
-_REFERENCE = "stage:"
 # All seeds share their rows, so that branches are compared on the same held-out rows.
 _LEAVES_ROWS = "train.seed"
 _DECIDES_ROWS = "policy.model_name_or_path"  # rows depend on its tokenizer
@@ -142,7 +142,7 @@ def _members(
         if name not in pipeline.behind(head.name):
             raise ConfigError(f"{where}: sweep.through: stage {name!r} is not behind {head.name!r}")
         members |= {other for other in pipeline.behind(head.name) if name in pipeline.behind(other)}
-    rows = head.data.removeprefix(_REFERENCE) if head.data.startswith(_REFERENCE) else ""
+    rows = source_of(head.data) or ""
     has_own_rows = bool(rows) and tables.get(rows, tables[head.name]) == tables[head.name]
     for key in sweep.grid:
         owner, rest = _owner(today(key), head.name, tuple(members))
@@ -151,7 +151,9 @@ def _members(
         kind = pipeline.kind_of(pipeline.stage(owner))
         if _is_argument(rest) and _ARGUMENTS not in kind.allowed_keys:
             raise ConfigError(f"{where}: sweep.grid: {key!r}: a stage of kind {kind.name!r} takes no arguments")
-        if owner == head.name and has_own_rows and _decides_rows(pipeline, rows, rest):
+        if (owner == head.name and has_own_rows and rest != _LEAVES_ROWS) and (
+            rest == _DECIDES_ROWS or pipeline.kind_of(pipeline.stage(rows)).reads(rest)
+        ):
             members.add(rows)
     for name in sorted(members):
         stage = pipeline.stage(name)
@@ -161,10 +163,6 @@ def _members(
         if name != head.name and stage.sweep is not None:
             raise ConfigError(f"{where}: sweep.through: stage {name!r} has a sweep of its own")
     return tuple(stage.name for stage in pipeline.stages if stage.name in members)
-
-
-def _decides_rows(pipeline: Pipeline, rows: str, key: str) -> bool:
-    return key != _LEAVES_ROWS and (key == _DECIDES_ROWS or pipeline.kind_of(pipeline.stage(rows)).reads(key))
 
 
 def _owner(key: str, head: str, members: Sequence[str]) -> tuple[str, str]:
@@ -232,25 +230,24 @@ def _renamed(stage: StageConfig, names: Mapping[str, str]) -> StageConfig:
     """Return a stage of a branch, with its references to other stages of the branch renamed."""
 
     def reference(text: str) -> str:
-        name = text.removeprefix(_REFERENCE)
-        return f"{_REFERENCE}{names[name]}" if text.startswith(_REFERENCE) and name in names else text
+        name = names.get(source_of(text) or "")
+        return f"{STAGE_PREFIX}{name}" if name else text
 
     after = tuple(names.get(name, name) for name in stage.after)
     return stage.model_copy(update={"after": after, "model": reference(stage.model), "data": reference(stage.data)})
 
 
 def _renamed_teacher(recipe: Recipe, names: Mapping[str, str]) -> Recipe:
-    teacher = recipe.distillation.model_name_or_path
-    name = names.get(teacher.removeprefix(_REFERENCE)) if teacher.startswith(_REFERENCE) else None
+    name = names.get(source_of(recipe.distillation.model_name_or_path) or "")
     if name is None:
         return recipe
-    return recipe.derived(distillation=recipe.distillation.derived(model_name_or_path=f"{_REFERENCE}{name}"))
+    return recipe.derived(distillation=recipe.distillation.derived(model_name_or_path=f"{STAGE_PREFIX}{name}"))
 
 
 def _behind_the_choice(pipeline: Pipeline, stage: StageConfig, head: str, members: Sequence[str]) -> StageConfig:
     """Return a stage outside of the branches, with its references to stages of the branches replaced by the choice."""
     where = _where(pipeline, stage)
-    swept = {f"{_REFERENCE}{name}" for name in members}
+    swept = {f"{STAGE_PREFIX}{name}" for name in members}
     if stage.data in swept:
         raise ConfigError(
             f"{where}: data = {stage.data!r} is in every branch of the sweep of {head!r}; name the stage in its "
@@ -262,7 +259,7 @@ def _behind_the_choice(pipeline: Pipeline, stage: StageConfig, head: str, member
             "stage in its sweep.through"
         )
     after = tuple(dict.fromkeys(head if name in members else name for name in stage.after))
-    model = f"{_REFERENCE}{head}" if stage.model in swept else stage.model
+    model = f"{STAGE_PREFIX}{head}" if stage.model in swept else stage.model
     return stage.model_copy(update={"after": after, "model": model})
 
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from cosmos_core.config.inputs import STAGE_PREFIX, source_of
 from cosmos_core.config.schema.pipeline import STAGE_NAME_LENGTH, StageConfig
 from cosmos_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from cosmos_core.config.compose import Pipeline
 
-SourceOf = Callable[[str], str | None]
 
-
-def with_uploads(pipeline: Pipeline, source_of: SourceOf) -> Pipeline:
+def with_uploads(pipeline: Pipeline) -> Pipeline:
     """Return the pipeline with an upload stage `NAME-s3` or `NAME-hub` after each export of a training whose recipe
     requests it. Its stages must be in topological order; upload stages that exist, as in the pipeline of a run, are
     kept.
@@ -24,7 +23,7 @@ def with_uploads(pipeline: Pipeline, source_of: SourceOf) -> Pipeline:
     """
     recipes, added = dict(pipeline.recipes), []
     by_name = {stage.name: stage for stage in pipeline.stages}
-    for training, upload in _wanted(pipeline, source_of):
+    for training, upload in _wanted(pipeline):
         existing = by_name.get(upload.name)
         if existing is None:
             recipes[upload.name] = pipeline.recipes[training]
@@ -37,18 +36,19 @@ def with_uploads(pipeline: Pipeline, source_of: SourceOf) -> Pipeline:
     return pipeline.with_stages((*pipeline.stages, *added), recipes)
 
 
-def _wanted(pipeline: Pipeline, source_of: SourceOf) -> Iterator[tuple[str, StageConfig]]:
+def _wanted(pipeline: Pipeline) -> Iterator[tuple[str, StageConfig]]:
     """Yield the name of a training, and a stage that publishes its model or its export."""
     publish = next((name for name, kind in pipeline.kinds.items() if kind.makes == "publication"), "")
     for maker, training, is_last in _makers(pipeline):
-        exports = [stage for stage in pipeline.stages if _is_export(pipeline, stage, maker.name, source_of)]
+        readers = [stage for stage in pipeline.stages if source_of(stage.model) == maker.name]
+        exports = [s for s in readers if pipeline.kind_of(s).makes == "model" and not pipeline.kind_of(s).trains]
         sources, ckpt = exports or [maker], pipeline.recipes[training].train.ckpt
         for source in sources:
             after = dict.fromkeys((source.name, training) if training == maker.name else (source.name,))
             is_shown = is_last and source == sources[-1]
             for ending, url in ckpt.targets(pipeline.config.name, source.name, is_last=is_shown).items():
                 name = f"{source.name[: STAGE_NAME_LENGTH - len(ending) - 1]}-{ending}"
-                model = f"stage:{source.name}"
+                model = f"{STAGE_PREFIX}{source.name}"
                 yield training, StageConfig(name=name, kind=publish, after=tuple(after), model=model, target=url)
 
 
@@ -65,8 +65,3 @@ def _makers(pipeline: Pipeline) -> Iterator[tuple[StageConfig, str, bool]]:
         if stage.sweep is not None and stage.sweep.branches:
             names = [name for name in stage.sweep.branches[0].stages if pipeline.kind_of(pipeline.stage(name)).trains]
             yield from ((stage, name, True) for name in names[-1:])
-
-
-def _is_export(pipeline: Pipeline, stage: StageConfig, training: str, source_of: SourceOf) -> bool:
-    kind = pipeline.kind_of(stage)
-    return kind.makes == "model" and not kind.trains and source_of(stage.model) == training

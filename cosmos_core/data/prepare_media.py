@@ -32,7 +32,7 @@ from cosmos_core.data.prepared import MEDIA, SCHEMAS, RowKind, split_path
 from cosmos_core.errors import DataError, Preempted
 from cosmos_core.models.families import open_family
 from cosmos_core.registry import code_digest
-from cosmos_core.run.content import files_of_encoders
+from cosmos_core.run.content import files_of_model
 from cosmos_core.run.digests import shared_digests
 from cosmos_core.run.files import SHARED, replaced_folder, write_json
 from cosmos_core.run.stage import Stage
@@ -118,7 +118,9 @@ def source_of(stage: Stage) -> Source:
     for each in bucket_sizes(size, family.size_multiple) if has_buckets else [size]:
         family.latent_shape(*each)
     folder = family.folder.path
-    weights = shared_digests(stage.run_path.parent).of_files(folder, files_of_encoders(folder))
+    weights = shared_digests(stage.run_path.parent).of_files(
+        folder, files_of_model(folder, policy.modality.encoder_files)
+    )
     settings = (policy.diffusers.dtype, policy.diffusers.max_prompt_length, family.size_multiple)
     code = [code_digest(policy.model_class)] if policy.model_class else []
     digest = digest_of(weights, type(family).__name__, settings, *code)

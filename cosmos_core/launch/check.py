@@ -8,25 +8,24 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from cosmos_core.config.compose import Pipeline, source_of
+from cosmos_core.config.compose import Pipeline
+from cosmos_core.config.inputs import inputs_of, is_remote, source_of
+from cosmos_core.config.schema.modality import DATA_FILES
 from cosmos_core.config.schema.pipeline import StageConfig
-from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import InStage
 from cosmos_core.errors import DataError, StageFailed
 from cosmos_core.launch.managed_service import service_named
 from cosmos_core.launch.processes import LOOK, sweep
 from cosmos_core.launch.worker import Launch, run, stoppable
-from cosmos_core.run.content import files_of
+from cosmos_core.run.content import files_of, overlaid
 from cosmos_core.run.digests import shared_digests
 from cosmos_core.run.files import write_json
-from cosmos_core.run.fingerprint import DATA_FILES, fingerprint, threads
-from cosmos_core.run.inputs import data_code, data_sources, is_remote, model_source
+from cosmos_core.run.fingerprint import fingerprint, threads
 from cosmos_core.run.manifest import Result
 from cosmos_core.run.plan import fingerprint_folder
 from cosmos_core.run.remote import localised
 from cosmos_core.run.stage import CHECKED_PROMPTS, Stage
-from cosmos_core.run.weights import overlaid, weights_source
 from cosmos_core.types import JsonValue
 
 _PROGRAM = "cosmos_core.train.check:run"
@@ -52,7 +51,10 @@ def check_in_worker(pipeline: Pipeline, num_shown: int = 0) -> Iterator[str]:
             yield f"{stage.name}: not looked at: it starts from what stage {unknown!r} will make"
             continue
         base_policy = pipeline.recipes[base.name].policy
-        recipe = None if base is stage else _with_model_of(pipeline.recipes[stage.name], base_policy)
+        recipe = None if base is stage else pipeline.recipes[stage.name]
+        if recipe is not None:
+            model_of_base = {name: getattr(base_policy, name) for name in ("model_name_or_path", "model_revision")}
+            recipe = recipe.derived(policy=recipe.policy.derived(**model_of_base))
         model = "" if base is stage else base.model or base_policy.model_name_or_path
         rows = "" if data else stage.data
         result = look(pipeline, stage, _PROGRAM, model=model, data=rows, recipe=recipe, prompts=prompts.get(data))
@@ -91,13 +93,14 @@ def look_at_rows(pipeline: Pipeline) -> None:
         DataError: preparing them would fail; the message names the stage.
     """
     for stage in pipeline.stages:
-        kind, recipe = pipeline.kind_of(stage), pipeline.recipes[stage.name]
-        if kind.reads_data != "source" or source_of(stage.data) is not None or _is_made(pipeline, stage):
+        if pipeline.kind_of(stage).reads_data != "source" or source_of(stage.data) is not None:
             continue
-        if data_code(recipe, kind) or recipe.policy.is_diffusers:  # slow: user code, or decoding of media
+        inputs = pipeline.inputs(stage)
+        is_slow = pipeline.recipes[stage.name].policy.modality.decodes_media
+        if is_slow or any(each.role == "data_code" for each in inputs) or _is_made(pipeline, stage):
             continue
-        sources = data_sources(stage, recipe, kind)
-        if not all(isinstance(source, Path) and _size(source) <= _FEW_BYTES for source in sources):
+        rows = [each for each in inputs if each.role == "data"]
+        if not all(each.form == "folder" and _size(Path(each.location)) <= _FEW_BYTES for each in rows):
             continue
         try:
             look(pipeline, stage, _FIRST_ROWS, data=stage.data)
@@ -149,8 +152,7 @@ def look(  # noqa: PLR0913 - a stage, and the inputs that differ between callers
         if prompts:
             write_json(path / CHECKED_PROMPTS, prompts)
         model = model or stage.model or recipe.policy.model_name_or_path
-        if weights := weights_source(model_source(stage, recipe, kind), recipe, kind):
-            model = str(overlaid(Path(model), weights, path / "model"))
+        model = overlaid(inputs_of(stage, recipe, kind), path / "model") or model
         Stage(
             path=path,
             config=stage,
@@ -185,9 +187,3 @@ def _base(pipeline: Pipeline, stage: StageConfig) -> StageConfig | None:
     policy = pipeline.recipes[stage.name].policy
     is_simple = not policy.model_safetensor_path and not is_remote(stage.model or policy.model_name_or_path)
     return stage if stage is first or is_simple else None
-
-
-def _with_model_of(recipe: Recipe, base: PolicyConfig) -> Recipe:
-    """Return a recipe whose model is that of another policy."""
-    names = ("model_name_or_path", "model_revision")
-    return recipe.derived(policy=recipe.policy.derived(**{name: getattr(base, name) for name in names}))

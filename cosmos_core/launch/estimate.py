@@ -11,7 +11,8 @@ from typing import Any
 
 from rich.table import Table
 
-from cosmos_core.config.compose import Pipeline, source_of
+from cosmos_core.config.compose import Pipeline
+from cosmos_core.config.inputs import source_of
 from cosmos_core.config.mesh import filled
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.pipeline import StageConfig
@@ -38,7 +39,7 @@ def estimate_in_worker(pipeline: Pipeline, decisions: Mapping[str, Decision]) ->
     for stage in pipeline.stages:
         if not pipeline.kind_of(stage).trains:
             continue
-        if pipeline.recipes[stage.name].policy.is_diffusers:
+        if not pipeline.recipes[stage.name].policy.modality.is_estimated:
             yield stage.name, "not estimated: this version estimates language models alone"
             continue
         model = _model(pipeline, stage, decisions)

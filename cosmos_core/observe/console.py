@@ -236,11 +236,14 @@ def _console(stream: TextIO | None) -> Console:
 
 
 def _remarks(run: RunRecord) -> list[Text]:
-    """Return a line for each stage that failed, and for each notice of a stage, for example about skipped rows."""
+    """Return a line for each stage that failed or was remade, and for each notice of a stage, for example about skipped
+    rows."""
     lines = []
     for stage in run.stages:
         if stage.status == "failed" and stage.state.error:
             lines.append(Text(f"{stage.name}: {stage.state.error}", style="red"))
+        if stage.remade:
+            lines.append(Text(f"{stage.name}: remade: {stage.remade}", style="yellow"))
         if isinstance(notices := stage.info.get("notices"), list):
             lines += [Text(f"{stage.name}: {notice}", style="yellow") for notice in notices]
     return lines

@@ -21,7 +21,7 @@ from cosmos_core.run.loading import pipeline_arguments, pipeline_needs
 from cosmos_core.run.manifest import STORED, Result, read_result
 from cosmos_core.run.progress import Position, read_metrics, read_progress
 from cosmos_core.run.stage import CONDITIONS, read_kind
-from cosmos_core.run.state import ACTIVE, FINISHED, State, read_state
+from cosmos_core.run.state import ACTIVE, FINISHED, REMADE, State, read_state
 from cosmos_core.run.tail import Tail
 from cosmos_core.types import StageKind
 
@@ -213,6 +213,11 @@ class StageRecord:
         """Return the lines of `events.jsonl`."""
         return parsed(json_objects(Tail(self.path / "events.jsonl").lines()), Event)
 
+    @property
+    def remade(self) -> str:
+        """Return why the stage was last made again although it was made before; empty if it never was."""
+        return next((each.detail for each in reversed(self.events) if each.event == REMADE), "")
+
     @cached_property
     def samples(self) -> list[Sample]:
         """Return the lines of `samples.jsonl`."""
@@ -293,7 +298,10 @@ def read_run(path: Path) -> RunRecord:
     entries = [entry for entry in pipeline.get("stages", []) if isinstance(entry, dict) and "name" in entry]
     if not entries and (path / "stages").is_dir():
         entries = [{"name": folder.name} for folder in sorted((path / "stages").iterdir()) if folder.is_dir()]
-    after = {entry["name"]: _names(entry.get("after", ())) for entry in entries}
+    after = {}
+    for entry in entries:
+        names = entry.get("after", ())
+        after[entry["name"]] = (names,) if isinstance(names, str) else tuple(names)
     facts = read_facts(path) or Facts()
     stages = [_read_stage(path / "stages" / entry["name"], entry, after, facts) for entry in entries]
     name = str(pipeline.get("name") or facts.pipeline or "pipeline")
@@ -370,7 +378,3 @@ def _kind(name: str, recorded: dict[str, dict[str, Any]]) -> StageKind:
 def _depth(name: str, after: dict[str, tuple[str, ...]], seen: tuple[str, ...] = ()) -> int:
     predecessors = [other for other in after[name] if other in after and other not in seen]
     return max((1 + _depth(other, after, (*seen, name)) for other in predecessors), default=0)
-
-
-def _names(value: Any) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value)

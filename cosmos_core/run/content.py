@@ -7,31 +7,16 @@ left out.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 
+from cosmos_core.config.inputs import WEIGHTS_SUFFIXES, Input
 from cosmos_core.errors import ConfigError, ModelError
 from cosmos_core.run.files import read_json
 
 _INDEX = ".index.json"
-# Files that tokenisation depends on. Without weights among them, prepared rows stay valid when only weights change.
-TOKENIZER_FILES = (
-    "tokenizer*",
-    "vocab*",
-    "merges*",
-    "*.jinja",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "*processor_config.json",
-    "chat_template.json",
-    "*.model",
-)
-_OF_WEIGHTS = (
-    "*.safetensors", "*model*.bin", "adapter_*", "*.index.json", "config.json", "configuration*", "model_index.json",
-    "scheduler_config.json", "tekken.json", "*.tiktoken", "*.py",
-)  # fmt: skip
-_NOT_ENCODING = ("transformer", "transformer_2", "unet", "scheduler", "lora")
 _WEIGHTS = (".safetensors", ".bin")
 
 
@@ -51,39 +36,31 @@ def files_of(folder: Path, patterns: Sequence[str] = ("*",)) -> list[Path]:
 
 
 def files_of_model(folder: Path, patterns: Sequence[str] = ("*",)) -> list[Path]:
-    """Return the files of a model folder that are read; of weights with an index, only the files that the index names.
+    """Return the files of a model folder that match the patterns; of weights with an index, only the files that the
+    index names.
 
     Raises:
         ConfigError: links lead in a circle.
         ModelError: an index names a file outside of its folder.
     """
-    files = files_of(folder, patterns)
+    files = files_of(folder)
     indexes = [file for file in files if file.name.endswith(_INDEX)]
     indexed_files = {file for index in indexes for file in _named_by(index)}
     # transformers prefers a single file with all weights to the index.
     indexed_files |= {index.with_name(index.name.removesuffix(_INDEX)) for index in indexes}
     folders = {index.parent for index in indexes}
     model_files = {file for file in files if not (file.parent in folders and is_weights(file)) or file in indexed_files}
-    return sorted(model_files | {file for file in indexed_files if file.is_file()})
+    model_files |= {file for file in indexed_files if file.is_file()}
+    return sorted(file for file in model_files if matches(file.relative_to(folder), patterns))
 
 
-def enters_training(file: Path) -> bool:
-    """Return True if training reads a file of a model folder, for the weights, the shape of the model or the tokens.
-
-    Other files, such as `generation_config.json` or a licence, affect exported models only.
-    """
-    return any(fnmatch(file.name, pattern) for pattern in (*TOKENIZER_FILES, *_OF_WEIGHTS))
-
-
-def files_of_encoders(folder: Path) -> list[Path]:
-    """Return the files of a diffusers pipeline that encode text and media: all but the denoiser and the scheduler,
-    which training changes.
-
-    Raises:
-        ConfigError, ModelError: as `files_of_model`.
-    """
-    files = files_of_model(folder)
-    return [file for file in files if file.relative_to(folder).parts[0] not in _NOT_ENCODING]
+def matches(file: Path, patterns: Sequence[str]) -> bool:
+    """Return True if the name of a file matches one of the patterns and none that begins with `!`, or whose path
+    relative to its folder does, for one with a slash; with such patterns alone, all other files match."""
+    excluded = [pattern[1:] for pattern in patterns if pattern.startswith("!")]
+    included = [pattern for pattern in patterns if not pattern.startswith("!")] or ["*"]
+    is_excluded = any(fnmatch(file.as_posix() if "/" in pattern else file.name, pattern) for pattern in excluded)
+    return not is_excluded and any(fnmatch(file.name, pattern) for pattern in included)
 
 
 def _named_by(index: Path) -> list[Path]:
@@ -108,6 +85,28 @@ def leaves_folder(name: str) -> bool:
 def is_weights(file: Path) -> bool:
     """Return True if a file holds weights of the model itself, not of an adapter."""
     return file.suffix in _WEIGHTS and not file.name.startswith("adapter_")
+
+
+def overlaid(inputs: Sequence[Input], folder: Path) -> str:
+    """Fill `folder` with links to the weights among the inputs and to all other files of their model; return `folder`,
+    or an empty string if the model has its own weights."""
+    weights = [Path(each.location) for each in inputs if each.role == "weights"]
+    if not weights:
+        return ""
+    model = next(Path(each.location) for each in inputs if each.role == "model")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    files = [
+        file for file in files_of_model(model) if not is_weights(file) and not file.name.endswith(WEIGHTS_SUFFIXES)
+    ]
+    for file in files:
+        link = folder / file.relative_to(model)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(file.resolve())
+    for file in weights:
+        name = "model.safetensors" if len(weights) == 1 else file.name
+        (folder / name).symlink_to(file.resolve())
+    return str(folder)
 
 
 def _walk(folder: Path, above: tuple[tuple[int, int], ...]) -> Iterator[tuple[Path, list[str]]]:

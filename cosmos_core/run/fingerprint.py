@@ -8,59 +8,45 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from pydantic.fields import FieldInfo
-
-from cosmos_core.config.compose import Pipeline, source_of
+from cosmos_core.config.compose import Pipeline
+from cosmos_core.config.inputs import Input, Role, source_of
 from cosmos_core.config.media import MEDIA_PATHS
-from cosmos_core.config.schema.dataset import DATA_SUFFIXES
-from cosmos_core.config.schema.marks import Where, mark
 from cosmos_core.config.schema.pipeline import StageConfig
-from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.config.schema.table import affects_result, flat_keys, result_values, set_fields
-from cosmos_core.config.target import split_target
+from cosmos_core.config.schema.table import flat_keys, result_values
 from cosmos_core.facts import Facts, facts_of_workers
-from cosmos_core.registry import code_digest, is_import_path
-from cosmos_core.run.content import TOKENIZER_FILES, enters_training, files_of, files_of_encoders, files_of_model
+from cosmos_core.registry import code_digest
+from cosmos_core.run.content import files_of, files_of_model
 from cosmos_core.run.digests import Digests
 from cosmos_core.run.files import read_object
-from cosmos_core.run.inputs import (
-    adapter_source,
-    chat_template_source,
-    data_code,
-    data_sources,
-    existing,
-    is_remote,
-    kernel_packages,
-    media_folder,
-    model_source,
-    resume_source,
-    reward_names,
-    reward_service_file,
-    reward_service_parts,
-    teacher_source,
-)
+from cosmos_core.run.inputs import check_located, kernel_packages
 from cosmos_core.run.libraries import LIBRARIES
-from cosmos_core.run.weights import weights_source
 from cosmos_core.types import StageKind, is_below
 
-DATA_FILES = tuple(f"*{suffix}" for suffix in DATA_SUFFIXES)
 CARRIED = "carried"
 """Name of the ingredient for the files of a model that training does not read and exports copy."""
 _CUSTOM_OF_OURS = ("dataset", "vision")  # tables of `[custom]` that are read without user code
-IMAGES = ("*.png", "*.jpg", "*.jpeg", "*.webp", "*.bmp", "*.gif", "*.tif", "*.tiff", "*.PNG", "*.JPG", "*.JPEG")
+_INPUTS = frozenset(get_args(Role)) - {"end_tokens"}
+_END_TOKENS = "eos_token_id"
+_ENCODING = ("rollout.multi_turn_config.tools", "policy.model_class")
+"""Keys of user code that prepared rows depend on: tools describe themselves in prompts, families encode media."""
+
+
+Read = tuple[str, str, str, str]
+"""Role, key and name of an input, and the digest of its content."""
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Hash of a stage, with the ingredients that were hashed so that a difference can be explained."""
+    """Hash of a stage, with the ingredients that were hashed and the inputs among them, which explain a difference."""
 
     value: str
     ingredients: dict[str, Any]
+    inputs: tuple[Read, ...] = ()
 
     @property
     def of_training(self) -> str:
@@ -68,11 +54,29 @@ class Fingerprint:
         checkpoints."""
         return _hashed({name: value for name, value in self.ingredients.items() if name != CARRIED})
 
-    def difference(self, older: Mapping[str, Any]) -> list[str]:
-        """Return the ingredients that differ from those in `older`, as `key: old -> new`."""
-        old, new = flat_keys(older), flat_keys(self.ingredients)
+    def difference(self, older: Fingerprint) -> list[str]:
+        """Return what differs from an older fingerprint: settings as `key old -> new`, inputs as `NAME changed`."""
+        has_inputs = bool(self.inputs and older.inputs)
+        old, new = flat_keys(older.ingredients), flat_keys(self.ingredients)
         keys = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
-        return [f"{key}: {_short(old.get(key))} -> {_short(new.get(key))}" for key in keys]
+        lines = [
+            f"result of stage {key.removeprefix('inputs.')} changed"
+            if key.startswith("inputs.")
+            else f"{key.removeprefix('config.')} {_short(old.get(key))} -> {_short(new.get(key))}"
+            for key in keys
+            if not (has_inputs and key.partition(".")[0] in _INPUTS and not is_below(key, ("entry.arguments",)))
+        ]
+        return list(dict.fromkeys([*lines, *(_changed_inputs(older.inputs, self.inputs) if has_inputs else ())]))
+
+
+def _changed_inputs(old: Sequence[Read], new: Sequence[Read]) -> Iterator[str]:
+    for head in dict.fromkeys(read[:2] for read in (*old, *new)):
+        before, after = ({name: digest for *start, name, digest in side if (*start,) == head} for side in (old, new))
+        if before.keys() == after.keys():
+            yield from (f"{name} changed" for name in after if before[name] != after[name])
+        elif sorted(before.values()) != sorted(after.values()):
+            names = (", ".join(side) or "nothing" for side in (before, after))
+            yield f"{head[1]} {' -> '.join(names)}"
 
 
 def fingerprint(
@@ -84,76 +88,100 @@ def fingerprint(
         ModelError, DataError: a local model or data folder is missing.
         ConfigError: user code is missing.
     """
-    recipe = pipeline.recipes[stage.name]
-    model = model_source(stage, recipe, kind)
-    reads = reads_of(pipeline, stage)
-    labels = _labels(recipe, reads)
+    recipe, inputs, reads = pipeline.recipes[stage.name], pipeline.inputs(stage), reads_of(pipeline, stage)
+    check_located(inputs)
+    digested = [(each, _digest(each, digests)) for each in inputs if _counts(each, kind, reads)]
+    labels = _labels(inputs, reads)
     values = result_values(recipe) if stage.entry else _without_paths(result_values(recipe))
-    # User functions may read any file, and data of diffusion models has many file types.
-    patterns, media = (("*",), ("*",)) if stage.entry or recipe.policy.is_diffusers else (DATA_FILES, IMAGES)
+    # User functions and classes receive the whole config.
+    is_whole = any(each.role in {"entry", "data_code"} for each in inputs)
+    settings = values if is_whole else {k: v for k, v in flat_keys(_renamed(values, labels)).items() if reads(k)}
     world_size = recipe.policy.parallelism.world_size if kind.has_mesh else None
     facts = stage_facts(pipeline, is_group=(world_size or 1) > 1)
     ingredients: dict[str, Any] = {
         "kind": kind.name,
         "result_version": kind.result_version,
-        "config": {key: value for key, value in flat_keys(_renamed(values, labels)).items() if reads(key)},
+        "config": settings,
         "inputs": dict(upstream),
-        "model": _model_digest(model, recipe.policy.model_revision, kind, digests, recipe),
-        "data": [_content(source, patterns, digests) for source in data_sources(stage, recipe, kind)],
         "threads": threads(pipeline) if kind.in_worker and kind.is_numeric else None,
         "device": facts.device if kind.in_worker and kind.is_numeric else None,
         "world_size": world_size,
         "versions": {name: facts.versions[name] for name in kind.libraries if name in facts.versions},
+        **({"code": {}} if kind.scores or kind.trains else {}),
+        **_by_role(digested, labels),
+        **_keys_of(stage),
     }
-    if (folder := media_folder(stage, recipe, kind)) and (files := files_of(folder, media)):
-        ingredients["media"] = [str(folder), digests.of_files(folder, files)]  # prepared rows hold the paths of images
-    # The code of tools describes them in prompts; a user's model family encodes text and media.
-    tools = recipe.rollout.multi_turn_config.called_tools
-    called = labels if kind.scores or kind.trains else (*tools, recipe.policy.model_class)
-    code = {label: code_digest(name) for name, label in labels.items() if name in called}
-    if code or kind.scores or kind.trains:
-        ingredients["code"] = code
-    ingredients |= _templates(recipe, reads, digests)
-    if teacher := teacher_source(recipe, kind):
-        ingredients["teacher"] = _model_digest(teacher, recipe.distillation.model_revision, kind, digests, recipe)
     if stage.entry:
-        ingredients["entry"] = {stage.entry.rpartition(":")[2]: code_digest(stage.entry), "arguments": stage.arguments}
-        ingredients["config"] = values  # the function receives the whole config
-    if kind.trains and (checkpoint := resume_source(recipe)):
-        ingredients["resume"] = digests.of_file(checkpoint / "manifest.json")  # holds the digests of all other files
-    if kind.trains and (adapter := adapter_source(recipe)):
-        ingredients["adapter"] = digests.of_files(adapter, files_of(adapter))
+        ingredients["entry"]["arguments"] = stage.arguments
     if kind.trains and (packages := kernel_packages(recipe)):
         ingredients["kernels"] = facts_of_workers(tuple(packages), pipeline.config.python).versions
-    ingredients |= _of_service(stage, digests)
-    if classes := data_code(recipe, kind):
-        ingredients["data_code"] = {name.rpartition(":")[2]: code_digest(name) for name in classes}
-        ingredients["config"] = values  # the classes receive the whole config
-    if weights := weights_source(model, recipe, kind):
-        ingredients["weights"] = {file.name: digests.of_file(file) for file in weights}
-    ingredients |= _said_of(stage) | _generation_of(model, kind, digests, recipe)
     ingredients = json.loads(json.dumps(ingredients, sort_keys=True, default=str))
-    return Fingerprint(_hashed(ingredients), ingredients)
+    return Fingerprint(_hashed(ingredients), ingredients, tuple(_read(*each) for each in digested))
+
+
+def _counts(each: Input, kind: StageKind, reads: Callable[[str], bool]) -> bool:
+    """Return True if an input can change the result of a stage."""
+    if each.role in {"code", "reward"}:
+        is_called = kind.scores or kind.trains or each.key in _ENCODING
+        return each.form == "code" and is_called and reads(each.key)
+    if each.role in {"chat_template", "template"}:
+        return reads(each.key)
+    if each.role == "end_tokens":
+        return _END_TOKENS in read_object(Path(each.location))
+    if each.role == "media":
+        return bool(files_of(Path(each.location), each.patterns))
+    return each.role != "hook" and not (each.role == "data" and each.form == "stage")
+
+
+def _digest(each: Input, digests: Digests) -> Any:
+    """Return the digest of the content of an input, wherever it is; of `end_tokens`, the tokens."""
+    if each.form in {"stage", "literal"}:
+        return each.location  # the digest of the stage's result is in `inputs`
+    if each.form == "store":
+        return f"remote:{each.location.rpartition('#')[2]}"  # the digest in a pinned URL
+    if each.form == "hub":  # of data sets, the revision is in the config
+        return f"hub:{each.location}" if each.role == "data" else f"hub:{each.location}@{each.revision}"
+    if each.form == "code":
+        return code_digest(each.location)
+    path = Path(each.location)
+    if each.role == "end_tokens":
+        return read_object(path)[_END_TOKENS]
+    if not path.is_dir():
+        return digests.of_file(path)
+    files = files_of_model if each.role in {"model", "teacher", "carried"} else files_of
+    digest = digests.of_files(path, files(path, each.patterns))
+    return [each.location, digest] if each.role == "media" else digest  # prepared rows hold the paths of images
+
+
+def _read(each: Input, digest: Any) -> Read:
+    name = each.location if each.form in {"hub", "store", "stage"} else Path(each.location).name
+    return each.role, each.key, name, str(digest)
+
+
+def _by_role(digested: Sequence[tuple[Input, Any]], labels: Mapping[str, str]) -> dict[str, Any]:
+    """Return the digests of inputs under the names of their roles: a list of those of data, a table where several
+    inputs have a role."""
+    ingredients: dict[str, Any] = {"model": None, "data": []}
+    for each, digest in digested:
+        if each.role == "data":
+            ingredients["data"].append(digest)
+        elif each.role in {"code", "reward"}:
+            ingredients.setdefault("code", {})[labels[each.location]] = digest
+        elif each.form == "code" or each.role in {"rewards", "weights"}:
+            parts = {"rewards": each.key, "weights": Path(each.location).name}
+            ingredients.setdefault(each.role, {})[parts.get(each.role, each.location.rpartition(":")[2])] = digest
+        else:
+            ingredients[each.role] = digest
+    return ingredients
 
 
 def _hashed(ingredients: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()
 
 
-def _of_service(stage: StageConfig, digests: Digests) -> dict[str, Any]:
-    """Return the digests of the reward service's configuration file and of the code and models that it names."""
-    if (service := reward_service_file(stage)) is None:
-        return {}
-    parts = reward_service_parts(service)
-    rewards = {name: _content(path, ("*",), digests) for name, path in parts.items()}
-    return {"reward_service": digests.of_file(service)} | ({"rewards": rewards} if rewards else {})
-
-
-def _said_of(stage: StageConfig) -> dict[str, Any]:
+def _keys_of(stage: StageConfig) -> dict[str, Any]:
     """Return the keys of the stage itself that are set and change its result."""
     values: dict[str, Any] = {}
-    if is_import_path(target := split_target(stage.target)[0]):
-        values["target"] = {target.rpartition(":")[2]: code_digest(target)}
     for key in ("checkpoint", "require", "confidence"):
         if value := getattr(stage, key):
             values[key] = list(value) if isinstance(value, tuple) else value
@@ -161,17 +189,6 @@ def _said_of(stage: StageConfig) -> dict[str, Any]:
         branches = [list(branch.stages) for branch in stage.sweep.branches]
         values["sweep"] = {"metric": stage.sweep.metric, "mode": stage.sweep.mode, "branches": branches}
     return values
-
-
-def _templates(recipe: Recipe, reads: Callable[[str], bool], digests: Digests) -> dict[str, str]:
-    """Return the digest of each chat template file, or the name of a template that is part of this package."""
-    templates = {}
-    if reads("rollout.multi_turn_config.custom_chat_template_path") and (template := chat_template_source(recipe)):
-        templates["chat_template"] = digests.of_file(template)
-    if reads("policy.chat_template") and (name := recipe.policy.chat_template):
-        file = existing(name, Path.cwd())
-        templates["template"] = digests.of_file(file) if file and file.is_file() else name
-    return templates
 
 
 def reads_of(pipeline: Pipeline, stage: StageConfig) -> Callable[[str], bool]:
@@ -189,7 +206,7 @@ def reads_of(pipeline: Pipeline, stage: StageConfig) -> Callable[[str], bool]:
     def is_read(key: str) -> bool:
         return kind.reads(key) and not is_below(key, unread)
 
-    if "custom" in kind.recipe_tables and not stage.entry and not _labels(recipe, is_read):
+    if "custom" in kind.recipe_tables and not stage.entry and not _labels(pipeline.inputs(stage), is_read):
         unread += [f"custom.{name}" for name in recipe.custom if name not in _CUSTOM_OF_OURS]
     return is_read
 
@@ -224,53 +241,6 @@ def stage_facts(pipeline: Pipeline, *, is_group: bool = False) -> Facts:
     return facts_of_workers(LIBRARIES, pipeline.config.python, is_group=is_group)
 
 
-def _model_digest(
-    model: Path | str | None, revision: str | None, kind: StageKind, digests: Digests, recipe: Recipe
-) -> str | None:
-    if isinstance(model, Path) and kind.reads_model == "tokenizer" and recipe.policy.is_diffusers:
-        return digests.of_files(model, files_of_encoders(model))
-    if isinstance(model, Path):
-        patterns = TOKENIZER_FILES if kind.reads_model == "tokenizer" else ("*",)
-        files = files_of_model(model, patterns)
-        if not _reads_any_file(kind, recipe):
-            files = [file for file in files if enters_training(file)]
-        return digests.of_files(model, files)
-    if model is None or source_of(model) is not None:
-        return model  # the digest of that stage is in `inputs`
-    return remote_digest(model) if is_remote(model) else f"hub:{model}@{revision}"
-
-
-def _reads_any_file(kind: StageKind, recipe: Recipe) -> bool:
-    """Return True if user code reads the model, which may read any file of the folder."""
-    return not kind.entry or bool(recipe.policy.model_class)
-
-
-def _generation_of(model: Path | str | None, kind: StageKind, digests: Digests, recipe: Recipe) -> dict[str, Any]:
-    """Return the tokens at which generation ends, which rows and completions depend on, and the digest of the files
-    that exports copy."""
-    if not isinstance(model, Path) or _reads_any_file(kind, recipe):
-        return {}
-    generation_config = read_object(model / "generation_config.json")
-    ingredients: dict[str, Any] = (
-        {"end_tokens": generation_config["eos_token_id"]} if "eos_token_id" in generation_config else {}
-    )
-    if kind.reads_model == "weights":
-        carried_files = [file for file in files_of_model(model) if not enters_training(file)]
-        ingredients[CARRIED] = digests.of_files(model, carried_files)
-    return ingredients
-
-
-def remote_digest(url: str) -> str:
-    """Return the text that represents the content of a pinned URL, independent of its location."""
-    return f"remote:{url.rpartition('#')[2]}"
-
-
-def _content(source: Path | str, patterns: Sequence[str], digests: Digests) -> str:
-    if isinstance(source, str):
-        return remote_digest(source) if is_remote(source) else f"hub:{source}"  # the revision is in the recipe
-    return digests.of_files(source, files_of(source, patterns)) if source.is_dir() else digests.of_file(source)
-
-
 def _without_paths(values: dict[str, Any]) -> dict[str, Any]:
     """Return the values without the paths in `custom.dataset`: the content counts, not its location."""
     custom = values.get("custom") or {}
@@ -280,20 +250,13 @@ def _without_paths(values: dict[str, Any]) -> dict[str, Any]:
     return values | {"custom": custom | {"dataset": dataset}}
 
 
-def _labels(recipe: Recipe, reads: Callable[[str], bool]) -> dict[str, str]:
+def _labels(inputs: Sequence[Input], reads: Callable[[str], bool]) -> dict[str, str]:
     """Return a label for each user reward, algorithm and engine that the stage reads: the name without the folder of
     its file, because the location does not change the result."""
-    fields = [(key, value) for key, field, value, _ in set_fields(recipe) if affects_result(field) and _is_code(field)]
-    code = [value for key, value in fields if reads(key)]
-    code += [name for key, name in reward_names(recipe).items() if reads(key)]
-    texts = [text for value in code if value for text in ([value] if isinstance(value, str) else value)]
-    names = sorted({text for text in texts if is_import_path(text)})
+    code = [each for each in inputs if each.role in {"code", "reward"} and each.form == "code"]
+    names = sorted({each.location for each in code if reads(each.key)})
     labels = {name: name.rpartition("/")[2] for name in names}
     return labels if len(set(labels.values())) == len(labels) else {name: name for name in names}
-
-
-def _is_code(field: FieldInfo) -> bool:
-    return mark(field, Where) is Where.CODE
 
 
 def _renamed(values: Any, labels: Mapping[str, str]) -> Any:

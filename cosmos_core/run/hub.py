@@ -13,16 +13,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from cosmos_core.config.compose import Pipeline, source_of
+from cosmos_core.config.compose import Pipeline
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import TableT
 from cosmos_core.errors import CosmosError, DataError, ModelError
-from cosmos_core.run.inputs import data_sources, is_remote, model_source, teacher_source
-from cosmos_core.types import StageKind
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _NEWEST = "main"
+_REVISIONS = {"model": "policy.model_revision", "teacher": "distillation.model_revision"}
 _SECONDS = 8.0
 _AWAY_SECONDS = 60.0
 _away: dict[str, tuple[float, str]] = {}
@@ -41,27 +40,21 @@ def pinned(pipeline: Pipeline) -> Pipeline:
     recipes = {}
     for stage in pipeline.stages:
         try:
-            recipes[stage.name] = _pinned(stage, pipeline.recipes[stage.name], pipeline.kind_of(stage), commits)
+            recipes[stage.name] = _pinned(pipeline, stage, commits)
         except CosmosError as error:
             raise type(error)(f"{pipeline.source}: stage {stage.name!r}: {error}") from error
     return replace(pipeline, recipes=recipes)
 
 
-def _pinned(stage: StageConfig, recipe: Recipe, kind: StageKind, commits: dict[Repository, str]) -> Recipe:
-    model, data = model_source(stage, recipe, kind), data_sources(stage, recipe, kind)
-    repositories: dict[str, Repository] = {}
-    if isinstance(model, str) and source_of(model) is None and not is_remote(model):
-        repositories["policy.model_revision"] = ("model", model, recipe.policy.model_revision or _NEWEST)
-    teacher = teacher_source(recipe, kind)
-    if isinstance(teacher, str) and source_of(teacher) is None and not is_remote(teacher):
-        revision = recipe.distillation.model_revision or _NEWEST
-        repositories["distillation.model_revision"] = ("model", teacher, revision)
-    for key, dataset in recipe.datasets.items():
-        if dataset.name in data and not is_remote(dataset.name):
-            repositories[f"{key}.revision"] = ("dataset", dataset.name, dataset.revision or _NEWEST)
-    for key, repository in repositories.items():
-        commits[repository] = commits.get(repository) or commit_of(repository)
-        recipe = changed(recipe, key, commits[repository])
+def _pinned(pipeline: Pipeline, stage: StageConfig, commits: dict[Repository, str]) -> Recipe:
+    recipe = pipeline.recipes[stage.name]
+    for each in pipeline.inputs(stage):
+        if each.form == "hub":
+            key = _REVISIONS.get(each.role) or f"{each.key.removesuffix('.name')}.revision"
+            revision = each.revision or _NEWEST
+            repository: Repository = ("dataset" if each.role == "data" else "model", each.location, revision)
+            commits[repository] = commits.get(repository) or commit_of(repository)
+            recipe = changed(recipe, key, commits[repository])
     return recipe
 
 

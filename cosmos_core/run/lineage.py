@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.config.compose import Pipeline, source_of
+from cosmos_core.config.compose import Pipeline
+from cosmos_core.config.inputs import source_of
 from cosmos_core.config.load import read_toml
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.files import parsed, read_object, sha256
-from cosmos_core.run.inputs import data_sources, model_source
 from cosmos_core.run.manifest import Result, Source, problem, read_result
 from cosmos_core.run.stage import Stage
 
@@ -126,13 +126,11 @@ def origin(pipeline: Pipeline, stage: StageConfig) -> dict[str, Any]:
         waiting += map(pipeline.stage, upstream)
     while (name := source_of(pipeline.starts_from(stage))) is not None:
         stage = pipeline.stage(name)
-    recipe, kind = pipeline.recipes[stage.name], pipeline.kind_of(stage)
-    source = model_source(stage, recipe, kind)
-    if source is None:
+    model = next((each for each in pipeline.inputs(stage) if each.role == "model"), None)
+    if model is None:
         return {"made_by": stage.entry, "data": list(data)}
-    base = {"base_model": stage.model or recipe.policy.model_name_or_path, "data": list(data)}
-    revision = recipe.policy.model_revision if isinstance(source, str) else None
-    return base | ({"revision": revision} if revision else {})
+    base = {"base_model": model.location, "data": list(data)}
+    return base | ({"revision": model.revision} if model.revision and model.form != "folder" else {})
 
 
 def public_name(name: str) -> str:
@@ -143,30 +141,22 @@ def public_name(name: str) -> str:
     return Path(name).name if is_path else name
 
 
-_MODEL = frozenset({"model"})
-
-
 def base_of(stage: Stage) -> str:
     """Return a name of the model that a training started from, valid on any machine: a Hub id, a stage of the run, or
     the name and digest of a folder."""
     source_name = stage.config.model or stage.recipe.policy.model_name_or_path
     if (upstream := source_of(source_name)) is not None:
         return f"{stage.run_path.name}/{upstream}"
-    digest = next((source.digest for source in stage.sources if source.kind in _MODEL), "")
+    digest = next((source.digest for source in stage.sources if source.kind == "model"), "")
     name = public_name(source_name)
     return name if name in {source_name, ""} or not digest or "/" in name else f"{name} (sha256 {digest[:12]})"
 
 
 def _named_data(pipeline: Pipeline, stage: StageConfig) -> list[str]:
     """Return the names of the rows that a stage reads from outside the run, or that its own function creates."""
-    recipe, kind = pipeline.recipes[stage.name], pipeline.kind_of(stage)
-    revisions = {table.name: table.revision for table in recipe.datasets.values() if table.revision}
-    names = []
-    for source in data_sources(stage, recipe, kind):
-        text = (
-            os.path.relpath(source) if isinstance(source, Path) and source.is_relative_to(Path.cwd()) else str(source)
-        )
-        names.append(f"{text}@{revisions[text]}" if isinstance(source, str) and text in revisions else text)
+    rows = [each for each in pipeline.inputs(stage) if each.role == "data" and each.form != "stage"]
+    names = [f"{each.location}@{each.revision}" if each.revision else each.location for each in rows]
+    names = [os.path.relpath(name) if Path(name).is_relative_to(Path.cwd()) else name for name in names]
     return names or ([f"made by {stage.entry}"] if stage.entry else [])
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from cosmos_core.config.compose import Pipeline
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.run.digests import shared_digests
-from cosmos_core.run.directory import RUNS
-from cosmos_core.run.files import SHARED, read_json, write_json
+from cosmos_core.run.directory import RUNS, Run
+from cosmos_core.run.files import SHARED, read_json, read_object, write_json
 from cosmos_core.run.fingerprint import Fingerprint, fingerprint
 from cosmos_core.run.manifest import STORED, Result, problem, read_result
+from cosmos_core.run.state import read_state
 from cosmos_core.types import StageKind
 
 FINGERPRINT = "fingerprint.json"
@@ -114,8 +115,31 @@ def plan(
 def save_fingerprint(stage_path: Path, value: Fingerprint, work_pool: str = "") -> None:
     """Save the ingredients of a fingerprint, so that a later run can report what changed, and the work pool of the
     stage."""
-    content = {"value": value.value, "of_training": value.of_training, "ingredients": value.ingredients}
+    content = asdict(value) | {"of_training": value.of_training}
     write_json(stage_path / FINGERPRINT, content | ({"work_pool": work_pool} if work_pool else {}))
+
+
+def read_fingerprint(stage_path: Path) -> Fingerprint | None:
+    """Return the fingerprint that was saved in the folder of a stage; None if there is none or it is damaged."""
+    return _parsed(read_json(stage_path / FINGERPRINT))
+
+
+def why_remade(run: Run, stage: StageConfig, current: Fingerprint) -> str:
+    """Return why a stage is made although it was made before, in this run or in an earlier one of its pipeline; empty
+    if it was not, if an attempt is retried, or if stages of its kind run each time."""
+    path = run.stage_path(stage.name)
+    if not run.pipeline.kind_of(stage).is_reusable:
+        return ""
+    if own := read_fingerprint(path):
+        if own.value != current.value or read_result(path) is None:  # a retry, if it is the same
+            return "; ".join(current.difference(own))
+    elif read_state(path).forced:
+        return "requested by the user"
+    decision = decide(run.output_dir, path, current, thorough=run.verify)
+    if decision is not None and decision.action == "run":
+        return decision.reason
+    run_id, changes = _nearest(run.output_dir, run.pipeline.config.name, stage.name, current)
+    return f"{'; '.join(changes)} (since run {run_id})" if changes and own is None else ""
 
 
 def made_on_pool(output_dir: Path, pipeline: Pipeline, stage: StageConfig, here: Fingerprint) -> list[Fingerprint]:
@@ -126,24 +150,33 @@ def made_on_pool(output_dir: Path, pipeline: Pipeline, stage: StageConfig, here:
         return {name: value for name, value in ingredients.items() if name not in _FACTS}
 
     fingerprints = [
-        Fingerprint(str(saved["value"]), saved["ingredients"])
-        for saved in map(dict, _saved(output_dir, pipeline.config.name, stage.name).values())
-        if saved.get("work_pool") == stage.work_pool
-        and without_facts(saved["ingredients"]) == without_facts(here.ingredients)
+        fingerprint
+        for fingerprint, work_pool in _saved(output_dir, pipeline.config.name, stage.name).values()
+        if work_pool == stage.work_pool and without_facts(fingerprint.ingredients) == without_facts(here.ingredients)
     ]
     return list({each.value: each for each in fingerprints}.values())
 
 
-def _saved(output_dir: Path, pipeline: str, stage: str) -> dict[str, dict[str, Any]]:
-    """Return the fingerprints of a stage that the newest runs of a pipeline saved, by run id, newest first."""
+def _parsed(saved: Any) -> Fingerprint | None:
+    if not isinstance(saved, dict) or not isinstance(saved.get("ingredients"), dict):
+        return None
+    inputs = saved.get("inputs")  # of earlier versions, there are none
+    lines = [each for each in inputs if isinstance(each, list) and len(each) == 4] if isinstance(inputs, list) else []
+    reads = tuple((str(role), str(key), str(name), str(digest)) for role, key, name, digest in lines)
+    return Fingerprint(str(saved.get("value")), saved["ingredients"], reads)
+
+
+def _saved(output_dir: Path, pipeline: str, stage: str) -> dict[str, tuple[Fingerprint, str]]:
+    """Return the fingerprints of a stage that the newest runs of a pipeline saved, with the work pool that computed
+    them, by run id, newest first."""
     runs = read_json(output_dir / RUNS)
-    fingerprints: dict[str, dict[str, Any]] = {}
+    fingerprints: dict[str, tuple[Fingerprint, str]] = {}
     for run in reversed(runs if isinstance(runs, list) else []):
         if not isinstance(run, dict) or run.get("pipeline") != pipeline or len(fingerprints) == _MOST_COMPARED:
             continue
-        saved = read_json(output_dir / str(run.get("run_id")) / "stages" / stage / FINGERPRINT)
-        if isinstance(saved, dict) and isinstance(saved.get("ingredients"), dict):
-            fingerprints[str(run["run_id"])] = saved
+        saved = read_object(output_dir / str(run.get("run_id")) / "stages" / stage / FINGERPRINT)
+        if fingerprint := _parsed(saved):
+            fingerprints[str(run["run_id"])] = fingerprint, str(saved.get("work_pool", ""))
     return fingerprints
 
 
@@ -163,11 +196,16 @@ def _run_of(stage_path: Path) -> str:
 
 def _why_new(output_dir: Path, pipeline: str, stage: str, current: Fingerprint) -> str:
     """Return the difference to the most similar earlier run of the stage, or that there is none."""
-    saved = _saved(output_dir, pipeline, stage)
-    changes = {run: current.difference(each["ingredients"]) for run, each in saved.items()}
+    run_id, changes = _nearest(output_dir, pipeline, stage, current)
     if not changes:
-        return "never made before"
-    run_id, difference = min(changes.items(), key=lambda item: len(item[1]))
-    more = f" and {len(difference) - 2} more" if len(difference) > 2 else ""
-    since = f"changed since run {run_id}: {'; '.join(difference[:2])}{more}"
-    return since if difference else f"unfinished in run {run_id}"
+        return f"unfinished in run {run_id}" if run_id else "never made before"
+    more = f" and {len(changes) - 2} more" if len(changes) > 2 else ""
+    return f"changed since run {run_id}: {'; '.join(changes[:2])}{more}"
+
+
+def _nearest(output_dir: Path, pipeline: str, stage: str, current: Fingerprint) -> tuple[str, list[str]]:
+    """Return the id of the earlier run whose stage is most similar, and the differences; an empty id if there is no
+    earlier run."""
+    saved = _saved(output_dir, pipeline, stage)
+    changes = [(run_id, current.difference(earlier)) for run_id, (earlier, _) in saved.items()]
+    return min(changes, key=lambda item: len(item[1]), default=("", []))

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.config.compose import Pipeline
+from cosmos_core.config.inputs import is_remote
 from cosmos_core.config.schema.marks import Where
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
@@ -25,7 +26,6 @@ from cosmos_core.errors import DataError
 from cosmos_core.run.bucket import Bucket, Object, side_by_side, split_url, translate_errors
 from cosmos_core.run.content import leaves_folder
 from cosmos_core.run.files import SHARED
-from cosmos_core.run.inputs import data_sources, is_remote, model_source, teacher_source
 from cosmos_core.run.lock import Lock
 
 FETCHED = "fetched"
@@ -63,11 +63,6 @@ def pinned_url(url: str) -> str:
         return f"{url}#{_digest(url, _listed(url))}"
 
 
-def digest_of(url: str) -> str:
-    """Return the digest in a pinned URL."""
-    return url.rpartition("#")[2]
-
-
 def localised(pipeline: Pipeline, stage: StageConfig, pause: Callable[[], None]) -> tuple[StageConfig, Recipe]:
     """Download what a stage reads from stores, and return the stage and its recipe with the local paths in place of
     URLs.
@@ -78,9 +73,8 @@ def localised(pipeline: Pipeline, stage: StageConfig, pause: Callable[[], None])
         DataError: the content has changed since it was pinned, or the store is not reachable.
         ConfigError: the store refuses the credentials.
     """
-    recipe, kind = pipeline.recipes[stage.name], pipeline.kind_of(stage)
-    read = [model_source(stage, recipe, kind), teacher_source(recipe, kind), *data_sources(stage, recipe, kind)]
-    urls = {url for url in read if isinstance(url, str) and is_remote(url)}
+    recipe = pipeline.recipes[stage.name]
+    urls = {each.location for each in pipeline.inputs(stage) if each.form == "store"}
     if not urls:
         return stage, recipe
     folder = pipeline.output_dir.expanduser().absolute() / SHARED / FETCHED
@@ -101,7 +95,7 @@ def fetch(url: str, folder: Path, pause: Callable[[], None] = lambda: None) -> P
         DataError, ConfigError: as `localised`.
     """
     plain, _, digest = url.partition("#")
-    held = folder / (digest or digest_of(pinned_url(url)))
+    held = folder / (digest or pinned_url(url).rpartition("#")[2])
     name = split_url(plain)[1].rpartition("/")[2]
     with Lock(folder / f"{held.name}.lock") as lock:
         lock.acquire(while_waiting=pause)

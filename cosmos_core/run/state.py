@@ -17,6 +17,8 @@ from cosmos_core.run.manifest import read_result
 FINISHED = frozenset({"done", "reused"})
 _ADDRESS = re.compile(r"\brank \d+: |\b0x[0-9a-fA-F]+\b")
 """Pattern of the text that differs between two messages of the same error."""
+REMADE = "remade"
+"""Event of a stage that is made although it was made before; its detail is the reason."""
 ACTIVE = frozenset({"running", "retrying"})
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import meta_device_safe_creation_ops
 
-from cosmos_core.config.compose import source_of
+from cosmos_core.config.inputs import source_of
 from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.config.schema.pipeline import BLOCK
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig

@@ -24,7 +24,7 @@ from cosmos_core.checkpoint.resume import (
     saved_steps,
     step_folder,
 )
-from cosmos_core.config.compose import source_of
+from cosmos_core.config.inputs import source_of
 from cosmos_core.config.schema.table import flat_keys
 from cosmos_core.errors import ModelError
 from cosmos_core.run.files import link_or_copy, read_json, replaced_folder, write_json

@@ -127,7 +127,7 @@ def _with_data_term(algorithm: Algorithm, stage: Stage) -> Algorithm:
 
 def open_model(stage: Stage) -> ModelAdapter:
     """Return the model adapter of a stage; only the module of its modality is imported."""
-    module = importlib.import_module(f"cosmos_core.models.open_{stage.recipe.policy.modality}")
+    module = importlib.import_module(f"cosmos_core.models.open_{stage.recipe.policy.modality.name}")
     adapter: ModelAdapter = module.open_model(stage)
     return adapter
 

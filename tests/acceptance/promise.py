@@ -29,7 +29,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cosmos_core.config.capabilities import check_capabilities, notices_of
-from cosmos_core.config.compose import Pipeline, load_pipeline, source_of
+from cosmos_core.config.compose import Pipeline, load_pipeline
+from cosmos_core.config.inputs import source_of
 from cosmos_core.config.mesh import check_meshes, on_these_gpus
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.data import look
@@ -214,9 +215,8 @@ def _run(pipeline: Pipeline, place: Path, settings: dict[str, Any]) -> str:
             return problem
         if kind.trains and (problem := _step_problem(at, recipe)):
             return problem
-    last = next(
-        done[stage.name]["model"] for stage in reversed(pipeline.stages) if done[stage.name]["info"].get("model")
-    )
+    made = [done[stage.name] for stage in pipeline.stages]
+    last = [each["model"] for each in made if each["info"].get("model")][-1]
     return _export_problem(Path(last))
 
 

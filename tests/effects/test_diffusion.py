@@ -110,5 +110,5 @@ def test_it_changes_the_family_of_a_pipeline(change: Change, pipeline: Path) -> 
 
 @changes(Change("policy.is_diffusers", True))
 def test_it_changes_what_the_model_is_taken_for(change: Change) -> None:
-    assert [recipe.policy.modality for recipe in (change.before, change.after)] == ["causal_lm", "diffusion"]
+    assert [recipe.policy.modality.name for recipe in (change.before, change.after)] == ["causal_lm", "diffusion"]
     assert [recipe.train.train_policy.rows for recipe in (change.before, change.after)] == ["sequences", "media"]

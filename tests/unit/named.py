@@ -5,7 +5,8 @@
 
 What the rest of the system has to know of one, it declares (its class, its registry entry); then a new one is a new
 file. Looked for are whole string constants, docstrings and names of progress phases aside, and uses of the classes:
-an import, an `isinstance`. `allowed_names.toml` counts those that were there when the rule came.
+an import, an `isinstance`, an attribute that tells them apart. `allowed_names.toml` counts those that were there when
+the rule came.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ class Thing(NamedTuple):
     """Beginnings of the paths that may name it."""
     modules: tuple[str, ...]
     """Modules whose classes are of such a thing; the base classes of `base` are not."""
+    attributes: frozenset[str] = frozenset()
+    """Attributes that tell which of them it is; what follows from that is a property of the thing."""
 
 
 def _words(text: str) -> frozenset[str]:
@@ -67,6 +70,7 @@ THINGS = {
         ("cosmos_core/upload/", *SCHEMA),
         ("cosmos_core.upload.file", "cosmos_core.upload.s3", "cosmos_core.upload.hub"),
     ),
+    "modality": Thing(frozenset(), (MODELS, *SCHEMA), (), _words("is_diffusers")),
 }  # fmt: skip
 
 OTHER_MEANINGS = {
@@ -79,6 +83,9 @@ OTHER_MEANINGS = {
     ("cosmos_core/run/", "vllm"): "the library, whose version is recorded",
     ("cosmos_core/run/", "custom"): "the recipe's table [custom]",
     ("cosmos_core/observe/", "gate"): "a heading of the report",
+    ("cosmos_core/config/inputs.py", "hub"): "a form of inputs",
+    ("cosmos_core/run/", "hub"): "a form of inputs",
+    ("tasks/credentials.py", "hub"): "a form of inputs",
     ("cosmos_core/run/bucket.py", "s3"): "the service of boto3",
     ("cosmos_core/upload/", "upload"): "a line of the journal of parts",
     ("cosmos_core/run/progress.py", "export"): "a phase of the heartbeat",
@@ -109,13 +116,15 @@ def in_text(path: str, text: str) -> Iterator[Found]:
     tree = ast.parse(text)
     skipped = {id(node) for node in _prose(tree)}
     for node in ast.walk(tree):
-        for thing, (names, folders, modules) in THINGS.items():
+        for thing, (names, folders, modules, attributes) in THINGS.items():
             if path.startswith(folders):
                 continue
             if isinstance(node, ast.Constant) and node.value in names and id(node) not in skipped:
                 if any(path.startswith(prefix) and node.value == name for prefix, name in OTHER_MEANINGS):
                     continue
                 yield Found(path, node.lineno, thing, repr(node.value))
+            elif isinstance(node, ast.Attribute) and node.attr in attributes:
+                yield Found(path, node.lineno, thing, node.attr)
             elif isinstance(node, ast.ImportFrom) and node.module in modules:
                 yield Found(path, node.lineno, thing, ", ".join(alias.name for alias in node.names))
 

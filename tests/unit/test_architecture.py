@@ -225,6 +225,7 @@ def test_nothing_that_is_added_as_one_file_is_named_elsewhere() -> None:
         ("cosmos_core/train/x.py", '"sft"\n"""Or gate."""', []),
         ("flows/x.py", 'backend = "vllm"', ["engine"]),
         ("tasks/x.py", 'target = "s3"', ["upload target"]),
+        ("cosmos_core/run/x.py", "patterns = ALL if policy.is_diffusers else ()", ["modality"]),
     ],
 )
 def test_a_name_is_found_where_it_does_not_belong(path: str, text: str, things: list[str]) -> None:

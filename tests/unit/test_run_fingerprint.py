@@ -9,7 +9,7 @@ import pytest
 
 from cosmos_core import facts
 from cosmos_core.errors import ModelError
-from cosmos_core.run.inputs import check_inputs, reward_service_parts
+from cosmos_core.run.inputs import check_inputs
 from cosmos_core.run.plan import save_fingerprint
 from cosmos_core.train.resume_from import _without_mesh
 from tasks.kinds import all_kinds
@@ -305,19 +305,20 @@ def test_the_code_and_the_models_of_a_reward_service_count(tmp_path: Path) -> No
     found.append(value())
     assert found[0] == found[1] and len(set(found)) == 4
     (tmp_path / "rewards.toml").write_text('[[reward_args]]\nreward_type = "mine"\nentry = "json:loads"\n')
-    assert list(reward_service_parts(tmp_path / "rewards.toml")) == ["json:loads"]
+    run = counting_run(tmp_path, f"first.reward_service='{tmp_path}/rewards.toml'")
+    inputs = run.pipeline.inputs(run.pipeline.stage("first"))
+    assert [each.key for each in inputs if each.role == "rewards"] == ["json:loads"]
 
 
 def test_a_difference_is_told_by_key_with_the_old_and_the_new_value(folder: Path) -> None:
     old = fingerprint_of(load_recipe(folder), "sft")
     new = fingerprint_of(load_recipe(folder, "train.optm_lr=1e-3", "train.max_num_steps=5"), "sft")
-    assert new.difference(old.ingredients) == [
-        "config.train.max_num_steps: nothing -> 5",
-        "config.train.optm_lr: 1e-06 -> 0.001",
-    ]
-    assert new.difference(new.ingredients) == []
+    assert new.difference(old) == ["train.max_num_steps nothing -> 5", "train.optm_lr 1e-06 -> 0.001"]
+    assert new.difference(new) == []
     given = fingerprint_of(load_recipe(folder), "sft", prepare="0" * 64)
-    assert given.difference(old.ingredients) == ["inputs.prepare: digest of prepare -> 000000000000..."]
+    assert given.difference(old) == ["result of stage prepare changed"]
+    (folder / "mine.py").write_text("def score(completion, reference): return 2.0\n")
+    assert fingerprint_of(load_recipe(folder), "sft").difference(old) == ["mine.py:score changed"]
 
 
 def test_a_kind_reads_only_tables_that_a_recipe_has() -> None:

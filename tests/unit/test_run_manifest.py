@@ -215,11 +215,11 @@ def test_a_plan_says_for_each_stage_what_would_happen_and_why(tmp_path: Path) ->
     }
     changed = counting_run(tmp_path, "second.arguments.steps=9").pipeline
     assert actions(plan(changed, run.pipeline.kinds, outputs))["second"] == (
-        "run", f"changed since run {run.id}: entry.arguments.steps: 4 -> 9"
+        "run", f"changed since run {run.id}: entry.arguments.steps 4 -> 9"
     )  # fmt: skip
     several = counting_run(tmp_path, "second.arguments={a = 1, b = 2, steps = 3}").pipeline
     assert actions(plan(several, run.pipeline.kinds, outputs))["second"][1].endswith(
-        "entry.arguments.a: nothing -> 1; entry.arguments.b: nothing -> 2 and 1 more"
+        "entry.arguments.a nothing -> 1; entry.arguments.b nothing -> 2 and 1 more"
     )
 
 
@@ -233,7 +233,7 @@ def test_a_plan_compares_with_the_same_stage_of_the_newest_run_of_the_same_pipel
     finish(stranger, "first")
     current = counting_run(tmp_path)
     assert actions(plan(current.pipeline, current.pipeline.kinds, outputs))["first"] == (
-        "run", f"changed since run {newest.id}: entry.arguments.steps: 8 -> 3"
+        "run", f"changed since run {newest.id}: entry.arguments.steps 8 -> 3"
     )  # fmt: skip
     finish(current, "first")
     assert actions(plan(current.pipeline, current.pipeline.kinds, outputs))["second"] == ("run", "never made before"), (
@@ -248,7 +248,7 @@ def test_a_plan_compares_with_the_nearest_run_even_where_a_newer_one_differs_mor
     finish(far, "first")
     current = counting_run(tmp_path)
     assert actions(plan(current.pipeline, current.pipeline.kinds, tmp_path / "outputs"))["first"] == (
-        "run", f"changed since run {near.id}: entry.arguments.steps: 7 -> 3"
+        "run", f"changed since run {near.id}: entry.arguments.steps 7 -> 3"
     )  # fmt: skip
 
 
@@ -272,7 +272,7 @@ def test_another_learning_rate_makes_sft_again_and_what_is_behind_it_but_not_the
     decisions = plan(load_recipe(tmp_path, "train.optm_lr=1e-3"), run.pipeline.kinds, run.output_dir)
     assert actions(decisions) == {
         "prepare": ("adopt", f"same fingerprint as run {run.id}"),
-        "sft": ("run", f"changed since run {run.id}: config.train.optm_lr: 1e-06 -> 0.001"),
+        "sft": ("run", f"changed since run {run.id}: train.optm_lr 1e-06 -> 0.001"),
         "validate": ("depends", "after sft"),
         "export": ("depends", "after sft"),
     }

@@ -9,6 +9,7 @@ from pydantic import field_validator, model_validator
 from cosmos_core.config.schema.diffusers import DiffusersConfig
 from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.config.schema.marks import Needs, NoResult, Where
+from cosmos_core.config.schema.modality import CAUSAL_LM, DIFFUSION, Modality
 from cosmos_core.config.schema.parallelism import PolicyParallelismConfig
 from cosmos_core.config.schema.table import InStage, Table, as_toml
 from cosmos_core.config.schema.values import NonNegativeFloat, Strings, Thing, Tokens
@@ -61,13 +62,13 @@ class PolicyConfig(Table):
     metric `model_loss`. 0: off."""
 
     @property
-    def modality(self) -> str:
-        """Return which adapter opens the model; algorithms say which of them they train."""
-        return "diffusion" if self.is_diffusers else "causal_lm"
+    def modality(self) -> Modality:
+        """Return the properties of the kind of models that this is; algorithms say which kinds they train."""
+        return DIFFUSION if self.is_diffusers else CAUSAL_LM
 
     def refusals(self, stage: InStage) -> Iterator[str]:
         algorithm = stage.recipe.train.train_policy
-        if stage.kind.trains and self.modality not in algorithm.modalities:
+        if stage.kind.trains and self.modality.name not in algorithm.modalities:
             yield (
                 f"policy.is_diffusers = {as_toml(self.is_diffusers)}: train.train_policy.trainer_type = "
                 f"{algorithm.trainer_type!r} does not train such models; "

@@ -1,0 +1,261 @@
+"""Inputs of a stage as values: everything that a stage reads and does not make, with its location.
+
+The list is computed from the recipe, the entry of the stage and its kind, without torch and without importing user
+code. Nothing is reported here: `run.inputs.check_located` says what is missing. Pinning, digests, downloads,
+credentials, layout, lineage and checks loop over this list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from cosmos_core.config.load import read_toml
+from cosmos_core.config.media import Media, media_of
+from cosmos_core.config.prompt_sets import SETS, named_set
+from cosmos_core.config.schema.dataset import data_suffix
+from cosmos_core.config.schema.marks import Where, mark
+from cosmos_core.config.schema.modality import ALL, TOKENIZER_FILES
+from cosmos_core.config.schema.pipeline import BLOCK, StageConfig
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.config.schema.table import affects_result, set_fields
+from cosmos_core.config.target import split_target
+from cosmos_core.errors import ConfigError, DataError
+from cosmos_core.registry import code_file, is_code, is_import_path
+from cosmos_core.types import StageKind
+
+STAGE_PREFIX = "stage:"
+TRAINING_FILES = (
+    *TOKENIZER_FILES, "*.safetensors", "*model*.bin", "adapter_*", "*.index.json", "config.json", "configuration*",
+    "model_index.json", "scheduler_config.json", "tekken.json", "*.tiktoken", "*.py",
+)  # fmt: skip
+"""Files of a model folder that training reads, for the weights, the shape of the model or the tokens. Other files, such
+as `generation_config.json` or a licence, affect exported models only."""
+_CARRIED_FILES = tuple(f"!{pattern}" for pattern in TRAINING_FILES)
+WEIGHTS_SUFFIXES = (".safetensors", ".safetensors.index.json")
+ANNOTATIONS, MEDIA = "custom.dataset.annotation_path", "custom.dataset.media_path"
+_TRAIN_ROWS = "train.train_policy.dataset"
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+
+Role = Literal[
+    "model", "carried", "end_tokens", "weights", "teacher", "resume", "adapter", "data", "media", "chat_template",
+    "template", "entry", "target", "code", "hook", "reward", "data_code", "reward_service", "rewards",
+]  # fmt: skip
+Form = Literal["folder", "hub", "store", "stage", "code", "literal"]
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One thing that a stage reads and does not make."""
+
+    key: str
+    """Key of the configuration that names it; for a part of a reward service, its name in the service's file."""
+    role: Role
+    """Use of the input. `carried`: the files of the model that exports copy and training does not read. `end_tokens`:
+    the file with the tokens at which generation ends. `hook`: user code that changes no result. `rewards`: code and
+    models of a reward service."""
+    location: str
+    """Path, URL, Hub id, `stage:NAME`, import path, or the name of something that is part of this package."""
+    form: Form
+    """Form of the location; `folder` is a file or folder on this machine, which may be missing."""
+    patterns: tuple[str, ...] = ALL
+    """Files of a folder that are read, see `run.content.matches`."""
+    revision: str | None = None
+    """Revision on the Hub; None: the newest."""
+
+
+def source_of(reference: str) -> str | None:
+    """Return `NAME` of a reference `stage:NAME`; None for any other string."""
+    return reference.removeprefix(STAGE_PREFIX) if reference.startswith(STAGE_PREFIX) else None
+
+
+def is_remote(name: str) -> bool:
+    """Return True if a name is a URL of a store, which `run.remote` reads."""
+    return name.startswith("s3://")
+
+
+def existing(text: str, base: Path) -> Path | None:
+    """Return the file or folder of a path relative to `base`; None if there is none, as for an id on the Hub."""
+    try:
+        path = base / Path(text).expanduser()
+        return path if path.exists() else None
+    except (OSError, RuntimeError):  # the path is too long, or has `~` of an unknown user
+        return None
+
+
+def inputs_of(stage: StageConfig, recipe: Recipe, kind: StageKind) -> tuple[Input, ...]:
+    """Return the inputs of a stage, models first, then rows, files and code.
+
+    Raises:
+        ConfigError: as `config.media.media_of`.
+    """
+    models = tuple(_models(stage, recipe, kind))
+    rows = _rows(stage, recipe, kind, next((each for each in models if each.role == "model"), None))
+    return (*models, *rows, *_files(stage, recipe), *_code(stage, recipe, kind))
+
+
+def _models(stage: StageConfig, recipe: Recipe, kind: StageKind) -> Iterator[Input]:
+    policy, has_weights = recipe.policy, kind.reads_model == "weights"
+    reads_any_file = not kind.entry or bool(policy.model_class)  # user code may
+    patterns = ALL if reads_any_file else TRAINING_FILES
+    if kind.reads_model == "tokenizer":
+        patterns = policy.modality.encoder_files
+    key, name = "policy.model_name_or_path", policy.model_name_or_path if kind.reads_model else ""
+    if stage.model:
+        key, name = "model", stage.model
+    if name:
+        model = Input(key, "model", *_located(name), patterns, policy.model_revision)
+        yield model
+        if model.form == "folder" and not reads_any_file:
+            yield Input(key, "end_tokens", f"{model.location}/generation_config.json", "folder")
+            if has_weights:
+                yield replace(model, role="carried", patterns=_CARRIED_FILES)
+        if has_weights and model.form != "stage" and policy.model_safetensor_path:
+            yield from _weights(policy.model_safetensor_path)
+    if teacher := recipe.teacher_of(kind):
+        location, form = _located(teacher.model_name_or_path)
+        yield Input("distillation.model_name_or_path", "teacher", location, form, patterns, teacher.model_revision)
+    if kind.trains and isinstance(recipe.train.resume, str):  # the manifest has the digests of all other files
+        yield Input("train.resume", "resume", f"{_on_disk(recipe.train.resume)}/manifest.json", "folder")
+    if kind.trains and policy.lora is not None and policy.lora.lora_path is not None:
+        yield Input("policy.lora.lora_path", "adapter", _on_disk(policy.lora.lora_path), "folder")
+
+
+def _weights(name: str) -> Iterator[Input]:
+    """Yield the files of weights that replace those in the model folder, or the name itself if it has none."""
+    path = Path(name).expanduser()
+    candidates = [path] if path.is_file() else sorted(path.iterdir()) if path.is_dir() else []
+    files = [str(file) for file in candidates if file.name.endswith(WEIGHTS_SUFFIXES)]
+    yield from (Input("policy.model_safetensor_path", "weights", file, "folder") for file in files or [name])
+
+
+def _rows(stage: StageConfig, recipe: Recipe, kind: StageKind, model: Input | None) -> Iterator[Input]:
+    """Yield the rows, and the folder that image paths in the rows are relative to."""
+    media, modality = media_of(recipe), recipe.policy.modality
+    # User functions may read any file.
+    data_files, media_files = (ALL, ALL) if stage.entry else (modality.data_files, modality.media_files)
+    is_source, train_rows = kind.reads_data == "source", recipe.datasets[_TRAIN_ROWS]
+    is_annotated = (is_source and not stage.data) or (stage.entry and existing(media.annotation_path, Path.cwd()))
+    names = {"data": stage.data, ANNOTATIONS: media.annotation_path if is_annotated else ""}
+    for table, dataset in recipe.datasets.items() if is_source else ():
+        if table != _TRAIN_ROWS or not stage.data:
+            key = "local_dir" if dataset.local_dir else "name"
+            names[f"{table}.{key}"] = getattr(dataset, key)
+    if is_source and not (stage.data or media.annotation_path or train_rows.local_dir or train_rows.name):
+        yield Input(f"{_TRAIN_ROWS}.name", "data", "", "folder")
+    for key, name in names.items():
+        if name:
+            each = _data(key, name, data_files, has_sets=modality.names_prompt_sets)
+            of = recipe.datasets.get(key.removesuffix(".name"))
+            yield replace(each, revision=of.revision or None) if of and each.form != "folder" else each
+    if (is_source or stage.entry) and (folder := _media(stage, recipe, media, model)):
+        is_needed = is_source and not stage.data and bool(media.media_path)
+        if is_needed or Path(folder).is_dir():
+            yield Input(MEDIA, "media", folder, "folder", media_files)
+
+
+def _data(key: str, name: str, patterns: tuple[str, ...], *, has_sets: bool) -> Input:
+    location, form = _located(name)
+    if form in {"folder", "hub"} and not existing(name, Path.cwd()):
+        if has_sets and name in SETS:
+            form = "folder"
+            with suppress(DataError):
+                location = str(named_set(name, key))
+        elif is_code(name):
+            form = "code"
+            with suppress(ConfigError):
+                location, form = str(code_file(name)), "folder"
+        elif key in {"data", ANNOTATIONS} or key.endswith(".local_dir") or data_suffix(name):
+            form = "folder"
+    return Input(key, "data", location, form, patterns)
+
+
+def _media(stage: StageConfig, recipe: Recipe, media: Media, model: Input | None) -> str:
+    """Return the folder that image paths in the rows are relative to; empty if there is none or the model reads text
+    only.
+
+    Whether a model on the Hub reads images is not known before it is downloaded. A changed image is still noticed in
+    training, because prepared rows hold the digest of each image.
+    """
+    if media.media_path:
+        return _on_disk(media.media_path)
+    rows = media.annotation_path
+    if model and model.form == "folder" and any(Path(model.location, name).is_file() for name in _PROCESSOR_FILES):
+        rows = rows or stage.data or recipe.train.train_policy.dataset.name
+    path = existing(rows, Path.cwd()) if rows else None
+    return str(path.parent if path.is_file() else path) if path is not None else ""
+
+
+def _files(stage: StageConfig, recipe: Recipe) -> Iterator[Input]:
+    """Yield the chat templates, and the reward service with its parts."""
+    turns, template = recipe.rollout.multi_turn_config, recipe.policy.chat_template
+    if turns.enable and (file := turns.custom_chat_template_path) is not None:
+        yield Input("rollout.multi_turn_config.custom_chat_template_path", "chat_template", _on_disk(file), "folder")
+    if template:
+        is_file = Path(path := _on_disk(template)).is_file()
+        yield Input("policy.chat_template", "template", *((path, "folder") if is_file else (template, "literal")))
+    if stage.reward_service and not stage.reward_service.startswith(BLOCK):
+        service = _on_disk(stage.reward_service)
+        yield Input("reward_service", "reward_service", service, "folder")
+        for name, part in _service_parts(Path(service)):
+            yield Input(name, "rewards", str(part), "folder")
+
+
+def _service_parts(file: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the user code and the model folders that the configuration of a reward service names, by name; paths that
+    are not on this machine are left out, because the service may run on another one."""
+    try:
+        tables = read_toml(file).get("reward_args", [])
+    except ConfigError:  # the service reports the error with its line
+        return
+    names = [str(table.get(key, "")) for table in tables if isinstance(table, dict) for key in ("entry", "model_path")]
+    for name in filter(None, dict.fromkeys(names)):
+        module, _, _ = name.rpartition(":") if is_import_path(name) else (name, "", "")
+        path = existing(module, Path.cwd()) or existing(module, file.parent)
+        with suppress(ConfigError):
+            path = path or (code_file(name) if is_import_path(name) else None)
+        if path is not None:
+            yield name, path
+
+
+def _code(stage: StageConfig, recipe: Recipe, kind: StageKind) -> Iterator[Input]:
+    """Yield the user code, and the rewards of this package."""
+    if stage.entry:
+        yield Input("entry", "entry", stage.entry, "code")
+    if is_import_path(target := split_target(stage.target)[0]):
+        yield Input("target", "target", target, "code")
+    policy, held_out = recipe.train.train_policy, recipe.validation.reward_function
+    for key, field, value, _ in set_fields(recipe):
+        if mark(field, Where) is Where.CODE:
+            names = (value,) if isinstance(value, str) else value or ()
+            role: Role = "code" if affects_result(field) else "hook"
+            is_scored = {*policy.rewards, *held_out} if isinstance(value, dict) else ()
+            yield from (Input(key, role, n, "code") for n in names if is_import_path(n) and n not in is_scored)
+    for key, rewards in (("train.train_policy", policy.rewards), ("validation", held_out)):
+        for name in rewards:
+            yield Input(f"{key}.reward_function", "reward", name, "code" if is_import_path(name) else "literal")
+    if kind.reads_data == "source":
+        classes = [name for name in (policy.dataset.name, recipe.validation.dataset.name) if is_code(name)]
+        for name in (*classes, *filter(None, (policy.data_packer,))):
+            yield Input(f"{_TRAIN_ROWS}.name", "data_code", name, "code")
+
+
+def _located(name: str) -> tuple[str, Form]:
+    """Return the location and the form of a model or data set; a name that is no path on this machine is one on the
+    Hub, unless it can only be that of a file or folder."""
+    if source_of(name) is not None:
+        return name, "stage"
+    if is_remote(name):
+        return name, "store"
+    path = existing(name, Path.cwd())
+    # Hub ids have at most one slash and no leading dot.
+    is_path = name.startswith(("/", "./", "../", "~")) or name.count("/") > 1 or name.endswith("/")
+    return str(path or name), "folder" if path or is_path else "hub"
+
+
+def _on_disk(name: str) -> str:
+    """Return the path of a file or folder relative to the current folder; a missing one stays as it is."""
+    return str(existing(name, Path.cwd()) or name)

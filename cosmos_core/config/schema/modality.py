@@ -1,0 +1,50 @@
+"""What the front half has to know about the modality of a model: text or diffusion."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cosmos_core.config.schema.dataset import DATA_SUFFIXES
+
+ALL: tuple[str, ...] = ("*",)
+TOKENIZER_FILES = (
+    "tokenizer*", "vocab*", "merges*", "*.jinja", "special_tokens_map.json", "added_tokens.json",
+    "*processor_config.json", "chat_template.json", "*.model",
+)  # fmt: skip
+"""Files that tokenisation depends on. Without weights among them, prepared rows stay valid when only weights change."""
+DATA_FILES = tuple(f"*{suffix}" for suffix in DATA_SUFFIXES)
+_IMAGES = ("*.png", "*.jpg", "*.jpeg", "*.webp", "*.bmp", "*.gif", "*.tif", "*.tiff", "*.PNG", "*.JPG", "*.JPEG")
+
+
+@dataclass(frozen=True)
+class Modality:
+    """Properties of all models of one modality; file patterns are those of `run.content.matches`."""
+
+    name: str
+    """Name in the declarations of algorithms, and of the module that opens such models."""
+    encoder_files: tuple[str, ...]
+    """Files of a model folder that prepared rows depend on."""
+    data_files: tuple[str, ...]
+    """Files of a data folder that are read."""
+    media_files: tuple[str, ...]
+    """Files of a media folder that are read."""
+    decodes_media: bool
+    """Whether a look at the first rows decodes media, which takes long."""
+    names_prompt_sets: bool
+    """Whether the name of a data set may be that of a prompt set, see `config.prompt_sets`."""
+    has_engines_of_text: bool
+    """Whether rollout engines generate text and may run in processes of their own."""
+    is_estimated: bool
+    """Whether `cosmos plan --estimate` computes memory and steps."""
+
+
+CAUSAL_LM = Modality(
+    "causal_lm", TOKENIZER_FILES, DATA_FILES, _IMAGES,
+    decodes_media=False, names_prompt_sets=False, has_engines_of_text=True, is_estimated=True,
+)  # fmt: skip
+_DENOISER = ("transformer", "transformer_2", "unet", "scheduler", "lora")
+# Media, prompts and embeddings have many file types.
+DIFFUSION = Modality(
+    "diffusion", tuple(f"!{part}/*" for part in _DENOISER), ALL, ALL,
+    decodes_media=True, names_prompt_sets=True, has_engines_of_text=False, is_estimated=False,
+)  # fmt: skip
