@@ -88,37 +88,42 @@ class Kto(Algorithm):
         yield Update(samples, loss)
 
     def measure(self, chunks: Iterable[Sequence[Sample]], view: View, size: int) -> dict[str, float]:
-        """Return the loss and the mean rewards of all rows, with one estimate of the KL."""
+        """Return the loss and the mean rewards of all rows, with one estimate of the KL.
+
+        Each row is two samples, its own and the mismatched one, with their reference log-probabilities.
+        """
         labels: list[bool] = []
         logps, references, divergences = [], [], []
         for samples in chunks:
-            labels += [sample.reward > 0 for sample in samples]
-            logps.append(_sums(view, samples, "policy", size))
-            reference_B, divergence_B = self._reference(samples, view, size)
-            references.append(reference_B)
-            divergences.append(divergence_B)
+            own, others = samples[::2], samples[1::2]
+            labels += [sample.reward > 0 for sample in own]
+            logps.append(_sums(view, own, "policy", size))
+            references.append(logps[-1].new_tensor([sample.reference_logprob for sample in own]))
+            if self.config.kto.loss_type == "kto":
+                other_reference_B = logps[-1].new_tensor([sample.reference_logprob for sample in others])
+                divergences.append(_sums(view, others, "policy", size) - other_reference_B)
         logps_B = torch.cat(logps)
         judged = Judged(logps_B, torch.cat(references), torch.tensor(labels, device=logps_B.device))
-        kl = torch.cat(divergences).mean().clamp(min=0)
+        kl = torch.cat(divergences).mean().clamp(min=0) if divergences else logps_B.new_zeros(())
         loss, metrics = unpaired_loss(judged, kl, self.config.kto, len(labels))
         return {"loss": loss.item(), **means(metrics)}
 
-    def _reference(self, samples: Sequence[Sample], view: View, size: int | None = None) -> tuple[Tensor, Tensor]:
+    def _reference(self, samples: Sequence[Sample], view: View) -> tuple[Tensor, Tensor]:
         """Return the responses' reference log-probabilities, and the log-ratios of policy to reference for mismatched
         responses.
 
         The latter are 0 for losses without KL.
         """
         if self.config.kto.loss_type != "kto":
-            reference_B = _sums(view, samples, "reference", size)
+            reference_B = _sums(view, samples, "reference")
             return reference_B, torch.zeros_like(reference_B)
         others = mismatched(samples, self.max_tokens)
-        reference_B = _sums(view, [*samples, *others], "reference", size)
-        policy_B = _sums(view, others, "policy", size)
+        reference_B = _sums(view, [*samples, *others], "reference")
+        policy_B = _sums(view, others, "policy")
         return reference_B[: len(samples)], policy_B - reference_B[len(samples) :]
 
 
-def _sums(view: View, samples: Sequence[Sample], weights: str, size: int | None) -> Tensor:
+def _sums(view: View, samples: Sequence[Sample], weights: str, size: int | None = None) -> Tensor:
     rows = view.evaluate(samples, weights=weights, size=size)
     return torch.stack([row["logprobs"].sum(dtype=torch.float64) for row in rows])
 

@@ -25,6 +25,7 @@ def check_capabilities(pipeline: Pipeline) -> None:
     """
     check_gates(pipeline)
     _check_store(pipeline)
+    _check_references(pipeline)
     for stage in pipeline.stages:
         recipe = pipeline.recipes[stage.name]
         for table in (stage, recipe):
@@ -41,6 +42,22 @@ def _check_store(pipeline: Pipeline) -> None:
             raise ConfigError(
                 f"{pipeline.source}: stage {stage.name!r}: checkpoint = {stage.checkpoint!r} is where stage "
                 f"{source!r} runs, and with artifact_store machines share no disk; set work_pool = {pool!r} here too"
+            )
+
+
+def _check_references(pipeline: Pipeline) -> None:
+    """Refuse a stage that measures against a reference policy whose log-probabilities no earlier stage saves."""
+    for stage in pipeline.stages:
+        recipe, kind = pipeline.recipes[stage.name], pipeline.kind_of(stage)
+        if kind.trains or kind.makes != "metrics" or not recipe.train.train_policy.saves_reference:
+            continue
+        trained = [name for name in stage.after if pipeline.kind_of(pipeline.stage(name)).trains]
+        if not any(pipeline.recipes[name].validation.enable for name in trained):
+            raise ConfigError(
+                f"{pipeline.source}: stage {stage.name!r}: trainer_type = "
+                f"{recipe.train.train_policy.trainer_type!r} compares with the policy that the training started from, "
+                f"which {f'stage {trained[0]!r} saves' if trained else 'a training stage in `after` saves'} only with "
+                f"validation.enable = true"
             )
 
 

@@ -109,6 +109,7 @@ class Sequences:
 
     def __init__(self, table: pa.Table, path: Path, ids: str = "input_ids", mask: str = "loss_mask") -> None:
         """`ids` and `mask` are the names of the columns."""
+        self.path = path
         self._ids, self._masks = table[ids], table[mask]
         self.lengths: np.ndarray = pc.list_value_length(self._ids).to_numpy().astype(np.int64)
         """Number of tokens of each row, int64."""

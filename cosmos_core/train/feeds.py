@@ -6,14 +6,16 @@ and, for rollouts, of the weights and the state of the group source, so a resume
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from cosmos_core.algorithms.base import Update
 from cosmos_core.algorithms.data_term import sft_term
+from cosmos_core.algorithms.kto import mismatched
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.supervised import SupervisedConfig
 from cosmos_core.data.balance import BalancedSteps, Budget
@@ -287,6 +289,19 @@ def sequence_sample(rows: Sequences, i: int, micro_batch: int | None = None) -> 
     """Return prepared sequence `i` as a sample; its reward is the row's label, or 0 without labels."""
     reward = 0.0 if rows.labels is None else float(rows.labels[i])
     return Sample(*rows[i], reward=reward, images=rows.images(i), micro_batch=micro_batch)
+
+
+def labelled_samples(
+    rows: Sequences, positions: Sequence[int], reference: np.ndarray | None, max_tokens: int
+) -> list[Sample]:
+    """Return two samples of each row at `positions`: its own, and its prompt with the response of another of them.
+
+    `reference` holds the log-probabilities of both under the reference policy, shape (rows, 2).
+    """
+    own = [sequence_sample(rows, i) for i in positions]
+    both = [sample for pair in zip(own, mismatched(own, max_tokens), strict=True) for sample in pair]
+    logprobs = np.zeros(len(both)) if reference is None else reference[list(positions)].ravel()
+    return [replace(sample, reference_logprob=float(value)) for sample, value in zip(both, logprobs, strict=True)]
 
 
 def pair_samples(

@@ -46,8 +46,8 @@ from cosmos_core.run.files import json_objects, telling_of_full_disk, write_text
 from cosmos_core.run.progress import Progress, has_step
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.diffusion_setup import DrawnPrompts, evaluation_sampling
-from cosmos_core.train.feeds import draws_of, held_out_sample, pair_samples, sequence_sample
-from cosmos_core.train.reference import CHUNK
+from cosmos_core.train.feeds import draws_of, held_out_sample, sequence_sample
+from cosmos_core.train.reference import CHUNK, compared_samples, is_compared
 from cosmos_core.train.stop import check_stop
 from cosmos_core.train.trainer import Trainer
 from cosmos_core.types import Group, Prompt, Sampling, Score, ScoredGroup
@@ -76,11 +76,10 @@ def row_metrics(
 ) -> dict[str, float]:
     """Return the algorithm's metrics over all held-out rows.
 
-    `reference`: for pairs, the log-probabilities of all pairs under the reference policy.
+    `reference`: for pairs and rows with a label, the log-probabilities of all rows under the reference policy.
     """
     size = recipe.validation.batch_size or recipe.train.train_policy.mini_batch
-    is_compared = isinstance(rows, Pairs) or (isinstance(rows, Sequences) and rows.labels is not None)
-    rows_per_chunk = CHUNK if is_compared else size
+    rows_per_chunk = CHUNK if is_compared(rows) else size
     draws = draws_of(rows, recipe, trainer.adapter) if isinstance(rows, MediaRows) else None
 
     def chunks() -> Iterator[list[Any]]:
@@ -90,8 +89,8 @@ def row_metrics(
             if isinstance(rows, MediaRows):
                 assert draws is not None
                 yield [held_out_sample(rows, i, draws) for i in positions]
-            elif isinstance(rows, Pairs):
-                yield [sample for i in positions for sample in pair_samples(rows, i, reference)]
+            elif is_compared(rows):
+                yield compared_samples(rows, positions, reference, recipe)
             else:
                 yield [sequence_sample(rows, i) for i in positions]
 

@@ -1,75 +1,89 @@
-"""Log-probabilities of preference pairs under the reference policy, which is the model that the stage starts from.
+"""Log-probabilities of preference rows under the reference policy, which is the model that the stage starts from.
 
-They are computed once, before the first step, and saved in `<stage>/reference/`. Training then needs no copy of the
-reference weights, several epochs cost one pass, and a resumed stage uses the same bits. Later stages read the files to
-validate against the same reference.
+They are computed once, before the first step, and saved in `<stage>/reference/`: those of pairs, so that training needs
+no copy of the reference weights, several epochs cost one pass, and a resumed stage uses the same bits; and those of
+held-out rows, which later stages read to validate against the same reference.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
 
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.data.prepared import Pairs
+from cosmos_core.data.prepared import Pairs, Sequences
+from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ConfigError, Preempted
 from cosmos_core.parallel.mesh import any_on_ranks, broadcast_object, is_first
 from cosmos_core.run.files import read_json, sha256, write_json
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.feeds import pair_samples
+from cosmos_core.train.feeds import labelled_samples, pair_samples
 from cosmos_core.train.trainer import Trainer
 
 NAME = "reference"
 """Name of the weights, and of the folder in the stage."""
 CHUNK = 256
-"""Number of pairs that are computed together; constant, because padding and so the result depend on the chunk."""
+"""Number of rows that are computed together; constant, because padding and so the result depend on the chunk, and for
+rows with a label also which of them are mismatched."""
 _SAVE_SECONDS = 60.0
+_COLUMNS = ("chosen", "rejected")
+"""Names of both samples of a row in the file, also where they are the labelled and the mismatched one."""
 
 logger = logging.getLogger(__name__)
 
 
-def asks_once(recipe: Recipe) -> bool:
-    """Return whether the algorithm needs the reference log-probabilities of each row only once, before the first
-    step."""
-    policy = recipe.train.train_policy
-    return policy.scores_rows_once and NAME in policy.named_weights
+def is_compared(rows: Any) -> TypeGuard[Pairs | Sequences]:
+    """Return whether rows are pairs or have a label."""
+    return isinstance(rows, Pairs) or (isinstance(rows, Sequences) and rows.labels is not None)
 
 
-def pair_logprobs(trainer: Trainer, pairs: Pairs, positions: np.ndarray, size: int) -> np.ndarray:
-    """Return the log-probabilities of both responses of the pairs at `positions` under the current policy.
+def compared_samples(
+    rows: Pairs | Sequences, positions: Sequence[int], reference: np.ndarray | None, recipe: Recipe
+) -> list[Sample]:
+    """Return two samples of each row at `positions`: chosen and rejected, or labelled and mismatched."""
+    if isinstance(rows, Pairs):
+        return [sample for i in positions for sample in pair_samples(rows, i, reference)]
+    return labelled_samples(rows, positions, reference, recipe.policy.model_max_length)
 
-    The result has shape (N, 2), chosen then rejected, float64, summed over the trained tokens. A forward pass has
-    `size` pairs.
+
+def compared_logprobs(
+    trainer: Trainer, rows: Pairs | Sequences, positions: Sequence[int], recipe: Recipe
+) -> np.ndarray:
+    """Return the log-probabilities of both samples of the rows at `positions` under the current policy.
+
+    The result has shape (N, 2), float64, summed over the trained tokens.
     """
-    samples = [sample for i in positions for sample in pair_samples(pairs, int(i), None)]
-    rows = trainer.evaluate(samples, size=2 * size)
-    sums = [row["logprobs"].sum(dtype=torch.float64) for row in rows]
+    samples = compared_samples(rows, positions, None, recipe)
+    size = recipe.train.train_policy.mini_batch * (2 if isinstance(rows, Pairs) else 1)
+    outputs = trainer.evaluate(samples, size=size)
+    sums = [row["logprobs"].sum(dtype=torch.float64) for row in outputs]
     return torch.stack(sums).cpu().numpy().reshape(-1, 2)
 
 
 def reference_logprobs(
-    stage: Stage, trainer: Trainer, pairs: Pairs, split: str, positions: np.ndarray
+    stage: Stage, trainer: Trainer, rows: Pairs | Sequences, split: str, positions: np.ndarray
 ) -> np.ndarray | None:
-    """Return the reference log-probabilities of all pairs, shape (pairs, 2), NaN outside `positions`.
+    """Return the reference log-probabilities of all rows, shape (rows, 2), NaN outside `positions`.
 
     None: the algorithm does not need them. Values that an earlier attempt has computed are read from its file.
 
     Raises:
         Preempted: a signal requested a stop; computed values are saved.
     """
-    if not asks_once(stage.recipe):
+    if not stage.recipe.train.train_policy.saves_reference:
         return None
     stage.progress.phase(NAME)
     file = stage.path / NAME / f"{split}.json"
-    key = {"fingerprint": stage.checkpoint_fingerprint, "rows": sha256(pairs.path)}
-    saved_before = torch.from_numpy(_saved(file, key, len(pairs))) if is_first() else torch.empty(0)
+    key = {"fingerprint": stage.checkpoint_fingerprint, "rows": sha256(rows.path)}
+    saved_before = torch.from_numpy(_saved(file, key, len(rows))) if is_first() else torch.empty(0)
     logprobs = broadcast_object(saved_before).numpy()
-    policy, saved = stage.recipe.train.train_policy, time.monotonic()
+    saved = time.monotonic()
     for start in range(0, len(positions), CHUNK):
         stage.progress.advance(start, len(positions))
         chunk = positions[start : start + CHUNK]
@@ -77,8 +91,8 @@ def reference_logprobs(
             continue
         if any_on_ranks(stage.stop_requested):
             _save(file, key, logprobs)
-            raise Preempted(f"stopped with the reference log-probabilities of {start} of {len(positions)} pairs")
-        logprobs[chunk] = pair_logprobs(trainer, pairs, chunk, policy.mini_batch)
+            raise Preempted(f"stopped with the reference log-probabilities of {start} of {len(positions)} rows")
+        logprobs[chunk] = compared_logprobs(trainer, rows, chunk.tolist(), stage.recipe)
         if time.monotonic() - saved > _SAVE_SECONDS:
             _save(file, key, logprobs)
             saved = time.monotonic()
@@ -86,22 +100,23 @@ def reference_logprobs(
     return logprobs
 
 
-def handed_on(stage: Stage, pairs: Pairs, split: str) -> np.ndarray | None:
-    """Return the log-probabilities of these pairs that an earlier stage's training saved; None if none are needed.
+def handed_on(stage: Stage, rows: Pairs | Sequences, split: str) -> np.ndarray | None:
+    """Return the log-probabilities of these rows that an earlier stage's training saved; None if none are needed.
 
     Raises:
         ConfigError: no input stage has saved them.
     """
-    if not asks_once(stage.recipe):
+    if not stage.recipe.train.train_policy.saves_reference:
         return None
-    key = {"rows": sha256(pairs.path)}
+    key = {"rows": sha256(rows.path)}
     for result in stage.inputs.values():
-        logprobs = _saved(Path(result["path"]) / NAME / f"{split}.json", key, len(pairs))
+        logprobs = _saved(Path(result["path"]) / NAME / f"{split}.json", key, len(rows))
         if not np.isnan(logprobs).any():
             return logprobs
     raise ConfigError(
-        f"stage {stage.name!r} has no log-probabilities of its held-out pairs under a reference; name the stage that "
-        f"trained on the same pairs in `after`, or set train.train_policy.dpo.reference_free = true"
+        f"stage {stage.name!r} has no log-probabilities of its held-out rows under a reference; name the stage that "
+        f"trained with the same rows and validation.enable = true in `after`, or take a loss without a reference "
+        f"(train.train_policy.dpo.reference_free = true)"
     )
 
 
@@ -109,7 +124,7 @@ def _saved(file: Path, key: dict[str, str], count: int) -> np.ndarray:
     content = read_json(file)
     if not isinstance(content, dict) or any(content.get(name) != value for name, value in key.items()):
         return np.full((count, 2), np.nan)
-    return np.array([content["chosen"], content["rejected"]], dtype=np.float64).T
+    return np.array([content[name] for name in _COLUMNS], dtype=np.float64).T
 
 
 def _save(file: Path, key: dict[str, str], found: np.ndarray) -> None:
@@ -117,8 +132,7 @@ def _save(file: Path, key: dict[str, str], found: np.ndarray) -> None:
         return
     file.parent.mkdir(exist_ok=True)
     columns: dict[str, Any] = {
-        name: [None if np.isnan(value) else value for value in found[:, i].tolist()]
-        for i, name in enumerate(("chosen", "rejected"))
+        name: [None if np.isnan(value) else value for value in found[:, i].tolist()] for i, name in enumerate(_COLUMNS)
     }
     write_json(file, key | columns)
-    logger.info("reference log-probabilities of %d pairs in %s", int((~np.isnan(found[:, 0])).sum()), file)
+    logger.info("reference log-probabilities of %d rows in %s", int((~np.isnan(found[:, 0])).sum()), file)

@@ -23,7 +23,7 @@ from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.checkpoint.best import Best
 from cosmos_core.checkpoint.save import Checkpointer
 from cosmos_core.data.media_rows import MediaRows, open_media
-from cosmos_core.data.prepared import DATA_TERM, Pairs, Prompts, open_pairs, open_prompts, open_sequences
+from cosmos_core.data.prepared import DATA_TERM, Prompts, open_pairs, open_prompts, open_sequences
 from cosmos_core.models.base import ModelAdapter
 from cosmos_core.models.teacher import TEACHER, open_teacher
 from cosmos_core.observe.gallery import FOLDER as DRAWINGS
@@ -54,7 +54,7 @@ from cosmos_core.train.measure import (
 )
 from cosmos_core.train.mfu import Utilization
 from cosmos_core.train.reference import NAME as REFERENCE
-from cosmos_core.train.reference import reference_logprobs
+from cosmos_core.train.reference import is_compared, reference_logprobs
 from cosmos_core.train.resume_from import adopt_checkpoint, named_checkpoint
 from cosmos_core.train.rollout_feed import (
     PromptOrder,
@@ -269,7 +269,7 @@ def _measure(stage: Stage, trainer: Trainer, algorithm: Algorithm, generation: G
     if isinstance(rows, Prompts | DrawnPrompts):
         return _completions(rows, generation, stage)
     reference = None
-    if isinstance(rows, Pairs):
+    if is_compared(rows):
         reference = reference_logprobs(stage, trainer, rows, "validation", np.arange(len(rows)))
     return lambda step: {
         **row_metrics(trainer, algorithm, rows, reference, stage.recipe, stage.progress),

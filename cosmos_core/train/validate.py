@@ -9,7 +9,7 @@ import torch
 
 from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.data.media_rows import MediaRows
-from cosmos_core.data.prepared import Pairs, Prompts
+from cosmos_core.data.prepared import Prompts
 from cosmos_core.errors import Preempted
 from cosmos_core.observe.gallery import FOLDER as DRAWINGS
 from cosmos_core.parallel.mesh import is_first
@@ -26,7 +26,7 @@ from cosmos_core.train.measure import (
     reward_weights,
     row_metrics,
 )
-from cosmos_core.train.reference import handed_on
+from cosmos_core.train.reference import handed_on, is_compared
 from cosmos_core.train.setup import open_trainer
 from cosmos_core.train.stop import StopAsked
 from cosmos_core.types import Outcome
@@ -59,7 +59,7 @@ def run(stage: Stage) -> Outcome:
     if isinstance(rows, Prompts) and (learned := learned_held_out(prepared_folder(stage))) is not None:
         rows = learned
     if not isinstance(rows, Prompts | DrawnPrompts):
-        reference = handed_on(stage, rows, "validation") if isinstance(rows, Pairs) else None
+        reference = handed_on(stage, rows, "validation") if is_compared(rows) else None
         algorithm = make_algorithm(stage.recipe)
         metrics |= row_metrics(trainer, algorithm, rows, reference, stage.recipe, stage.progress)
     stage.metrics.log(0, metrics)

@@ -46,6 +46,16 @@ def test_what_this_version_cannot_do_is_accepted_by_the_schema_and_refused_befor
     assert str(caught.value) == f"{tmp_path}/recipe.toml: {said}"
 
 
+@pytest.mark.parametrize("algorithm", ["dpo", "kto"])
+def test_measuring_against_a_reference_that_no_training_saves_is_refused(algorithm: str, tmp_path: Path) -> None:
+    stages = ['name = "fit"\nkind = "sft"\n', 'name = "later"\nkind = "validate"\nmodel = "stage:fit"\nafter = "fit"\n']
+    text = SFT + "".join(f"\n[[pipeline.stages]]\n{stage}" for stage in stages)
+    named = f"train.train_policy.trainer_type='{algorithm}'"
+    with pytest.raises(ConfigError, match=r"stage 'later': .* which stage 'fit' saves only with"):
+        check_capabilities(load(tmp_path, text, named, "fit.validation.enable=false"))
+    check_capabilities(load(tmp_path, text, named))
+
+
 @pytest.mark.parametrize("setting", ["algo='reinforce++'", "bypass_reward=true"])
 def test_a_group_may_be_one_completion_where_nothing_is_compared_inside_it(setting: str, tmp_path: Path) -> None:
     check_capabilities(load(tmp_path, GRPO, "rollout.n_generation=1", f"train.train_policy.{setting}"))

@@ -107,7 +107,7 @@ def test_loss_and_gradients_are_those_of_a_plain_loop_however_pairs_are_split(in
         rank = trainer_of(load_model(folder, dtype=torch.float64), config.train, 0, Progress(tmp_path / "p.json"))
         score_in(rank, torch.float64)
         feed = PairFeed(pairs, config)
-        feed.reference = reference.pair_logprobs(rank, pairs, np.arange(len(pairs)), 3)
+        feed.reference = reference.compared_logprobs(rank, pairs, range(len(pairs)), config)
         moved(rank.adapter.model)
         samples, _ = feed.samples(0)
         (update,) = Dpo(DpoConfig(type="sft", dpo=DpoLossConfig(beta=0.5))).updates(samples, NoView())
@@ -190,7 +190,7 @@ def test_preferences_are_learned_and_measured_on_what_was_held_out(inputs: Path,
 def test_held_out_pairs_of_a_model_without_a_reference_are_refused_by_name(inputs: Path, tmp_path: Path) -> None:
     apart = stage(inputs, tmp_path / "validate")
     apart.config = apart.config.model_copy(update={"kind": "validate"})
-    with pytest.raises(ConfigError, match="under a reference; name the stage that trained on the same"):
+    with pytest.raises(ConfigError, match="under a reference; name the stage that trained with the same"):
         validate.run(apart)
     apart.recipe = recipe({**DPO, "train.train_policy.dpo.reference_free": True})
     assert validate.run(apart).metrics["validation/pairs"] == 4
@@ -248,7 +248,7 @@ def test_the_reference_is_computed_once_for_the_pairs_that_are_trained(
     pairs, at = pairs_of(inputs), stage(inputs, tmp_path / "s", **{"train.max_num_steps": 2})
     rank = open_trainer(at)
     calls: list[int] = []
-    compute = reference.pair_logprobs
+    compute = reference.compared_logprobs
 
     def counted(*args: Any) -> np.ndarray:
         calls.append(len(args[2]))
@@ -256,9 +256,9 @@ def test_the_reference_is_computed_once_for_the_pairs_that_are_trained(
             at.stop_requested = True
         return compute(*args)
 
-    monkeypatch.setattr(reference, "pair_logprobs", counted)
+    monkeypatch.setattr(reference, "compared_logprobs", counted)
     places = np.arange(NUM_PAIRS)
-    with pytest.raises(Preempted, match="reference log-probabilities of 8 of 12 pairs"):
+    with pytest.raises(Preempted, match="reference log-probabilities of 8 of 12 rows"):
         reference.reference_logprobs(at, rank, pairs, "train", places)
     at.stop_requested = False
     found = reference.reference_logprobs(at, rank, pairs, "train", places)

@@ -11,11 +11,12 @@ import pytest
 from cosmos_core.config.schema.table import InStage
 from cosmos_core.data import look, prepare
 from cosmos_core.data.prepared import open_sequences
-from cosmos_core.errors import DataError
+from cosmos_core.errors import ConfigError, DataError
 from cosmos_core.models.hf import load_tokenizer
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.setup import train
+from cosmos_core.train import validate
+from cosmos_core.train.setup import run
 from tests.effects.change import SFT, recipe, stage_of
 from tests.unit.data_tokenizers import learned
 from tests.unit.tiny_model import save_tiny_model
@@ -88,27 +89,46 @@ def test_rows_without_a_label_or_a_prompt_are_refused(
             look.run(stage_of(tmp_path / "stage", recipe(names)))
 
 
-@pytest.mark.parametrize("settings", [{}, {"policy.lora.r": 8, "train.optm_lr": 1e-2}], ids=["all weights", "LoRA"])
+MEASURED = {"train.epoch": 4, "validation.enable": True, "validation.freq": 4, "validation.val_before_train": True}
+LABELLED = [{"prompt": str(i), "completion": ("yes", "no")[i % 2], "label": i % 2 == 0} for i in range(20)]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"policy.lora.r": 8, "train.optm_lr": 1e-2},
+        {"train.train_policy.kto.loss_type": "apo_zero_unpaired"},
+    ],
+    ids=["all weights", "LoRA", "APO"],
+)
 def test_labels_are_learned_and_measured_on_what_was_held_out(
     settings: dict[str, Any], model: Path, tmp_path: Path
 ) -> None:
-    rows = [{"prompt": str(i), "completion": ("yes", "no")[i % 2], "label": i % 2 == 0} for i in range(20)]
-    asked = {"train.epoch": 4, "validation.enable": True, "validation.freq": 4, "validation.val_before_train": True}
-    at = stage(tmp_path, rows, model, **{**asked, "train.train_policy.dataset.test_size": 4, **settings})
-    train(at)
+    settings = {**MEASURED, "train.train_policy.dataset.test_size": 4, **settings}
+    at = stage(tmp_path / "train", LABELLED, model, **settings)
+    outcome = run(at)
     lines = read_metrics(at.path / "metrics.jsonl")
     first, last = lines[1], lines[-1]
     assert lines[0]["validation/loss"] == pytest.approx(0.5) and first["loss"] == pytest.approx(0.5)
     assert first["kl"] == pytest.approx(0, abs=1e-5) and first["rewards/chosen"] == pytest.approx(0, abs=1e-5)
     assert last["loss"] < 0.45 and last["validation/loss"] < 0.45
     assert last["validation/rewards/chosen"] > last["validation/rewards/rejected"]
+    assert "policy.lora.r" not in settings or last["validation/kl"] > 0
+
+    apart = stage(tmp_path / "validate", LABELLED, model, **settings)
+    apart.config = apart.config.model_copy(update={"kind": "validate"})
+    with pytest.raises(ConfigError, match="name the stage that trained with the same rows"):
+        validate.run(apart)
+    apart.model, apart.inputs = str(at.path / str(outcome.info["model"])), {"kto": {"path": str(at.path)}}
+    metrics = validate.run(apart).metrics
+    names = [name for name in last if name.startswith("validation/")]
+    assert {"validation/loss", "validation/kl", "validation/rewards/chosen"} <= {*names}
+    assert {name: metrics[name] for name in names} == pytest.approx({name: last[name] for name in names}, rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("kind", "batch", "told"), [("validate", 8, "needs the reference"), ("sft", 1, "another prompt of")]
-)
-def test_what_lacks_a_reference_or_another_prompt_is_refused(kind: str, batch: int, told: str, tmp_path: Path) -> None:
-    settings = {**KTO, "train.train_batch_per_replica": batch, "train.train_policy.mini_batch": 1}
-    at = stage_of(tmp_path / "s", recipe(settings), kind=kind)
+def test_a_step_that_lacks_another_prompt_is_refused(tmp_path: Path) -> None:
+    settings = {**KTO, "train.train_batch_per_replica": 1, "train.train_policy.mini_batch": 1}
+    at = stage_of(tmp_path / "s", recipe(settings))
     (line,) = at.recipe.train.train_policy.refusals(InStage(at.recipe, at.kind))
-    assert told in line
+    assert "another prompt of" in line

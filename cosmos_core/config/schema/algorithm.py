@@ -133,6 +133,11 @@ class AlgorithmConfig(Table):
         return None
 
     @property
+    def saves_reference(self) -> bool:
+        """Whether training saves the reference log-probabilities of held-out rows, for stages that measure later."""
+        return (self.scores_rows_once or self.rows == "labelled") and "reference" in self.named_weights
+
+    @property
     def named_weights(self) -> tuple[str, ...]:
         """Return the weights that the algorithm asks for beside the policy's."""
         return ()

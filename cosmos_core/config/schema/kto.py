@@ -42,11 +42,6 @@ class KtoConfig(SftConfig):
         return ("reference",)
 
     def refusals(self, stage: InStage) -> Iterator[str]:
-        if stage.measures and not stage.kind.trains:
-            yield (
-                "train.train_policy.trainer_type = 'kto' needs the reference that the training has; measure with "
-                "validation.enable in the training stage"
-            )
         if self.kto.loss_type == "kto" and stage.recipe.train.train_batch_per_replica < 2:
             yield (
                 "train.train_batch_per_replica = 1: the KL estimate of 'kto' needs the response to another prompt of "
