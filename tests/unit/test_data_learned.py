@@ -45,11 +45,13 @@ def test_a_turn_that_says_so_is_not_learned_in_each_format_of_rows(key: dict[str
         ({**FOUR[1], "train": "false"}, "train = false; a turn is learned (1) or not (0)"),
         ({**FOUR[1], "loss_mask": [0, 1]}, "loss_mask = [0, 1]; a turn is learned (1) or not (0)"),
         ({**FOUR[1], "loss_scale": 0}, "'loss_scale' is not read"),
+        ({**FOUR[1], "learn": False}, "'learn' is not read"),
+        ({**FOUR[1], "is_masked": 1}, "'is_masked' is not read"),
         ({**FOUR[1], "train_detail": [{"begin_offset": 0, "end_offset": 2, "train": False}]}, "'train_detail' is not"),
         ({**FOUR[0], "train": True}, "train = True, but only turns of the assistant are learned"),
         ({"role": "assistant", "content": [{"type": "text", "text": "a", "loss": False}]}, "the content has 'loss'"),
     ],
-    ids=["half", "text", "list", "scale", "detail", "user", "part"],
+    ids=["half", "text", "list", "scale", "learn", "masked", "detail", "user", "part"],
 )  # fmt: skip
 def test_what_cannot_be_honoured_is_refused(turn: dict[str, Any], told: str) -> None:
     with pytest.raises(DataError) as caught:
