@@ -15,8 +15,9 @@ import typer  # noqa: E402
 
 from cosmos_core.cli_config import config_app, note  # noqa: E402
 from cosmos_core.cli_doctor import doctor  # noqa: E402
+from cosmos_core.cli_flow import flow_facts, flow_of, parameters_of, run_flow  # noqa: E402
 from cosmos_core.cli_models import check_model, promote, rollback  # noqa: E402
-from cosmos_core.cli_runs import compare, report, runs, samples, status, watch  # noqa: E402
+from cosmos_core.cli_runs import compare, lineage, report, runs, samples, status, watch  # noqa: E402
 from cosmos_core.cli_server import bootstrap, clean, reap, worker  # noqa: E402
 from cosmos_core.cli_train import diffusion_sft, dpo, grpo, init, sft, try_model  # noqa: E402
 from cosmos_core.environment import masked  # noqa: E402
@@ -39,6 +40,10 @@ app = typer.Typer(
 app.add_typer(config_app, name="config")
 
 Configs = Annotated[list[Path], typer.Argument(help="Pipeline or recipe, a TOML file; what later files say wins.")]
+ConfigsOrFlow = Annotated[
+    list[Path],
+    typer.Argument(help="Pipeline or recipe, a TOML file; what later files say wins. Or a flow, FILE.py:FLOW."),
+]
 RunName = Annotated[str, typer.Argument(help="Run id or path; empty: the newest.")]
 Set = Annotated[
     list[str],
@@ -73,13 +78,20 @@ def root(
 
 @app.command()
 def run(
-    configs: Configs,
+    configs: ConfigsOrFlow,
     overrides: Set = [],  # noqa: B006 - typer reads the default
+    parameters: Annotated[
+        list[str], typer.Option("--param", "-p", metavar="NAME=VALUE", help="Parameter of a flow FILE.py:FLOW.")
+    ] = [],  # noqa: B006
     run_id: Annotated[str, typer.Option(help="Name of the run; empty: the time.")] = "",
     from_stage: FromStage = "",
     verify: Verify = False,
 ) -> None:
     """Run a pipeline; what was made before with the same settings is reused."""
+    if entrypoint := flow_of(configs, is_toml_only=bool(overrides or from_stage or verify)):
+        _end_at_once(run_flow(entrypoint, parameters_of(parameters), run_id, Path("outputs")))
+    if parameters:
+        raise ConfigError("-p is for a flow, FILE.py:FLOW; settings of a TOML file are changed with --set KEY=VALUE")
     from cosmos_core.launch.standby import standby
 
     with standby() as waiting:
@@ -119,10 +131,12 @@ def resume(
     else:
         from cosmos_core.launch.standby import standby
 
+        run = _open(run_name, output_dir)
+        if facts := flow_facts(run.path):
+            _end_at_once(run_flow(facts.entrypoint, facts.parameters, run.id, run.output_dir))
         with standby() as waiting:
             from cosmos_core.session import session
 
-            run = _open(run_name, output_dir)
             if from_stage:
                 run.pipeline.stage(from_stage)
             _claimable(run)
@@ -253,20 +267,6 @@ def profile(run_name: RunName = "", output_dir: OutputDir = Path("outputs")) -> 
         typer.echo(f"{name}: asked; the trace will be in stages/{name}/profile/")
 
 
-@app.command()
-def lineage(path: Annotated[Path, typer.Argument(help="A run, a stage, an exported or a published model.")]) -> None:
-    """Walk from a model back to its data; every step is verified."""
-    from cosmos_core.run.lineage import lineage_of
-
-    links = lineage_of(path)
-    for link in links:
-        kind = f"({link.kind}) " if link.kind else ""
-        digest = link.digest.removeprefix("hub:").rpartition("@")[2][:12]
-        typer.echo(f"{'  ' * link.depth}{link.name} {kind}{digest}  {link.where}  {link.note}")
-    if broken := [f"{link.name}: {link.note}" for link in links if link.is_broken]:
-        raise CosmosError(f"{path} does not come from what its manifests name: {'; '.join(broken)}")
-
-
 @app.command("reward-service")
 def reward_service(
     config: Annotated[Path, typer.Option(help="What is served, a TOML file.")],
@@ -293,6 +293,7 @@ for _command in (
     status,
     runs,
     compare,
+    lineage,
     report,
     samples,
     watch,

@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from cosmos_core.errors import CosmosError
+
 OutputDir = Annotated[Path, typer.Option(help="Folder of runs, where run ids are looked up.")]
 RunName = Annotated[str, typer.Argument(help="Run id or path; empty: the newest.")]
 _WIDTH = 160
@@ -108,3 +110,16 @@ def watch(run_name: RunName = "", output_dir: OutputDir = Path("outputs")) -> No
                 break
             time.sleep(_LOOK_SECONDS)
     print_status(path)
+
+
+def lineage(path: Annotated[Path, typer.Argument(help="A run, a stage, an exported or a published model.")]) -> None:
+    """Walk from a model back to its data; every step is verified."""
+    from cosmos_core.run.lineage import lineage_of
+
+    links = lineage_of(path)
+    for link in links:
+        kind = f"({link.kind}) " if link.kind else ""
+        digest = link.digest.removeprefix("hub:").rpartition("@")[2][:12]
+        typer.echo(f"{'  ' * link.depth}{link.name} {kind}{digest}  {link.where}  {link.note}")
+    if broken := [f"{link.name}: {link.note}" for link in links if link.is_broken]:
+        raise CosmosError(f"{path} does not come from what its manifests name: {'; '.join(broken)}")

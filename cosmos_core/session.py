@@ -9,14 +9,24 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.errors import EXIT_CRASH, EXIT_OK, EXIT_PREEMPTED, EXIT_REFUSED, EXIT_USAGE, DiskFull, Preempted
+from cosmos_core.errors import (
+    EXIT_CRASH,
+    EXIT_OK,
+    EXIT_PREEMPTED,
+    EXIT_REFUSED,
+    EXIT_USAGE,
+    ConfigError,
+    CosmosError,
+    DiskFull,
+    Preempted,
+)
 from cosmos_core.imports import without_collection
 from cosmos_core.launch.processes import kill_below
 from cosmos_core.launch.server import prefect_server
@@ -37,29 +47,12 @@ _DRAIN_SECONDS = 5.0
 _LEAST_ROOM = 1 << 20  # bytes
 
 
-@contextmanager
-def session(output_dir: Path, standby: Standby | None) -> Iterator[Callable[..., int]]:
-    """Start the parts of a run below `output_dir` that take seconds, and yield `run_session`, which waits until they
-    are ready."""
-    os.environ.update(quiet_environment(os.environ))
-    # The display shows the progress; Prefect's own log lines go to its server.
-    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
-    if os.environ.get("PREFECT_API_URL"):  # a shared server may be busy for minutes and respond with 503
-        os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "8")
-    adopt_orphans()  # the workers of a supervisor that was killed become children of this process
-    with ExitStack() as server:
-        yield partial(run_session, server, server.enter_context(prefect_server(output_dir / SHARED, standby)))
-
-
 def run_session(server: ExitStack, wait_for_server: Callable[[], None], run: Run, from_stage: str, verify: bool) -> int:
     """Run the flow in this process, close the server and return the exit code."""
-    configure("WARNING")
-    for handler in logging.getLogger().handlers:
-        handler.addFilter(_is_not_of_a_run)
-    signal.signal(signal.SIGTERM, _terminate)
+    _prepare_process()
     names = [stage.name for stage in run.pipeline.stages]
     interrupted, flow_error = False, ""
-    with Display(names) as display, _watching(run, display):
+    with Display(names) as display, _watching(lambda: run, display):
         display.message(f"run {run.id} in {run.path}")
         try:
             with server:
@@ -77,6 +70,65 @@ def run_session(server: ExitStack, wait_for_server: Callable[[], None], run: Run
         _say(flow_error)
     _explain(run, code)
     return code
+
+
+def run_python_flow(
+    server: ExitStack, wait_for_server: Callable[[], None], entrypoint: str, parameters: Mapping[str, Any]
+) -> int:
+    """Run a flow in Python in this process, close the server and return the exit code.
+
+    Args:
+        entrypoint: `FILE.py:FLOW`.
+        parameters: parameters of the flow, which converts them to the types of its signature.
+
+    Raises:
+        ConfigError: there is no such flow.
+        CosmosError: the flow raised it.
+    """
+    _prepare_process()
+    interrupted, failure, error = False, "", None
+    with server:
+        wait_for_server()
+        flow, current_run = _import_python_flow(entrypoint)
+        with Display([]) as display, _watching(current_run, display):
+            try:
+                failure = _final_message(lambda: flow(**parameters, return_state=True), Path.cwd())
+            except (KeyboardInterrupt, Preempted):
+                interrupted = True
+            except CosmosError as raised:
+                error = raised
+    kill_below()
+    run = current_run()
+    if run is not None:
+        print_summary(run.path)
+    if interrupted:
+        _say(f"stopped; the same command continues {f'run {run.id}' if run else 'it'}")
+        return EXIT_PREEMPTED
+    if error is not None:
+        raise error
+    if failure:
+        _say(failure)
+    return EXIT_CRASH if failure else EXIT_OK
+
+
+def _import_python_flow(entrypoint: str) -> tuple[Any, Callable[[], Run | None]]:
+    """Return a flow, and the function that returns the run on which it works."""
+    with without_collection():
+        from prefect.flows import load_flow_from_entrypoint
+
+        from tasks.flow_run import newest_run
+
+        try:
+            return load_flow_from_entrypoint(entrypoint), newest_run
+        except Exception as error:
+            raise ConfigError(f"{entrypoint}: {type(error).__name__}: {error}") from error
+
+
+def _prepare_process() -> None:
+    configure("WARNING")
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(_is_not_of_a_run)
+    signal.signal(signal.SIGTERM, _terminate)
 
 
 def _is_not_of_a_run(record: logging.LogRecord) -> bool:
@@ -116,19 +168,31 @@ def _say(message: str) -> None:
 
 
 def _run_flow(run: Run, from_stage: str, verify: bool) -> str:
-    """Run the flow to its end; return why it did not complete, or an empty string."""
+    """Run the flow `post-train` to its end; return why it did not complete, or an empty string."""
+    from flows.post_train import post_train
+
+    return _final_message(
+        lambda: post_train(config=str(run.path), from_stage=from_stage, verify=verify, return_state=True), run.path
+    )
+
+
+def _final_message(run_flow: Callable[[], Any], folder: Path) -> str:
+    """Run a flow, which returns its state, to its end; return why it did not complete, or an empty string.
+
+    Raises:
+        Preempted: the flow was stopped or cancelled.
+        CosmosError: the flow raised it, and no stage of a TOML file has recorded it.
+    """
     from prefect.events.worker import EventsWorker
     from prefect.exceptions import TerminationSignal
     from prefect.logging.handlers import APILogWorker
 
-    from flows.post_train import post_train
-
     try:
-        state: Any = post_train(config=str(run.path), from_stage=from_stage, verify=verify, return_state=True)
+        state: Any = run_flow()
     except TerminationSignal as error:
         raise Preempted("asked to stop") from error
     except Exception as error:  # noqa: BLE001 - the Prefect server does not respond, or its disk is full too
-        trouble = disk_full(error, run.path) or _probe(run.path) or error
+        trouble = disk_full(error, folder) or _probe(folder) or error
         return f"{'' if isinstance(trouble, DiskFull) else 'Prefect: '}{trouble}"
     finally:
         # At exit Prefect would wait a minute for a server that has stopped by then.
@@ -136,6 +200,9 @@ def _run_flow(run: Run, from_stage: str, verify: bool) -> str:
         EventsWorker.drain_all(timeout=_DRAIN_SECONDS)
     if state.is_cancelled():
         raise Preempted("its flow run was cancelled")
+    raised = getattr(state.data, "result", state.data)
+    if isinstance(raised, CosmosError):
+        raise raised
     return "" if state.is_completed() else str(state.message)
 
 
@@ -156,12 +223,29 @@ def _terminate(number: int, frame: object) -> None:
 
 
 @contextmanager
-def _watching(run: Run, display: Display) -> Iterator[None]:
+def session(
+    output_dir: Path, standby: Standby | None, runner: Callable[..., int] = run_session
+) -> Iterator[Callable[..., int]]:
+    """Start the parts of a run below `output_dir` that take seconds, and yield `runner`, which waits until they are
+    ready."""
+    os.environ.update(quiet_environment(os.environ))
+    # The display shows the progress; Prefect's own log lines go to its server.
+    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
+    if os.environ.get("PREFECT_API_URL"):  # a shared server may be busy for minutes and respond with 503
+        os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "8")
+    adopt_orphans()  # the workers of a supervisor that was killed become children of this process
+    with ExitStack() as server:
+        yield partial(runner, server, server.enter_context(prefect_server(output_dir / SHARED, standby)))
+
+
+@contextmanager
+def _watching(current_run: Callable[[], Run | None], display: Display) -> Iterator[None]:
     """Update the display from the run directory, which is up to date whichever process runs the stages."""
     done = threading.Event()
 
     def look() -> None:
-        for stage in run.pipeline.stages:
+        run = current_run()
+        for stage in run.pipeline.stages if run else ():
             path = run.stage_path(stage.name)
             display.update(stage.name, read_state(path).state, read_progress(path))
 
@@ -171,7 +255,8 @@ def _watching(run: Run, display: Display) -> Iterator[None]:
             look()
             if is_stopping() and not was_stopping:
                 was_stopping = True
-                grace = longest_grace() or run.pipeline.config.grace_seconds
+                run = current_run()
+                grace = longest_grace() or (run.pipeline.config.grace_seconds if run else 0.0)
                 display.message(f"stopping, saving a checkpoint: at most {grace:.0f} s")
 
     thread = threading.Thread(target=watch, name="watch", daemon=True)

@@ -204,6 +204,12 @@ def current_flow() -> FlowInPython:
         return _all[key]
 
 
+def newest_run() -> Run | None:
+    """Return the run of the flow that this process executed last; None if none has called a stage."""
+    runs = [flow.run for flow in _all.values() if flow.run is not None]
+    return runs[-1] if runs else None
+
+
 def _begin(context: FlowRunContext) -> FlowInPython:
     assert context.flow is not None and context.flow_run is not None
     function = inspect.unwrap(context.flow.fn)

@@ -24,7 +24,7 @@ from prefect.states import Completed
 from cosmos_core.config.compose import STAGE_PREFIX
 from cosmos_core.config.files import read_config
 from cosmos_core.config.load import Values, merge
-from cosmos_core.errors import Cancelled, ConfigError, CosmosError
+from cosmos_core.errors import Cancelled, ConfigError
 from cosmos_core.launch import worker
 from cosmos_core.run.directory import Run
 from cosmos_core.run.manifest import read_result
@@ -139,29 +139,22 @@ def _first_key(kind: StageKind) -> str:
 
 
 def _bring_to_handle(run: Run, name: str, stages: Sequence[str]) -> State[Any] | StageHandle:
-    """Bring a stage and those that it implies to their results, in topological order."""
+    """Bring a stage and those that it implies, which have tasks of their own, to their results, in topological order;
+    return the handle of the stage, or the final state of the first one without a result.
+
+    Raises:
+        CosmosError: an attempt of the stage failed, and it is to be tried again.
+    """
+    if is_cancelled():
+        raise Cancelled("the flow run was cancelled")
     outcome: Any = None
-    try:
-        for each in stages:
-            if each != name:
-                stage_task(run, each, {})()
-            elif is_cancelled():
-                raise Cancelled("the flow run was cancelled")
-            else:
-                outcome = bring_to_result(run, name)
-                if isinstance(outcome, State) and not outcome.is_completed():
-                    return outcome
-    except CosmosError as error:
-        if outcome is None and should_retry(run, name, error) and not _is_of_another(run, name, stages):
-            raise
-        return ended(error)
+    for each in stages:
+        state = bring_to_result(run, name) if each == name else stage_task(run, each, {})(return_state=True)
+        if isinstance(state, State) and not state.is_completed():
+            return state
+        outcome = state if each == name else outcome
     handle = _handle(run, name)
     return Completed(name=outcome.name, message=outcome.message, data=handle) if isinstance(outcome, State) else handle
-
-
-def _is_of_another(run: Run, name: str, stages: Sequence[str]) -> bool:
-    """Return True if a stage before the named one has no result: its own task has used up its retries."""
-    return any(read_result(run.stage_path(each)) is None for each in stages[: list(stages).index(name)])
 
 
 def _handle(run: Run, name: str) -> StageHandle:

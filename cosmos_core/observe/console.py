@@ -102,7 +102,8 @@ class Display:
         """Update the state of a stage; `progress` is the content of its `progress.json`, or None to keep the last
         one."""
         with self._lock:
-            line = self._lines[stage]
+            line = self._lines.setdefault(stage, _Line())
+            self._width = max(self._width, len(stage))
             has_changed = state != line.state
             if has_changed:
                 self._change(line, state)

@@ -316,7 +316,7 @@ def test_the_exit_code_says_what_can_help(tmp_path: Path, capsys: pytest.Capture
 
 def test_what_is_asked_to_stop_says_that_it_saves(tmp_path: Path) -> None:
     run, out = counting_run(tmp_path), io.StringIO()
-    with worker.stoppable(), Display(["first", "second"], stream=out) as display, _watching(run, display):
+    with worker.stoppable(), Display(["first", "second"], stream=out) as display, _watching(lambda: run, display):
         worker.stop_all()
         wait_until(lambda: "stopping, saving a checkpoint: at most 5 s\n" in out.getvalue(), 5, "a word about it")
     assert out.getvalue().count("stopping") == 1

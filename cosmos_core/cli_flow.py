@@ -1,0 +1,74 @@
+"""`cosmos run FILE.py:FLOW` and its resume: a flow in Python, whose stages are calls of the tasks of `tasks`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cosmos_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cosmos_core.run.directory import Facts
+
+
+def flow_of(configs: Sequence[Path], *, is_toml_only: bool) -> str:
+    """Return the entrypoint `FILE.py:FLOW` that a command names instead of a TOML file; empty: it names none.
+
+    Raises:
+        ConfigError: the command has options that only a TOML file knows.
+    """
+    entrypoint = str(configs[0])
+    if ".py:" not in entrypoint:
+        return ""
+    if is_toml_only or len(configs) > 1:
+        raise ConfigError(
+            f"{entrypoint} is a flow in Python: --set, --from-stage, --verify and further files are for TOML files; "
+            "give its parameters with -p NAME=VALUE"
+        )
+    return entrypoint
+
+
+def parameters_of(words: Sequence[str]) -> dict[str, Any]:
+    """Return the parameters of `-p NAME=VALUE` options; a value is JSON or, otherwise, a string."""
+    parameters: dict[str, Any] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not name.isidentifier():
+            raise ConfigError(f"-p {word}: write NAME=VALUE")
+        try:
+            parameters[name] = json.loads(value)
+        except ValueError:
+            parameters[name] = value
+    return parameters
+
+
+def flow_facts(run_path: Path) -> Facts | None:
+    """Return how the run of a flow in Python was started; None for the run of a TOML file."""
+    from cosmos_core.run.directory import read_facts
+
+    facts = read_facts(run_path)
+    return facts if facts is not None and facts.entrypoint else None
+
+
+def run_flow(entrypoint: str, parameters: Mapping[str, Any], run_id: str, output_dir: Path) -> int:
+    """Run a flow in this process, as `cosmos run` runs a pipeline; return the exit code.
+
+    Args:
+        entrypoint: `FILE.py:FLOW`.
+        parameters: parameters of the flow, which converts them to the types of its signature.
+        run_id: name of its run; empty: it follows from the flow and its parameters.
+        output_dir: folder of its run, unless its first recipe names another.
+    """
+    from cosmos_core.run.directory import writable
+    from cosmos_core.session import run_python_flow, session
+
+    file = Path(entrypoint.rpartition(":")[0])
+    if not file.is_file():
+        raise ConfigError(f"{entrypoint}: no such file: {file}")
+    if run_id:
+        os.environ.update(COSMOS_RUN_ID=run_id, COSMOS_OUTPUT_DIR=str(output_dir.absolute()))
+    with session(writable(output_dir), None, run_python_flow) as run_session:
+        return run_session(entrypoint, parameters)

@@ -1,0 +1,116 @@
+"""`cosmos run FILE.py:FLOW`: killed at any moment and continued, and mistakes in one line."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from cosmos_core.run.manifest import read_result
+from tests.conftest import Workspace, wait_until
+from tests.unit.tiny_model import save_tiny_model
+
+FLOW = """
+from prefect import flow
+from tasks import custom, report
+
+@flow
+def chain(rounds: int, seconds: float = 0.0, run_id: str = ""):
+    last = ()
+    for i in range(rounds):
+        last = custom("PROGRAMS/counting.py:count", arguments={"steps": 20, "seconds": seconds}, after=last,
+                      name=f"count-{i}")
+        if last.metrics["count"] < 20:
+            break
+    report(after=last)
+
+@flow
+def broken():
+    return {}["missing"]
+
+def plain(): ...
+"""
+
+
+RECIPE = """
+[train]
+compile = false
+max_num_steps = 1
+train_batch_per_replica = 2
+optm_warmup_steps = 0
+[train.train_policy]
+type = "sft"
+mini_batch = 2
+conversation_column_name = "messages"
+dataset = { name = "rows.jsonl", test_size = 2 }
+[policy]
+model_max_length = 96
+chat_template = "chatml"
+[validation]
+enable = true
+"""
+
+
+def steps(outputs: Path) -> int:
+    return sum(len(file.read_text().splitlines()) for file in outputs.glob("*/stages/*/metrics.jsonl"))
+
+
+def chain_of(run: Path) -> list[str]:
+    return [(run / "stages" / f"count-{i}" / "out.txt").read_text() for i in range(2)]
+
+
+def test_a_flow_that_is_killed_at_any_moment_is_continued_by_the_same_command_or_resume(workspace: Workspace) -> None:
+    workspace.write("my.py", FLOW)
+    first = workspace.cosmos("run", "my.py:chain", "-p", "rounds=2", "-p", "run_id=whole")
+    assert "count-1" in first.stdout and "report" in first.stdout
+    outputs = workspace.path / "outputs"
+    command = ("run", "my.py:chain", "-p", "rounds=2", "-p", "seconds=0.1")
+    for number, again in enumerate((command, command, ("resume",))):
+        process, before = workspace.start(*again), steps(outputs)
+        wait_until(lambda before=before, number=number: steps(outputs) > before + 3 * number, 60, "a step is done")
+        process.send_signal(signal.SIGTERM if number == 1 else signal.SIGKILL)
+        assert process.wait() in {-signal.SIGKILL, 75}
+    [run] = [path for path in outputs.iterdir() if path.name.startswith("chain-")]
+    workspace.cosmos("resume", run.name)
+    assert chain_of(run) == chain_of(outputs / "whole")
+    for name in ("count-0", "count-1"):
+        assert read_result(run / "stages" / name) is not None
+    assert "count-1" in workspace.cosmos("status", run.name).stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["my.py:chain"], "chain"),
+        (["my.py:chain", "-p", "rounds=two"], "rounds"),
+        (["my.py:chain", "-p", "rounds"], "-p rounds: write NAME=VALUE"),
+        (["my.py:chain", "--set", "train.epoch=2"], "my.py:chain is a flow in Python: --set"),
+        (["my.py:none"], "my.py:none"),
+        (["my.py:plain"], "'plain' is not a flow. Make sure that it is decorated with '@flow'"),
+        (["your.py:chain"], "your.py:chain: no such file: your.py"),
+        (["my.py:broken"], "KeyError: 'missing'"),
+    ],
+)
+def test_a_mistake_is_one_line(workspace: Workspace, words: list[str], message: str) -> None:
+    workspace.write("my.py", FLOW)
+    done = workspace.cosmos("run", *words, code=None)
+    assert done.returncode in {1, 64} and message in done.stderr.splitlines()[-1], done.stderr
+
+
+def test_the_flow_of_the_documentation_searches_and_publishes(workspace: Workspace) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "flows.md").read_text()
+    workspace.write("search.py", page.partition("```python\n")[2].partition("```")[0])
+    workspace.write("sft.toml", RECIPE)
+    turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    workspace.write("rows.jsonl", f"{json.dumps({'messages': turns})}\n" * 6)
+    save_tiny_model(workspace.path / "model")
+    workspace.cosmos("run", "search.py:search", "-p", "rates=[1e-4, 2e-4]")
+    [run] = workspace.path.glob("outputs/search-*")
+    names = sorted(path.name for path in (run / "stages").iterdir())
+    assert names == [
+        "export", "gate", "sft-0", "sft-0-data", "sft-1", "sft-1-data", "upload",
+        "validate-0", "validate-1",
+    ]  # fmt: skip
+    assert list(workspace.path.glob("published/*/model.safetensors"))
