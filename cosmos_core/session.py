@@ -244,8 +244,9 @@ def _watching(current_run: Callable[[], Run | None], display: Display) -> Iterat
     done = threading.Event()
 
     def look() -> None:
-        run = current_run()
-        for stage in run.pipeline.stages if run else ():
+        if (run := current_run()) is None:
+            return
+        for stage in run.pipeline.stages:
             path = run.stage_path(stage.name)
             display.update(stage.name, read_state(path).state, read_progress(path))
 
