@@ -92,6 +92,7 @@ def row_metrics(
             elif is_compared(rows):
                 yield compared_samples(rows, positions, reference, recipe)
             else:
+                assert isinstance(rows, Sequences)
                 yield [sequence_sample(rows, i) for i in positions]
 
     return {PREFIX + name: value for name, value in algorithm.measure(chunks(), trainer, size).items()}
