@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -92,8 +92,7 @@ def row_metrics(
             elif is_compared(rows):
                 yield compared_samples(rows, positions, reference, recipe)
             else:
-                assert isinstance(rows, Sequences)
-                yield [sequence_sample(rows, i) for i in positions]
+                yield [sequence_sample(cast("Sequences", rows), i) for i in positions]
 
     return {PREFIX + name: value for name, value in algorithm.measure(chunks(), trainer, size).items()}
 
