@@ -7,6 +7,7 @@ credentials, layout, lineage and checks loop over this list.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -127,7 +128,7 @@ def _models(stage: StageConfig, recipe: Recipe, kind: StageKind) -> Iterator[Inp
 def _weights(name: str) -> Iterator[Input]:
     """Yield the files of weights that replace those in the model folder, or the name itself if it has none."""
     path = Path(name).expanduser()
-    candidates = [path] if path.is_file() else sorted(path.iterdir()) if path.is_dir() else []
+    candidates = [path] if os.path.isfile(path) else sorted(path.iterdir()) if os.path.isdir(path) else []
     files = [str(file) for file in candidates if file.name.endswith(WEIGHTS_SUFFIXES)]
     yield from (Input("policy.model_safetensor_path", "weights", file, "folder") for file in files or [name])
 
@@ -153,7 +154,7 @@ def _rows(stage: StageConfig, recipe: Recipe, kind: StageKind, model: Input | No
             yield replace(each, revision=of.revision or None) if of and each.form != "folder" else each
     if (is_source or stage.entry) and (folder := _media(stage, recipe, media, model)):
         is_needed = is_source and not stage.data and bool(media.media_path)
-        if is_needed or Path(folder).is_dir():
+        if is_needed or os.path.isdir(folder):
             yield Input(MEDIA, "media", folder, "folder", media_files)
 
 
@@ -183,7 +184,8 @@ def _media(stage: StageConfig, recipe: Recipe, media: Media, model: Input | None
     if media.media_path:
         return _on_disk(media.media_path)
     rows = media.annotation_path
-    if model and model.form == "folder" and any(Path(model.location, name).is_file() for name in _PROCESSOR_FILES):
+    folder = model.location if model and model.form == "folder" else ""
+    if folder and any(os.path.isfile(Path(folder, name)) for name in _PROCESSOR_FILES):
         rows = rows or stage.data or recipe.train.train_policy.dataset.name
     path = existing(rows, Path.cwd()) if rows else None
     return str(path.parent if path.is_file() else path) if path is not None else ""
@@ -195,7 +197,7 @@ def _files(stage: StageConfig, recipe: Recipe) -> Iterator[Input]:
     if turns.enable and (file := turns.custom_chat_template_path) is not None:
         yield Input("rollout.multi_turn_config.custom_chat_template_path", "chat_template", _on_disk(file), "folder")
     if template:
-        is_file = Path(path := _on_disk(template)).is_file()
+        is_file = os.path.isfile(path := _on_disk(template))
         yield Input("policy.chat_template", "template", *((path, "folder") if is_file else (template, "literal")))
     if stage.reward_service and not stage.reward_service.startswith(BLOCK):
         service = _on_disk(stage.reward_service)

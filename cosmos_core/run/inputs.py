@@ -5,6 +5,7 @@ No user code is imported. The workers check the contents (weights, rows, functio
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -79,32 +80,32 @@ def check_located(inputs: Sequence[Input]) -> None:
 def _check_files(each: Input, path: Path) -> None:
     said = f"{each.key} = {each.location!r}"
     match each.role:
-        case "model" | "teacher" if not path.is_dir():
+        case "model" | "teacher" if not os.path.isdir(path):
             raise ModelError(f"{said}: no such folder; give a Hugging Face model folder or a Hub id")
-        case "weights" if not (each.location.endswith(WEIGHTS_SUFFIXES) and path.is_file()):
+        case "weights" if not (each.location.endswith(WEIGHTS_SUFFIXES) and os.path.isfile(path)):
             raise ModelError(f"{said}: no .safetensors file, and no folder with one")
-        case "adapter" if not (path / "adapter_config.json").is_file():
+        case "adapter" if not os.path.isfile(path / "adapter_config.json"):
             raise ModelError(f"{said}: no adapter; give a folder with adapter_config.json")
         case "resume":
             _check_checkpoint(each.key, path.parent)
         case "data":
             _check_rows(each, path)
-        case "media" if not path.is_dir():
+        case "media" if not os.path.isdir(path):
             raise DataError(f"{said}: no such folder")
-        case "chat_template" if not path.is_file():
+        case "chat_template" if not os.path.isfile(path):
             raise ConfigError(f"{said}: no such file; give one that Jinja reads")
-        case "reward_service" if not path.is_file():
+        case "reward_service" if not os.path.isfile(path):
             raise ConfigError(f"{said}: no such file; see docs/how-to/reward-service.md")
 
 
 def _check_checkpoint(key: str, policy: Path) -> None:
-    if any(policy.glob("*.pth")):
+    if os.path.isdir(policy) and any(policy.glob("*.pth")):
         raise ModelError(
             f"{key} = {str(policy)!r}: a pickled checkpoint of Cosmos-RL, which could run any code when read; start "
             f"from the safetensors folder of that run: policy.model_name_or_path = '.../safetensors/step_N'"
         )
     is_named = policy.name == "policy" and re.fullmatch(r"step_\d+", policy.parent.name)
-    if not is_named or not (policy / "manifest.json").is_file():
+    if not is_named or not os.path.isfile(policy / "manifest.json"):
         raise ModelError(
             f"{key} = {str(policy)!r}: no checkpoint; give the folder .../checkpoints/step_N/policy of a run"
         )
@@ -113,9 +114,9 @@ def _check_checkpoint(key: str, policy: Path) -> None:
 def _check_rows(each: Input, path: Path) -> None:
     if not each.location:
         raise DataError(f"{each.key} is empty; give a file, a folder or a Hub id")
-    if path.is_file() or path.is_dir():
+    if os.path.isfile(path) or os.path.isdir(path):
         return
-    if path.exists():
+    if os.path.exists(path):
         raise DataError(
             f"{each.key} = {each.location!r} is neither a file nor a folder; rows cannot be read twice from it"
         )

@@ -141,13 +141,16 @@ def public_name(name: str) -> str:
     return Path(name).name if is_path else name
 
 
+_MODEL = frozenset({"model"})
+
+
 def base_of(stage: Stage) -> str:
     """Return a name of the model that a training started from, valid on any machine: a Hub id, a stage of the run, or
     the name and digest of a folder."""
     source_name = stage.config.model or stage.recipe.policy.model_name_or_path
     if (upstream := source_of(source_name)) is not None:
         return f"{stage.run_path.name}/{upstream}"
-    digest = next((source.digest for source in stage.sources if source.kind == "model"), "")
+    digest = next((source.digest for source in stage.sources if source.kind in _MODEL), "")
     name = public_name(source_name)
     return name if name in {source_name, ""} or not digest or "/" in name else f"{name} (sha256 {digest[:12]})"
 
