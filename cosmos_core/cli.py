@@ -15,7 +15,7 @@ import typer  # noqa: E402
 
 from cosmos_core.cli_config import config_app, note  # noqa: E402
 from cosmos_core.cli_doctor import doctor  # noqa: E402
-from cosmos_core.cli_flow import flow_facts, flow_of, parameters_of, run_flow  # noqa: E402
+from cosmos_core.cli_flow import flow_of, is_flow, parameters_of, resume_flow, run_flow  # noqa: E402
 from cosmos_core.cli_models import check_model, promote, rollback  # noqa: E402
 from cosmos_core.cli_runs import compare, lineage, report, runs, samples, status, watch  # noqa: E402
 from cosmos_core.cli_server import bootstrap, clean, reap, worker  # noqa: E402
@@ -132,8 +132,8 @@ def resume(
         from cosmos_core.launch.standby import standby
 
         run = _open(run_name, output_dir)
-        if facts := flow_facts(run.path):
-            _end_at_once(run_flow(facts.entrypoint, facts.parameters, run.id, run.output_dir))
+        if is_flow(run.path):
+            _end_at_once(resume_flow(run.path))
         with standby() as waiting:
             from cosmos_core.session import session
 

@@ -45,12 +45,22 @@ def parameters_of(words: Sequence[str]) -> dict[str, Any]:
     return parameters
 
 
-def flow_facts(run_path: Path) -> Facts | None:
-    """Return how the run of a flow in Python was started; None for the run of a TOML file."""
-    from cosmos_core.run.directory import read_facts
+def is_flow(run_path: Path) -> bool:
+    """Return True if a flow in Python made a run, not a TOML file."""
+    return bool(_facts(run_path).entrypoint)
 
-    facts = read_facts(run_path)
-    return facts if facts is not None and facts.entrypoint else None
+
+def resume_flow(run_path: Path) -> int:
+    """Run the flow of an existing run again, with its parameters and in its folder; return the exit code."""
+    facts = _facts(run_path)
+    os.environ["COSMOS_OUTPUT_DIR"] = str(run_path.parent)
+    return run_flow(facts.entrypoint, facts.parameters, run_path.name, run_path.parent)
+
+
+def _facts(run_path: Path) -> Facts:
+    from cosmos_core.run.directory import Facts, read_facts
+
+    return read_facts(run_path) or Facts()
 
 
 def run_flow(entrypoint: str, parameters: Mapping[str, Any], run_id: str, output_dir: Path) -> int:
@@ -60,7 +70,7 @@ def run_flow(entrypoint: str, parameters: Mapping[str, Any], run_id: str, output
         entrypoint: `FILE.py:FLOW`.
         parameters: parameters of the flow, which converts them to the types of its signature.
         run_id: name of its run; empty: it follows from the flow and its parameters.
-        output_dir: folder of its run, unless its first recipe names another.
+        output_dir: folder of runs, for the data that they share; the first recipe may name another for the run itself.
     """
     from cosmos_core.run.directory import writable
     from cosmos_core.session import run_python_flow, session
@@ -69,6 +79,6 @@ def run_flow(entrypoint: str, parameters: Mapping[str, Any], run_id: str, output
     if not file.is_file():
         raise ConfigError(f"{entrypoint}: no such file: {file}")
     if run_id:
-        os.environ.update(COSMOS_RUN_ID=run_id, COSMOS_OUTPUT_DIR=str(output_dir.absolute()))
+        os.environ["COSMOS_RUN_ID"] = run_id
     with session(writable(output_dir), None, run_python_flow) as run_session:
         return run_session(entrypoint, parameters)

@@ -28,7 +28,7 @@ from cosmos_core.config.mesh import on_these_gpus
 from cosmos_core.config.schema.pipeline import STAGE_NAME, PipelineConfig
 from cosmos_core.errors import ConfigError
 from cosmos_core.launch import worker
-from cosmos_core.run.directory import Run, claim, create_run, extend_run, note_flow_run, open_run, read_facts
+from cosmos_core.run.directory import Run, claim, create_run, extend_run, note_flow_run, open_run
 from cosmos_core.run.files import Document, read_document, write_json
 from cosmos_core.run.lock import Lock
 from cosmos_core.run.state import FINISHED, read_state
@@ -130,12 +130,13 @@ class FlowInPython:
             self._hold(run)
         saved = read_document(run.path / _CALLS, _Calls) if run else None
         calls = saved.calls if saved else {}
-        if run is not None and name in calls:
-            before = calls[name]
-            if (before.stage, before.tables) == (call.stage, call.tables):
-                return run, before.stages
-            _refuse_if_finished(run, before, call)
-            run = self._without(run, calls, name)
+        if run is not None:
+            if before := calls.get(name):
+                if (before.stage, before.tables) == (call.stage, call.tables):
+                    return run, before.stages
+                _refuse_if_finished(run, before, call)
+                _forget(run, calls, name)
+            run = _with_stages_of(run, calls)  # without those of a call that was killed before it was recorded
         run = self._grown(run, call, source)
         self._hold(run)
         others = {each for other in calls.values() for each in other.stages}
@@ -171,21 +172,22 @@ class FlowInPython:
         check_store(pipeline)
         if run is not None:
             return extend_run(run, pipeline)
-        run = create_run(pipeline, run_id=self.run_id)
-        facts = read_facts(run.path)
-        assert facts is not None
-        facts = facts.model_copy(update={"entrypoint": self.entrypoint, "parameters": self.parameters})
-        write_json(run.path / "run.json", facts.model_dump())
-        return run
+        return create_run(pipeline, run_id=self.run_id, entrypoint=self.entrypoint, parameters=self.parameters)
 
-    def _without(self, run: Run, calls: dict[str, Call], name: str) -> Run:
-        """Return the run without a stage and all that depends on it, which later calls will add again."""
-        gone = {each for stage in calls.pop(name).stages for each in run.pipeline.behind(stage)}
-        for other in [other for other, call in calls.items() if gone.intersection(call.stages)]:
-            del calls[other]
-        kept = [stage for stage in run.pipeline.stages if stage.name not in gone]
-        recipes = {stage.name: run.pipeline.recipes[stage.name] for stage in kept}
-        return replace(run, pipeline=run.pipeline.with_stages(kept, recipes))
+
+def _forget(run: Run, calls: dict[str, Call], name: str) -> None:
+    """Remove a call, and those whose stages depend on its stages, which the flow will call again."""
+    gone = {each for stage in calls[name].stages for each in run.pipeline.behind(stage)}
+    for other in [other for other, call in calls.items() if gone.intersection(call.stages)]:
+        del calls[other]
+
+
+def _with_stages_of(run: Run, calls: Mapping[str, Call]) -> Run:
+    """Return the run with the stages of these calls only."""
+    names = {name for call in calls.values() for name in call.stages}
+    kept = [stage for stage in run.pipeline.stages if stage.name in names]
+    recipes = {stage.name: run.pipeline.recipes[stage.name] for stage in kept}
+    return replace(run, pipeline=run.pipeline.with_stages(kept, recipes))
 
 
 def current_flow() -> FlowInPython:

@@ -171,9 +171,10 @@ def _call_of(
 ) -> tuple[Call, Path]:
     """Return a call with plain values, and the file from whose folder paths in its recipe start."""
     recipe, given_after = keys.pop("recipe", None), keys.pop("after", ())
-    refuse = {"kind", "overrides", "sweep"} & keys.keys()
-    if refuse:
-        raise ConfigError(f"stage {name!r}: {refuse.pop()} is no argument of a task; a sweep is a loop of the flow")
+    if "sweep" in keys:
+        raise ConfigError(f"stage {name!r}: sweep is no argument of a task; a sweep is a loop of the flow")
+    if "kind" in keys:
+        raise ConfigError(f"stage {name!r}: kind is no argument of a task; call the task of that kind")
     source = Path(flow.entrypoint.rpartition(":")[0])
     tables: Values = {}
     if isinstance(recipe, Mapping):

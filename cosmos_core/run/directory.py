@@ -101,8 +101,11 @@ class Run:
         return self.path / "stages" / name
 
 
-def create_run(pipeline: Pipeline, *, run_id: str = "") -> Run:
-    """Create the directory of a new run; create nothing if the pipeline cannot run here.
+def create_run(
+    pipeline: Pipeline, *, run_id: str = "", entrypoint: str = "", parameters: dict[str, Any] | None = None
+) -> Run:
+    """Create the directory of a new run; create nothing if the pipeline cannot run here. `entrypoint` and `parameters`
+    are those of a flow in Python, see `Facts`.
 
     Raises:
         ConfigError: this version does not support a setting, the output folder is not writable, or `run_id` is invalid.
@@ -133,6 +136,8 @@ def create_run(pipeline: Pipeline, *, run_id: str = "") -> Run:
         seeds=seeds,
         kinds={stage.kind: asdict(pipeline.kind_of(stage)) for stage in pipeline.stages},
         fixed={key: old for key, (old, _) in _changes(original, pipeline.as_toml()).items()},
+        entrypoint=entrypoint,
+        parameters=parameters or {},
     )
     path = _made(output_dir, run_id or _timestamp(pipeline), tomli_w.dumps(pipeline.as_toml()), facts)
     list_runs(output_dir)

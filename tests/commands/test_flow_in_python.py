@@ -66,7 +66,7 @@ def test_a_flow_that_is_killed_at_any_moment_is_continued_by_the_same_command_or
     first = workspace.cosmos("run", "my.py:chain", "-p", "rounds=2", "-p", "run_id=whole")
     assert "count-1" in first.stdout and "report" in first.stdout
     outputs = workspace.path / "outputs"
-    command = ("run", "my.py:chain", "-p", "rounds=2", "-p", "seconds=0.1")
+    command = ("run", "my.py:chain", "-p", "rounds=2", "-p", "seconds=0.3")
     for number, again in enumerate((command, command, ("resume",))):
         process, before = workspace.start(*again), steps(outputs)
         wait_until(lambda before=before, number=number: steps(outputs) > before + 3 * number, 60, "a step is done")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,7 @@ def mistakes() -> dict[str, tuple[Callable[[StageHandle, StageHandle], Any], str
         "two firsts": (lambda model, _: upload(model, model="x", target="y"), "the first argument is its model"),
         "no recipe": (lambda *_: custom(GROW, recipe="none.toml"), "recipe = 'none.toml': no such file"),
         "a sweep": (lambda *_: custom(GROW, sweep={}), "a sweep is a loop of the flow"),
+        "a kind": (lambda *_: custom(GROW, kind="gate"), "call the task of that kind"),
     }
 
 
@@ -136,6 +138,19 @@ def test_a_finished_stage_is_not_called_with_other_settings_but_one_that_failed_
     with pytest.raises(ConfigError, match=r"stage 'model' of run edited is done with other settings \(arguments\)"):
         edited()
     assert starts(folder) == ["base", "model"]
+
+
+def test_a_call_that_was_killed_before_it_was_recorded_is_made_again(folder: Path) -> None:
+    @flow
+    def two(run_id: str = "two") -> float:
+        return grown("second", model=grown("first")).metrics["size"]
+
+    assert two() == 2.0
+    recorded = folder / "outputs" / "two" / "calls.json"
+    calls = json.loads(recorded.read_text())
+    del calls["calls"]["second"]
+    recorded.write_text(json.dumps(calls))
+    assert two() == 2.0 and starts(folder) == ["first", "second"]
 
 
 def test_a_stage_is_called_in_a_flow() -> None:
