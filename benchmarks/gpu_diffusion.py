@@ -41,7 +41,7 @@ from cosmos_core.rollout.flow_path import denoise
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.rollout_feed import training_sampling
 from cosmos_core.train.trainer import Trainer
-from cosmos_core.types import Drawn, FlowSampling, Prompt
+from cosmos_core.types import DiffusionSample, FlowSampling, Prompt
 
 DRAWING_STEPS = 10
 KINDS = ("SFT, all weights", "SFT, LoRA", "NFT, LoRA", "drawing, 10 steps")
@@ -127,7 +127,7 @@ class Bench:
         latents = torch.randn(self.shape.latents, generator=torch.Generator().manual_seed(1000 * n + b))
         sigmas = tuple(flow_schedule(DRAWING_STEPS, 3.0).tolist())
         prompt = Prompt(b, (), "", "", embedding=self._text(b))
-        return FlowRollout(Drawn(None, latents, sigmas, n), prompt, 1.0 - 2 * (b % 2), 1000 * n + b)
+        return FlowRollout(DiffusionSample(None, latents, sigmas, n), prompt, 1.0 - 2 * (b % 2), 1000 * n + b)
 
     def _text(self, b: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(b)

@@ -38,8 +38,8 @@ from transformers.initialization import no_init_weights
 
 from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.models.hf import load_tokenizer
-from cosmos_core.parallel.fsdp import without_weights
-from cosmos_core.rollout.base import Bucket, EngineSettings, Loaded, Receiver, WeightFormat
+from cosmos_core.parallel.fsdp import copy_without_weights
+from cosmos_core.rollout.base import Bucket, EngineSettings, LoadReceipt, Receiver, WeightFormat
 from cosmos_core.rollout.publish import BUCKET_BYTES, WeightPublisher
 from cosmos_core.rollout.registry import make_engine
 
@@ -55,11 +55,11 @@ class CopyEngine:
         self.own = {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in model.state_dict().items()}
         self._receiver = Receiver()
 
-    def load_weights(self, version: int, buckets: Iterable[Bucket]) -> Loaded:
+    def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
         """Copy every tensor."""
         for name, tensor in self._receiver.tensors(buckets):
             self.own[name].copy_(tensor)
-        return self._receiver.loaded(version)
+        return self._receiver.receipt(version)
 
 
 def main() -> None:
@@ -200,7 +200,7 @@ def _model(options: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedMode
         parameter.data.fill_(0.01)
     if options.size == 1:
         return model, None
-    whole = without_weights(model)
+    whole = copy_without_weights(model)
     mesh = init_device_mesh("cpu", (options.size,))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)

@@ -122,7 +122,7 @@ class Prompt:
     embedding: dict[str, Any] = field(default_factory=dict)
     """For a diffusion model, the output of its text encoder: tensors by name, without a dimension for samples. The
     prompt then has no token ids."""
-    given: Any = None
+    conditioning_clip: Any = None
     """For a diffusion model of videos, clean latents of a clip whose first frames may condition a rollout; None: no
     clip."""
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -242,7 +242,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class DiffusionSample:
     """Sample of a diffusion model, and the steps of its path that are trained on. Tensors are on the CPU, latents in
     float32, because rounding the latents changes probability ratios by more than the width of clip ranges."""
 
@@ -283,17 +283,17 @@ class Completion:
     """Text decoded without special tokens; of several turns, the last turn of the policy."""
     turns: tuple[Turn, ...] = ()
     """Turns of a conversation, in order; () if the engine supports only one turn."""
-    drawn: Drawn | None = None
+    diffusion_sample: DiffusionSample | None = None
     """Sample of a diffusion model, which has no segments; None: the completion is text."""
 
     @property
     def media(self) -> Any:
         """Return the image as `PIL.Image`, or the video as an array of frames; None for text."""
-        if self.drawn is None:
+        if self.diffusion_sample is None:
             return None
         from PIL import Image
 
-        array = self.drawn.pixels.numpy()
+        array = self.diffusion_sample.pixels.numpy()
         return Image.fromarray(array) if array.ndim == 3 else array
 
     @property
@@ -319,8 +319,8 @@ class Completion:
     @property
     def version(self) -> int:
         """Return the oldest version of the weights that sampled any of its tokens."""
-        if self.drawn is not None:
-            return self.drawn.version
+        if self.diffusion_sample is not None:
+            return self.diffusion_sample.version
         return min(segment.version for segment in self.segments if segment.is_sampled)
 
 

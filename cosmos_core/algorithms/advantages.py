@@ -19,7 +19,7 @@ from cosmos_core.errors import RewardError
 
 STD_EPSILON = 1e-6
 _VARIANCE_EPSILON = 1e-8
-"""Added to the variance in `whitened`, as in verl and OpenRLHF."""
+"""Added to the variance in `whiten`, as in verl and OpenRLHF."""
 _GDPO_EPSILON = 1e-4
 
 Groups = Sequence[Sequence[float | None]]
@@ -42,7 +42,7 @@ def advantages(
         RewardError: the rule does not support such rewards.
     """
     valid = [[r for r in rewards if r is not None and math.isfinite(r)] for rewards in groups]
-    rule = _centred if algo == "grpo" and not normalise_std else RULES[algo]
+    rule = _centre if algo == "grpo" and not normalise_std else RULES[algo]
     credited = rule([np.asarray(each, dtype=np.float64) for each in valid])
     if algo.startswith("reinforce++"):
         tokens = num_tokens or [[1] * len(rewards) for rewards in groups]
@@ -50,7 +50,7 @@ def advantages(
             [n for r, n in zip(rewards, values_of_group, strict=True) if r is not None and math.isfinite(r)]
             for rewards, values_of_group in zip(groups, tokens, strict=True)
         ]
-        flat = iter(whitened(np.concatenate([*credited, np.zeros(0)]), np.concatenate([*lengths, np.zeros(0)])))
+        flat = iter(whiten(np.concatenate([*credited, np.zeros(0)]), np.concatenate([*lengths, np.zeros(0)])))
         credited = [np.array([next(flat) for _ in each]) for each in valid]
     iterators = [iter(values_G) for values_G in credited]
     values = [
@@ -66,7 +66,7 @@ def advantages(
     }
 
 
-def whitened(values_N: np.ndarray, counts_N: np.ndarray) -> np.ndarray:
+def whiten(values_N: np.ndarray, counts_N: np.ndarray) -> np.ndarray:
     """Return (value - mean) / sqrt(sample variance + 1e-8), with each value weighted by its count.
 
     The result is exactly 0 if all values with a count above 0 are equal (REINFORCE++, arXiv 2501.03262, equation 10,
@@ -84,7 +84,7 @@ def _is_constant(rewards_G: np.ndarray) -> bool:
     return not rewards_G.size or bool(rewards_G.max() == rewards_G.min())
 
 
-def _centred(groups: list[np.ndarray]) -> list[np.ndarray]:
+def _centre(groups: list[np.ndarray]) -> list[np.ndarray]:
     """Return r - mean (Dr. GRPO, arXiv 2503.20783)."""
     return [np.zeros_like(r_G) if _is_constant(r_G) else r_G - r_G.mean() for r_G in groups]
 
@@ -92,20 +92,20 @@ def _centred(groups: list[np.ndarray]) -> list[np.ndarray]:
 def _grpo(groups: list[np.ndarray]) -> list[np.ndarray]:
     """Return (r - mean) / (population std + 1e-6) (GRPO, arXiv 2402.03300)."""
     return [
-        c_G / (r_G.std() + STD_EPSILON) if c_G.any() else c_G for c_G, r_G in zip(_centred(groups), groups, strict=True)
+        c_G / (r_G.std() + STD_EPSILON) if c_G.any() else c_G for c_G, r_G in zip(_centre(groups), groups, strict=True)
     ]
 
 
 def _rloo(groups: list[np.ndarray]) -> list[np.ndarray]:
     """Return r - mean of the others (RLOO, arXiv 2402.14740)."""
-    return [c_G * len(c_G) / max(1, len(c_G) - 1) for c_G in _centred(groups)]
+    return [c_G * len(c_G) / max(1, len(c_G) - 1) for c_G in _centre(groups)]
 
 
 def _batch_std(groups: list[np.ndarray]) -> list[np.ndarray]:
     """Return (r - mean of the group) / (population std of all rewards of the step + 1e-6) (arXiv 2508.08221)."""
     everything = np.concatenate([*groups, np.zeros(0)])
     std = everything.std() if everything.size else 0.0
-    return [c_G / (std + STD_EPSILON) for c_G in _centred(groups)]
+    return [c_G / (std + STD_EPSILON) for c_G in _centre(groups)]
 
 
 def _max_rl(groups: list[np.ndarray]) -> list[np.ndarray]:
@@ -116,7 +116,7 @@ def _max_rl(groups: list[np.ndarray]) -> list[np.ndarray]:
             f"train.train_policy.algo = 'maxrl' divides by the mean reward of a group, and a reward is {min_r:g}; take "
             f"rewards that are never negative, or another algo"
         )
-    return [c_G / r_G.mean() if c_G.any() else c_G for c_G, r_G in zip(_centred(groups), groups, strict=True)]
+    return [c_G / r_G.mean() if c_G.any() else c_G for c_G, r_G in zip(_centre(groups), groups, strict=True)]
 
 
 def gdpo_advantages(rewards: Sequence[Groups], weights: Sequence[float]) -> list[list[float | None]]:
@@ -133,12 +133,12 @@ def gdpo_advantages(rewards: Sequence[Groups], weights: Sequence[float]) -> list
             kept_G = np.array(
                 [r for r, is_valid in zip(values_of_group, row, strict=True) if is_valid], dtype=np.float64
             )
-            sum_G += weight * _standardised(kept_G)
-    flat = iter(_standardised(np.concatenate([*sums, np.zeros(0)])))
+            sum_G += weight * _standardise(kept_G)
+    flat = iter(_standardise(np.concatenate([*sums, np.zeros(0)])))
     return [[float(next(flat)) if is_valid else None for is_valid in row] for row in valid]
 
 
-def _standardised(values_N: np.ndarray) -> np.ndarray:
+def _standardise(values_N: np.ndarray) -> np.ndarray:
     if _is_constant(values_N):
         return np.zeros_like(values_N)
     centred_N: np.ndarray = values_N - values_N.mean()
@@ -150,8 +150,8 @@ RULES: dict[str, Callable[[list[np.ndarray]], list[np.ndarray]]] = {
     "rloo": _rloo,
     "batch-std": _batch_std,
     "reinforce++": lambda groups: groups,
-    "reinforce++-baseline": _centred,
+    "reinforce++-baseline": _centre,
     "maxrl": _max_rl,
 }
-"""Functions from the rewards of all groups to advantages; those of both REINFORCE++ rules are then `whitened` over
+"""Functions from the rewards of all groups to advantages; those of both REINFORCE++ rules are then `whiten` over
 tokens."""

@@ -46,14 +46,14 @@ def weighted_sum(
 ) -> Tensor:
     """Return the contribution of a micro-batch to the step's loss; `loss_type` and `max_tokens` as for
     `denominator`."""
-    kept_BT = masked(values_BT, mask_BT)
+    kept_BT = apply_mask(values_BT, mask_BT)
     if loss_type == "seq-mean-token-mean" and max_tokens is None:
         lengths_B = mask_BT.bool().sum(-1).clamp(min=1)
         return (kept_BT.sum(-1) / lengths_B).sum() / denominator
     return kept_BT.sum() / denominator
 
 
-def masked(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
+def apply_mask(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """Return `values_BT` with exact zeros, in value and gradient, where the mask is 0, even for NaN or infinity.
 
     The result is at least float32: sums in half precision lose tokens, and exp of differences overflows.
@@ -64,7 +64,7 @@ def masked(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
 
 def token_metric(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """Return the sum over unmasked tokens and their number, as a metric `[sum, count]` without gradient."""
-    sum_ = masked(values_BT.detach(), mask_BT).sum(dtype=torch.float64)
+    sum_ = apply_mask(values_BT.detach(), mask_BT).sum(dtype=torch.float64)
     return torch.stack([sum_, mask_BT.bool().sum().to(torch.float64)])
 
 

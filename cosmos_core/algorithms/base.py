@@ -168,7 +168,7 @@ def equal_batches(num_samples: int, size: int | None) -> list[slice]:
     return [slice(*each) for each in pairwise(bounds)]
 
 
-def aligned(rows: Sequence[Tensor], like_BS: Tensor) -> Tensor:
+def align_rows(rows: Sequence[Tensor], like_BS: Tensor) -> Tensor:
     """Return rows of different lengths padded to the shape of `like_BS`, in its dtype and on its device.
 
     Further dimensions of a row's tokens are kept.

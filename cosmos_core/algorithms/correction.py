@@ -24,14 +24,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from cosmos_core.algorithms.aggregate import Metrics, masked, token_metric
+from cosmos_core.algorithms.aggregate import Metrics, apply_mask, token_metric
 from cosmos_core.algorithms.kl import MAX_LOG_RATIO, k3
 
 CAP = 2.0
 """Usual cap of truncated importance sampling; ratios that come only from top-p and top-k never exceed 1."""
 
 _MEAN_EPSILON = 1e-8
-"""Added to the number of tokens of a sequence in `self_normalised`, as in verl."""
+"""Added to the number of tokens of a sequence in `self_normalise`, as in verl."""
 
 Rule = Literal["none", "truncate", "mask", "sequence-truncate", "sequence-mask"]
 
@@ -67,17 +67,17 @@ def importance_weights(
 
     Weights apply only to the policy term of the loss, never to a KL term, and the denominator of the loss is unchanged.
     A token whose log-probability under mu is not finite has weight 0; for rollouts such tokens are already excluded
-    from the mask and the denominator (`grpo.sample_of`). Metrics: the mean weight and its mean square (mean^2 / square
-    is the effective fraction of the tokens), and the fractions of tokens above `high`, rejected, and not finite.
+    from the mask and the denominator (`grpo.make_sample`). Metrics: the mean weight and its mean square (mean^2 /
+    square is the effective fraction of the tokens), and the fractions of tokens above `high`, rejected, and not finite.
     """
     mask_BT = mask_BT.bool()
     is_finite_BT = rollout_logprobs_BT.isfinite()
     kept_BT = mask_BT & is_finite_BT
-    log_ratio_BT = masked(old_logprobs_BT, kept_BT) - masked(rollout_logprobs_BT, kept_BT)
+    log_ratio_BT = apply_mask(old_logprobs_BT, kept_BT) - apply_mask(rollout_logprobs_BT, kept_BT)
     log_weight_BT = log_ratio_BT
     if correction.rule.startswith("sequence"):
         log_weight_BT = log_ratio_BT.sum(-1, keepdim=True).expand_as(log_ratio_BT)
-    ratio_BT = masked(log_weight_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), kept_BT)
+    ratio_BT = apply_mask(log_weight_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), kept_BT)
     accepted_BT, weights_BT = kept_BT, ratio_BT.clamp(max=correction.high)
     if correction.rule == "none":
         weights_BT = torch.ones_like(ratio_BT)
@@ -88,12 +88,14 @@ def importance_weights(
         mean_B1 = (log_ratio_BT.sum(-1, keepdim=True) / kept_BT.sum(-1, keepdim=True).clamp(min=1)).exp()
         accepted_BT = accepted_BT & (mean_B1 >= low) & (mean_B1 <= high)
     if correction.mean_k3 is not None or correction.max_k3 is not None:
-        k3_BT = masked(k3(masked(rollout_logprobs_BT, kept_BT), masked(old_logprobs_BT, kept_BT))[0], kept_BT)
+        k3_BT = apply_mask(
+            k3(apply_mask(rollout_logprobs_BT, kept_BT), apply_mask(old_logprobs_BT, kept_BT))[0], kept_BT
+        )
         mean_B1 = k3_BT.sum(-1, keepdim=True) / kept_BT.sum(-1, keepdim=True).clamp(min=1)
         accepted_BT = accepted_BT & (mean_B1 <= (math.inf if correction.mean_k3 is None else correction.mean_k3))
         most = math.inf if correction.max_k3 is None else correction.max_k3
         accepted_BT = accepted_BT & (k3_BT.amax(-1, keepdim=True) <= most)
-    weights_BT = masked(weights_BT, accepted_BT) / correction.scale
+    weights_BT = apply_mask(weights_BT, accepted_BT) / correction.scale
     metrics = {
         "rollout/weight": token_metric(weights_BT, mask_BT),
         "rollout/weight_square": token_metric(weights_BT.square(), mask_BT),
@@ -104,7 +106,7 @@ def importance_weights(
     return weights_BT, metrics
 
 
-def self_normalised(correction: Correction, rows: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Correction:
+def self_normalise(correction: Correction, rows: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Correction:
     """Return the correction scaled so that weights have the mean 1 over the trained tokens of a step.
 
     With sequence rules the mean is over sequences. It is taken before sequences are rejected. Each row has the

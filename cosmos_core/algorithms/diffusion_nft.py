@@ -15,7 +15,7 @@ import torch
 from cosmos_core.algorithms.base import Loss, Update, View
 from cosmos_core.algorithms.flow_credit import FlowRollout
 from cosmos_core.algorithms.flow_objectives import NftInputs, nft_loss, optimality
-from cosmos_core.algorithms.flow_rl import FlowRl, SeededSample, drawn_order, metrics_of
+from cosmos_core.algorithms.flow_rl import FlowRl, SeededSample, random_order, sum_metrics
 from cosmos_core.config.schema.diffusion_nft import OLD
 from cosmos_core.models.base import MicroBatch
 
@@ -27,7 +27,7 @@ class DiffusionNft(FlowRl):
 
     keeps_equal_groups = True
 
-    def update_of(self, rollouts: Sequence[FlowRollout]) -> Update | None:
+    def make_update(self, rollouts: Sequence[FlowRollout]) -> Update | None:
         if not rollouts:
             return None
         samples = [sample for rollout in rollouts for sample in self._samples(rollout)]
@@ -48,16 +48,16 @@ class DiffusionNft(FlowRl):
             )
             terms = nft_loss(inputs, beta, config.advantage_high)
             value = (terms.policy_B + config.kl_beta * terms.kl_B).sum() / total
-            metrics = metrics_of(
+            metrics = sum_metrics(
                 policy_loss=terms.policy_B,
                 unweighted_policy_loss=terms.unweighted_B,
                 old_deviation=terms.deviation_B,
                 optimality=inputs.optimality_B,
                 x0_norm=outputs["latents"].flatten(1).square().mean(1),
             )
-            return Loss(value, metrics | (metrics_of(kl=terms.kl_B) if self._compares else {}))
+            return Loss(value, metrics | (sum_metrics(kl=terms.kl_B) if self._compared_weights else {}))
 
-        return Update(samples, loss, compares=(OLD, *self._compares))
+        return Update(samples, loss, compares=(OLD, *self._compared_weights))
 
     def after_step(self, view: View) -> None:
         """Move the old policy towards the policy."""
@@ -65,17 +65,17 @@ class DiffusionNft(FlowRl):
 
     def _samples(self, rollout: FlowRollout) -> list[SeededSample]:
         """Return a completion at some of its sampler's noise levels, selected by its seed."""
-        sigmas = rollout.drawn.sigmas[:-1]
+        sigmas = rollout.diffusion_sample.sigmas[:-1]
         count = int(self.diffusers.timesteps_fraction * len(sigmas))
-        selected = drawn_order(len(sigmas), rollout.seed)[:count]
+        selected = random_order(len(sigmas), rollout.seed)[:count]
         return [
             SeededSample(
-                rollout.drawn.latents,
+                rollout.diffusion_sample.latents,
                 sigmas[i],
                 rollout.prompt.embedding,
                 rollout,
                 (rollout.seed + 1 + i) & _SEED_BITS,
-                rollout.drawn.num_given,
+                rollout.diffusion_sample.num_given,
             )
             for i in selected
         ]

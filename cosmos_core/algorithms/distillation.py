@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from cosmos_core.algorithms.aggregate import Metrics, masked, token_metric
+from cosmos_core.algorithms.aggregate import Metrics, apply_mask, token_metric
 from cosmos_core.algorithms.base import View
 from cosmos_core.config.schema.distillation import DistillationConfig
 from cosmos_core.data.sample import Sample, within_budget
@@ -39,7 +39,7 @@ from cosmos_core.models.teacher import TEACHER
 
 
 @dataclass(frozen=True, slots=True)
-class Distilled:
+class TeacherTerms:
     """Contribution of the teacher to the loss of a micro-batch."""
 
     advantages_BS: Tensor | None
@@ -49,9 +49,9 @@ class Distilled:
     metrics: Metrics
 
 
-def distilled(
+def teacher_terms(
     config: DistillationConfig, policy_BS: Tensor, teacher_BS: Tensor, mask_BS: Tensor, drawn_BS: Tensor
-) -> Distilled:
+) -> TeacherTerms:
     """Return the contribution of a teacher to the loss.
 
     Args:
@@ -63,20 +63,22 @@ def distilled(
         drawn_BS: 1 where the policy sampled the token; other tokens get only their own penalty.
     """
     if not config.top_k:
-        penalty_BS = masked(policy_BS.detach() - teacher_BS, mask_BS)
+        penalty_BS = apply_mask(policy_BS.detach() - teacher_BS, mask_BS)
         metrics = {"teacher/reverse_kl": token_metric(penalty_BS, mask_BS)}
-        summed_BS = penalty_BS + masked(future(penalty_BS, config.kl_discount_factor), drawn_BS)
-        return Distilled(-config.kl_penalty_coef * summed_BS, None, metrics)
-    divergence_BS = masked(jensen_shannon(with_rest(policy_BS), with_rest(teacher_BS), config.jsd_beta), mask_BS)
+        summed_BS = penalty_BS + apply_mask(discounted_sums(penalty_BS, config.kl_discount_factor), drawn_BS)
+        return TeacherTerms(-config.kl_penalty_coef * summed_BS, None, metrics)
+    divergence_BS = apply_mask(
+        jensen_shannon(append_rest(policy_BS), append_rest(teacher_BS), config.jsd_beta), mask_BS
+    )
     metrics = {"teacher/divergence": token_metric(divergence_BS, mask_BS)}
     loss_BS = config.kl_penalty_coef * divergence_BS
     if not config.kl_discount_factor:
-        return Distilled(None, loss_BS, metrics)
-    summed_BS = masked(future(divergence_BS.detach(), config.kl_discount_factor), drawn_BS)
-    return Distilled(-config.kl_penalty_coef * summed_BS, loss_BS, metrics)
+        return TeacherTerms(None, loss_BS, metrics)
+    summed_BS = apply_mask(discounted_sums(divergence_BS.detach(), config.kl_discount_factor), drawn_BS)
+    return TeacherTerms(-config.kl_penalty_coef * summed_BS, loss_BS, metrics)
 
 
-def future(values_BS: Tensor, discount: float) -> Tensor:
+def discounted_sums(values_BS: Tensor, discount: float) -> Tensor:
     """Return for each token the sum over n = 1, 2, ... of discount^n times the value n tokens later."""
     total_BS, reach = values_BS, 1
     while discount and reach < values_BS.shape[1]:  # `total_BS` covers `reach` tokens, then twice as many
@@ -85,7 +87,7 @@ def future(values_BS: Tensor, discount: float) -> Tensor:
     return discount * pad(total_BS[:, 1:], (0, 1))
 
 
-def with_rest(logprobs_BSK: Tensor) -> Tensor:
+def append_rest(logprobs_BSK: Tensor) -> Tensor:
     """Return the log-probabilities of K ids, with the total of all other tokens appended: BSE, at least float32.
 
     A total below the dtype's epsilon is replaced by the epsilon, without gradient.
@@ -113,7 +115,7 @@ def _kl(one_BSE: Tensor, other_BSE: Tensor) -> Tensor:
     return (one_BSE.exp() * (one_BSE - other_BSE)).sum(-1)
 
 
-def ask_teacher(
+def score_with_teacher(
     config: DistillationConfig, samples: Sequence[Sample], view: View, wants: Wants
 ) -> tuple[list[Sample], list[Tensor]]:
     """Return the samples with the token ids to compare, and the teacher's log-probabilities of each sample.
@@ -127,14 +129,14 @@ def ask_teacher(
         return prepared, [row["logprobs"] for row in rows]
     wants = replace(wants, entropy="", top_k=config.top_k)
     if not config.trainer_token_ids_from_teacher:
-        prepared = _with_ids(prepared, view.evaluate(prepared, wants))
+        prepared = _set_top_ids(prepared, view.evaluate(prepared, wants))
     rows = view.evaluate(within_budget(prepared, budget), wants, weights=TEACHER, size=size)
     if config.trainer_token_ids_from_teacher:
-        prepared = _with_ids(prepared, rows)
+        prepared = _set_top_ids(prepared, rows)
     return prepared, [row["top_logprobs"] for row in rows]
 
 
-def including_prompt(sample: Sample, num_prompt: int) -> Sample:
+def train_on_prompt(sample: Sample, num_prompt: int) -> Sample:
     """Return the sample with the tokens of its prompt after the first also trained on; the policy did not sample
     them."""
     mask = sample.loss_mask.copy()
@@ -146,7 +148,7 @@ def including_prompt(sample: Sample, num_prompt: int) -> Sample:
     return replace(sample, loss_mask=mask, rollout_logprobs=rollout)
 
 
-def _with_ids(samples: Sequence[Sample], rows: Sequence[dict[str, Tensor]]) -> list[Sample]:
+def _set_top_ids(samples: Sequence[Sample], rows: Sequence[dict[str, Tensor]]) -> list[Sample]:
     """Return the samples with the `top_ids` of `rows`, which have ids for every predicted token."""
     return [
         replace(sample, top_ids=row["top_ids"].cpu().numpy()[sample.loss_mask[1:] == 1])

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from cosmos_core.algorithms.aggregate import Metrics, denominator, masked, means
+from cosmos_core.algorithms.aggregate import Metrics, apply_mask, denominator, means
 from cosmos_core.algorithms.base import Algorithm, Loss, Update, View
 from cosmos_core.config.schema.dpo import DpoConfig, DpoLossConfig
 from cosmos_core.data.sample import Sample
@@ -29,7 +29,7 @@ _LEAST_LOGP = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class PairLogprobs:
     """Sums of log-probabilities over the trained tokens of each pair's responses, shape P each."""
 
     chosen: Tensor
@@ -50,7 +50,7 @@ class Denominators:
     chosen_tokens: float
 
 
-def preference_loss(pairs: Compared, config: DpoLossConfig, total: Denominators) -> tuple[Tensor, Metrics]:
+def preference_loss(pairs: PairLogprobs, config: DpoLossConfig, total: Denominators) -> tuple[Tensor, Metrics]:
     """Return the loss of some of a step's pairs, and metrics to be summed."""
     chosen_P = config.beta * (pairs.chosen - pairs.reference_chosen)
     rejected_P = config.beta * (pairs.rejected - pairs.reference_rejected)
@@ -73,30 +73,30 @@ def preference_loss(pairs: Compared, config: DpoLossConfig, total: Denominators)
     return loss, metrics
 
 
-def _smoothed(margin_P: Tensor, smoothing: float) -> Tensor:
+def _smooth_log_sigmoid(margin_P: Tensor, smoothing: float) -> Tensor:
     return -(1 - smoothing) * logsigmoid(margin_P) - smoothing * logsigmoid(-margin_P)
 
 
-def _robust(pairs: Compared, chosen_P: Tensor, rejected_P: Tensor, config: DpoLossConfig) -> Tensor:
+def _robust(pairs: PairLogprobs, chosen_P: Tensor, rejected_P: Tensor, config: DpoLossConfig) -> Tensor:
     margin_P, wrong = chosen_P - rejected_P, config.label_smoothing
     return (wrong * logsigmoid(-margin_P) - (1 - wrong) * logsigmoid(margin_P)) / (1 - 2 * wrong)
 
 
-def _per_token(pairs: Compared, chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
+def _per_token(pairs: PairLogprobs, chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
     """Return the difference of two values, each divided by the number of tokens of its response."""
     return chosen_P / pairs.chosen_tokens.clamp(min=1) - rejected_P / pairs.rejected_tokens.clamp(min=1)
 
 
-def _ipo(pairs: Compared, chosen_P: Tensor, rejected_P: Tensor, config: DpoLossConfig) -> Tensor:
+def _ipo(pairs: PairLogprobs, chosen_P: Tensor, rejected_P: Tensor, config: DpoLossConfig) -> Tensor:
     return (_per_token(pairs, chosen_P, rejected_P) / config.beta - 1 / (2 * config.beta)) ** 2
 
 
-def _simpo(pairs: Compared, chosen_P: Tensor, rejected_P: Tensor, config: DpoLossConfig) -> Tensor:
+def _simpo(pairs: PairLogprobs, chosen_P: Tensor, rejected_P: Tensor, config: DpoLossConfig) -> Tensor:
     margin_P = config.beta * _per_token(pairs, pairs.chosen, pairs.rejected) - config.simpo_gamma
-    return _smoothed(margin_P, config.label_smoothing)
+    return _smooth_log_sigmoid(margin_P, config.label_smoothing)
 
 
-def _orpo(pairs: Compared, chosen_P: Tensor, rejected_P: Tensor, config: DpoLossConfig) -> Tensor:
+def _orpo(pairs: PairLogprobs, chosen_P: Tensor, rejected_P: Tensor, config: DpoLossConfig) -> Tensor:
     """Return the ORPO loss of the odds p / (1 - p), where p is the geometric mean of the tokens' probabilities."""
     log_odds = []
     for logps_P, tokens_P in ((pairs.chosen, pairs.chosen_tokens), (pairs.rejected, pairs.rejected_tokens)):
@@ -105,8 +105,8 @@ def _orpo(pairs: Compared, chosen_P: Tensor, rejected_P: Tensor, config: DpoLoss
     return -config.beta * logsigmoid(log_odds[0] - log_odds[1])
 
 
-_PAIR_LOSSES: dict[str, Callable[[Compared, Tensor, Tensor, DpoLossConfig], Tensor]] = {
-    "sigmoid": lambda _, c, r, config: _smoothed(c - r, config.label_smoothing),
+_PAIR_LOSSES: dict[str, Callable[[PairLogprobs, Tensor, Tensor, DpoLossConfig], Tensor]] = {
+    "sigmoid": lambda _, c, r, config: _smooth_log_sigmoid(c - r, config.label_smoothing),
     "robust": _robust,
     "bco_pair": lambda _, c, r, config: -logsigmoid(c) - logsigmoid(-r),
     "hinge": lambda _, c, r, config: torch.relu(1 - (c - r)),
@@ -142,11 +142,13 @@ class Dpo(Algorithm):
             rows = {index: b for b, index in enumerate(micro.indices)}
             chosen = [i for i in sorted(rows) if i % 2 == 0]
             assert sorted(rows) == [j for i in chosen for j in (i, i + 1)], "a pair was split"
-            logps_B = masked(micro.logprobs_BS, micro.mask_BS).sum(-1, dtype=torch.float64)
+            logps_B = apply_mask(micro.logprobs_BS, micro.mask_BS).sum(-1, dtype=torch.float64)
             reference_B = logps_B.new_tensor([sample.reference_logprob for sample in micro.samples])
             chosen_P, rejected_P = [rows[i] for i in chosen], [rows[i + 1] for i in chosen]
             each = (logps_B, reference_B, micro.mask_BS.sum(-1).to(logps_B))
-            pairs = Compared(*(values_B[rows_of_side] for values_B in each for rows_of_side in (chosen_P, rejected_P)))
+            pairs = PairLogprobs(
+                *(values_B[rows_of_side] for values_B in each for rows_of_side in (chosen_P, rejected_P))
+            )
             return Loss(*preference_loss(pairs, self.config.dpo, total))
 
         yield Update(samples, loss)
@@ -160,7 +162,7 @@ class Dpo(Algorithm):
             references += [sample.reference_logprob for sample in samples]
             tokens += [sample.num_learned for sample in samples]
         each = (torch.cat(logps), *(torch.tensor(values, dtype=torch.float64) for values in (references, tokens)))
-        pairs = Compared(*(values[start::2] for values in each for start in (0, 1)))
+        pairs = PairLogprobs(*(values[start::2] for values in each for start in (0, 1)))
         total = Denominators(len(pairs.chosen), float(sum(tokens[::2])))
         loss, metrics = preference_loss(pairs, self.config.dpo, total)
         return {"loss": loss.item(), **means(metrics), "pairs": float(len(pairs.chosen))}

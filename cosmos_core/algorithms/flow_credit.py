@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cosmos_core.types import Drawn, Prompt, Score, ScoredGroup
+from cosmos_core.types import DiffusionSample, Prompt, Score, ScoredGroup
 
 STD_EPSILON = 1e-4
 
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 class FlowRollout:
     """A sampled image or video with its advantage."""
 
-    drawn: Drawn
+    diffusion_sample: DiffusionSample
     prompt: Prompt
     advantage: float
     seed: int
@@ -39,7 +39,7 @@ class FlowRollout:
     @property
     def latents(self) -> Tensor:
         """Return the clean latents, whose size determines the cost of the sample."""
-        clean_latents: Tensor = self.drawn.latents
+        clean_latents: Tensor = self.diffusion_sample.latents
         return clean_latents
 
 
@@ -69,33 +69,33 @@ def flow_advantages(
     """
     totals = [[score.value for score in scores] for scores in groups]
     valid = [[value for value in values if value is not None and math.isfinite(value)] for values in totals]
-    normalised = _normalised_each(groups, settings) if settings.each else _normalised(totals, settings)
+    normalised = _normalise_separately(groups, settings) if settings.each else _normalise(totals, settings)
     is_constant = [not any(row) for row in normalised]
-    kept: list[list[float | None]] = [
+    advantages: list[list[float | None]] = [
         [None] * len(row) if is_constant[g] and not settings.keeps_equal else row for g, row in enumerate(normalised)
     ]
     num_valid = sum(bool(values) for values in valid)
-    return kept, {
+    return advantages, {
         "reward/constant_groups": sum(c and bool(v) for c, v in zip(is_constant, valid, strict=True))
         / max(1, num_valid),
         "reward/group_std": float(np.mean([float(np.std(values)) for values in valid if values] or [0.0])),
     }
 
 
-def _normalised_each(groups: Sequence[Sequence[Score]], settings: CreditSettings) -> list[list[float | None]]:
+def _normalise_separately(groups: Sequence[Sequence[Score]], settings: CreditSettings) -> list[list[float | None]]:
     """Return the weighted sum of the reward functions' values, each normalized individually."""
     columns = [
-        _normalised([[s.metrics.get(name) if s.value is not None else None for s in scores] for scores in groups],
+        _normalise([[s.metrics.get(name) if s.value is not None else None for s in scores] for scores in groups],
                     settings)
         for name in settings.each
     ]  # fmt: skip
     return [
-        [_weighted([column[g][k] for column in columns], settings.each) for k in range(len(scores))]
+        [_weighted_total([column[g][k] for column in columns], settings.each) for k in range(len(scores))]
         for g, scores in enumerate(groups)
     ]
 
 
-def _normalised(groups: Sequence[Sequence[float | None]], settings: CreditSettings) -> list[list[float | None]]:
+def _normalise(groups: Sequence[Sequence[float | None]], settings: CreditSettings) -> list[list[float | None]]:
     """Return (reward - mean of the group) / standard deviation; exactly 0 in groups of equal rewards."""
     valid = [np.array([r for r in rewards if r is not None], dtype=np.float64) for rewards in groups]
     everything = np.concatenate([*valid, np.zeros(0)])
@@ -110,7 +110,7 @@ def _normalised(groups: Sequence[Sequence[float | None]], settings: CreditSettin
     return result
 
 
-def _weighted(values: Sequence[float | None], weights: Mapping[str, float]) -> float | None:
+def _weighted_total(values: Sequence[float | None], weights: Mapping[str, float]) -> float | None:
     if any(value is None for value in values):
         return None
     return sum(weight * (value or 0.0) for value, weight in zip(values, weights.values(), strict=True))
@@ -123,14 +123,14 @@ def diversity(groups: Sequence[ScoredGroup]) -> float:
     """
     distances = []
     for group in groups:
-        latents = [c.drawn.latents for c in group.group.completions if c.drawn is not None]
+        latents = [c.diffusion_sample.latents for c in group.group.completions if c.diffusion_sample is not None]
         pairs = [(a - b).square().mean().sqrt().item() for a, b in combinations(latents, 2)]
         if pairs:
             distances.append(float(np.mean(pairs)))
     return float(np.mean(distances)) if distances else 0.0
 
 
-class Watch:
+class RewardMonitor:
     """Monitor that detects a reward that rises at the expense of diversity or of another reward.
 
     Other rewards are those with weight 0, which are computed for monitoring only. The baseline is the mean of the first
@@ -148,9 +148,9 @@ class Watch:
         for name in self._watched:
             now[name] = _mean([s.metrics.get(name) for g in groups for s in g.scores])
         for name, value in now.items():
-            seen = self._first.setdefault(name, [])
-            if len(seen) < self._num_first and math.isfinite(value):
-                seen.append(value)
+            first_values = self._first.setdefault(name, [])
+            if len(first_values) < self._num_first and math.isfinite(value):
+                first_values.append(value)
         first = {name: float(np.mean(values)) for name, values in self._first.items() if values}
         relative = now["diversity"] / first["diversity"] if first.get("diversity") else 1.0
         rises = now["reward"] > first.get("reward", math.inf)
@@ -158,7 +158,7 @@ class Watch:
         for name in self._watched if rises else ():
             if name in first and now[name] < first[name] - (1 - self._least) * abs(first[name]):
                 suspects.append(name)
-        self._tell(suspects, now, first)
+        self._warn(suspects, now, first)
         return {
             "watch/diversity": now["diversity"],
             "watch/relative_diversity": relative,
@@ -166,7 +166,7 @@ class Watch:
             "watch/alarm": float(bool(suspects)),
         }
 
-    def _tell(self, suspects: Sequence[str], now: Mapping[str, float], first: Mapping[str, float]) -> None:
+    def _warn(self, suspects: Sequence[str], now: Mapping[str, float], first: Mapping[str, float]) -> None:
         if suspects and not self._is_told:
             changes = ", ".join(f"{name} {first[name]:.4g} at first, {now[name]:.4g} now" for name in suspects)
             logger.warning(
@@ -189,18 +189,18 @@ def _mean(values: Sequence[float | None]) -> float:
     return float(np.mean(valid)) if valid else math.nan
 
 
-def rollouts_of(
+def make_rollouts(
     groups: Sequence[ScoredGroup], values: Sequence[Sequence[float | None]], seeds: Any
 ) -> list[FlowRollout]:
     """Return the completions that have an advantage; `seeds` returns the seed of a completion of a group."""
     return [
-        FlowRollout(completion.drawn, scored.group.prompt, value, seeds(scored.group, k))
+        FlowRollout(completion.diffusion_sample, scored.group.prompt, value, seeds(scored.group, k))
         for scored, row in zip(groups, values, strict=True)
         for k, (completion, value) in enumerate(zip(scored.group.completions, row, strict=True))
-        if value is not None and completion.drawn is not None
+        if value is not None and completion.diffusion_sample is not None
     ]
 
 
-def noise_of(shape: Sequence[int], seed: int) -> Tensor:
+def make_noise(shape: Sequence[int], seed: int) -> Tensor:
     """Return noise that depends only on the seed, not on the device or the parallel layout."""
     return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed))

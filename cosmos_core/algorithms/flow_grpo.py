@@ -16,7 +16,7 @@ from torch import Tensor
 from cosmos_core.algorithms.base import Loss, Update
 from cosmos_core.algorithms.flow_credit import FlowRollout
 from cosmos_core.algorithms.flow_objectives import MODES, RatioSettings, StepInputs, flow_grpo_loss
-from cosmos_core.algorithms.flow_rl import FlowRl, metrics_of
+from cosmos_core.algorithms.flow_rl import FlowRl, sum_metrics
 from cosmos_core.config.schema.flow_grpo import FlowGrpoConfig
 from cosmos_core.data.flow_sample import FlowSample
 from cosmos_core.models.base import MicroBatch
@@ -37,7 +37,7 @@ class _Step:
     @property
     def levels(self) -> tuple[float, float, float]:
         """Return the noise levels before and after the step, and the second level of the table."""
-        sigmas, i = self.rollout.drawn.sigmas, self.rollout.drawn.steps[self.n]
+        sigmas, i = self.rollout.diffusion_sample.sigmas, self.rollout.diffusion_sample.steps[self.n]
         return sigmas[i], sigmas[i + 1], sigmas[1]
 
 
@@ -46,21 +46,24 @@ class FlowGrpo(FlowRl):
 
     config: FlowGrpoConfig
 
-    def update_of(self, rollouts: Sequence[FlowRollout]) -> Update | None:
+    def make_update(self, rollouts: Sequence[FlowRollout]) -> Update | None:
         assert self.sampling is not None and self.sampling.flow is not None
         flow, config = self.sampling.flow, self.config
         steps = [
-            _Step(rollout, n) for rollout in rollouts if rollout.advantage for n in range(len(rollout.drawn.steps))
+            _Step(rollout, n)
+            for rollout in rollouts
+            if rollout.advantage
+            for n in range(len(rollout.diffusion_sample.steps))
         ]
         if not steps:
             return None
         is_guided = flow.guidance_scale > 1
         samples = [
             FlowSample(
-                step.rollout.drawn.before[step.n],
+                step.rollout.diffusion_sample.before[step.n],
                 step.levels[0],
                 step.rollout.prompt.embedding,
-                num_given=step.rollout.drawn.num_given,
+                num_given=step.rollout.diffusion_sample.num_given,
                 negative=self.null_text if is_guided else None,
                 extra={_STEP: step},
             )
@@ -72,15 +75,15 @@ class FlowGrpo(FlowRl):
         def loss(micro: MicroBatch) -> Loss:
             terms = flow_grpo_loss(self._inputs(micro), settings)
             value = (terms.policy_B + config.kl_beta * terms.kl_B).sum() / total
-            metrics = metrics_of(
+            metrics = sum_metrics(
                 policy_loss=terms.policy_B,
                 ratio=terms.ratio_B,
                 clip_fraction=terms.is_clipped_B.double(),
                 ratio_deviation=(terms.ratio_B - 1).abs(),
             )
-            return Loss(value, metrics | (metrics_of(kl=terms.kl_B) if self._compares else {}))
+            return Loss(value, metrics | (sum_metrics(kl=terms.kl_B) if self._compared_weights else {}))
 
-        return Update(samples, loss, Wants(flow.guidance_scale if is_guided else 1.0), compares=self._compares)
+        return Update(samples, loss, Wants(flow.guidance_scale if is_guided else 1.0), compares=self._compared_weights)
 
     def _inputs(self, micro: MicroBatch) -> StepInputs:
         steps: list[_Step] = [sample.extra[_STEP] for sample in micro.samples]
@@ -91,15 +94,17 @@ class FlowGrpo(FlowRl):
         levels = Levels(sigma_B, next_B, second_B)
         reference = micro.outputs.get("reference/velocity")
         advantages_B = torch.tensor([step.rollout.advantage for step in steps], dtype=torch.float64, device=x.device)
-        has_means = steps[0].rollout.drawn.means is not None
+        has_means = steps[0].rollout.diffusion_sample.means is not None
         return StepInputs(
             self._transition(x, micro.outputs["velocity"], levels),
-            torch.stack([step.rollout.drawn.after[step.n] for step in steps]).to(x),
-            torch.tensor([step.rollout.drawn.log_probs[step.n] for step in steps], dtype=x.dtype, device=x.device),
+            torch.stack([step.rollout.diffusion_sample.after[step.n] for step in steps]).to(x),
+            torch.tensor(
+                [step.rollout.diffusion_sample.log_probs[step.n] for step in steps], dtype=x.dtype, device=x.device
+            ),
             MODES[self.config.advantage_mode](
                 advantages_B.clamp(self.config.advantage_low, self.config.advantage_high)
             ),
-            torch.stack([step.rollout.drawn.means[step.n] for step in steps]).to(x) if has_means else None,
+            torch.stack([step.rollout.diffusion_sample.means[step.n] for step in steps]).to(x) if has_means else None,
             self._transition(x, reference, levels) if reference is not None else None,
             sigma_B - next_B,
             micro.mask,

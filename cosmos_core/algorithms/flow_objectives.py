@@ -113,7 +113,7 @@ class RatioSettings:
 class StepInputs:
     """Inputs of the FlowGRPO loss: one stochastic step of each sample."""
 
-    found: Transition
+    transition: Transition
     """Transition of the policy, with gradient."""
     later: Tensor
     """The sampled latents after the step."""
@@ -145,12 +145,12 @@ def flow_grpo_loss(inputs: StepInputs, settings: RatioSettings) -> StepTerms:
 
     The KL is mean (mu - mu_ref)^2 / (2 rate^2), or mean (mu - mu_ref)^2 / 2 for steps without a density.
     """
-    log_ratio_B = log_prob(inputs.found, inputs.later, inputs.mask) - inputs.old_log_prob_B.to(inputs.later)
+    log_ratio_B = log_prob(inputs.transition, inputs.later, inputs.mask) - inputs.old_log_prob_B.to(inputs.later)
     if settings.is_guarded:
         assert inputs.old_mean is not None
-        std_B = inputs.found.std.to(log_ratio_B)
-        bias_B = mean_per_sample((inputs.found.mean - inputs.old_mean) ** 2, inputs.mask)
-        if inputs.found.has_density:
+        std_B = inputs.transition.std.to(log_ratio_B)
+        bias_B = mean_per_sample((inputs.transition.mean - inputs.old_mean) ** 2, inputs.mask)
+        if inputs.transition.has_density:
             bias_B = bias_B / (2 * std_B**2)
         log_ratio_B = (log_ratio_B + bias_B) * std_B
     ratio_B, advantages_B = log_ratio_B.exp(), inputs.advantages_B.to(log_ratio_B)
@@ -163,7 +163,7 @@ def flow_grpo_loss(inputs: StepInputs, settings: RatioSettings) -> StepTerms:
         policy_B = policy_B / inputs.sizes_B.to(policy_B)
     kl_B = torch.zeros_like(policy_B)
     if inputs.reference is not None:
-        squared_B = mean_per_sample((inputs.found.mean - inputs.reference.mean.detach()) ** 2, inputs.mask)
-        rate = inputs.found.rate.to(squared_B) if inputs.found.has_density else torch.ones_like(squared_B)
+        squared_B = mean_per_sample((inputs.transition.mean - inputs.reference.mean.detach()) ** 2, inputs.mask)
+        rate = inputs.transition.rate.to(squared_B) if inputs.transition.has_density else torch.ones_like(squared_B)
         kl_B = squared_B / (2 * rate**2)
     return StepTerms(policy_B, kl_B, ratio_B.detach(), clipped_B > plain_B)

@@ -22,10 +22,10 @@ from cosmos_core.algorithms.base import Algorithm, Update, View, equal_batches, 
 from cosmos_core.algorithms.flow_credit import (
     CreditSettings,
     FlowRollout,
-    Watch,
+    RewardMonitor,
     flow_advantages,
-    noise_of,
-    rollouts_of,
+    make_noise,
+    make_rollouts,
 )
 from cosmos_core.config.schema.flow_rl import FlowPolicyConfig
 from cosmos_core.rollout.base import request_seed
@@ -55,7 +55,7 @@ class SeededSample:
     @property
     def noise(self) -> Tensor:
         """Return the noise that is added to the latents."""
-        return noise_of(self.latents.shape, self.seed)
+        return make_noise(self.latents.shape, self.seed)
 
 
 class FlowRl(Algorithm):
@@ -68,7 +68,7 @@ class FlowRl(Algorithm):
     def __init__(self, config: Any, custom: Mapping[str, Any] = {}, sampling: Sampling | None = None) -> None:
         super().__init__(config, custom, sampling)
         weights = weights_by_metric(config)
-        self._watch = Watch(config.least_diversity, [name for name, weight in weights.items() if not weight])
+        self._watch = RewardMonitor(config.least_diversity, [name for name, weight in weights.items() if not weight])
         self._weights = {name: weight for name, weight in weights.items() if weight}
         self._num_steps = self._num_updates = 0
 
@@ -86,15 +86,15 @@ class FlowRl(Algorithm):
         values, metrics = flow_advantages([group.scores for group in groups], settings)
         if self.diffusers.flow_rl.exp_reward:
             values = [[None if a is None else -math.exp(min(-a, _MOST)) for a in row] for row in values]
-        return rollouts_of(groups, values, self._seed), metrics | self._watch.metrics(groups)
+        return make_rollouts(groups, values, self._noise_seed), metrics | self._watch.metrics(groups)
 
     def updates(self, samples: Sequence[FlowRollout], view: View) -> Iterator[Update]:
         """Yield optimizer steps of `batch_size_per_optimize` completions; batches without a learning signal are
         skipped."""
         for batch in equal_batches(len(samples), self.config.batch_size_per_optimize):
-            update = self.update_of(samples[batch])
+            update = self.make_update(samples[batch])
             if update is not None:
-                yield self._with_data(update)
+                yield self._add_data_term(update)
                 self._num_updates += 1
         self._num_steps += 1
         self.after_step(view)
@@ -102,7 +102,7 @@ class FlowRl(Algorithm):
         if interval and self._num_steps % interval == 0:
             view.reset("reference", optimizer=self.config.reset_optimizer_with_reference)
 
-    def update_of(self, rollouts: Sequence[FlowRollout]) -> Update | None:
+    def make_update(self, rollouts: Sequence[FlowRollout]) -> Update | None:
         """Return the optimizer step for these completions; None if they give no learning signal."""
         raise NotImplementedError(type(self).__name__)
 
@@ -118,14 +118,14 @@ class FlowRl(Algorithm):
         self._watch.load_state_dict(state.get("watch", {}))
 
     @property
-    def _compares(self) -> tuple[str, ...]:
+    def _compared_weights(self) -> tuple[str, ...]:
         return ("reference",) if "reference" in self.config.named_weights else ()
 
-    def _seed(self, group: Group, k: int) -> int:
+    def _noise_seed(self, group: Group, k: int) -> int:
         assert self.sampling is not None
         return request_seed(self.sampling.seed, group.step, group.prompt.id, k + _TRAINING)
 
-    def _with_data(self, update: Update) -> Update:
+    def _add_data_term(self, update: Update) -> Update:
         if self.data_term is None:
             return update
         return Update(
@@ -137,12 +137,12 @@ class FlowRl(Algorithm):
         )
 
 
-def metrics_of(**values_B: Tensor) -> Metrics:
+def sum_metrics(**values_B: Tensor) -> Metrics:
     """Return [sum, count] of each value over samples, which are added up over micro-batches and ranks."""
     flat = {name: value_B.detach().double().flatten() for name, value_B in values_B.items()}
     return {name: torch.stack([v.sum(), v.new_tensor(float(v.numel()))]) for name, v in flat.items()}
 
 
-def drawn_order(count: int, seed: int) -> list[int]:
+def random_order(count: int, seed: int) -> list[int]:
     """Return a permutation of `range(count)` that depends only on `seed`."""
     return [int(i) for i in np.argsort(np.random.PCG64(seed).random_raw(count), kind="stable")]

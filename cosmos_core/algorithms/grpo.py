@@ -20,11 +20,11 @@ from torch import Tensor
 
 from cosmos_core.algorithms.advantages import advantages, gdpo_advantages
 from cosmos_core.algorithms.aggregate import Metrics, add_metrics, denominator, token_metric, weighted_sum
-from cosmos_core.algorithms.base import Algorithm, Loss, Update, View, aligned, equal_batches, weights_by_metric
-from cosmos_core.algorithms.correction import Correction, importance_weights, self_normalised
-from cosmos_core.algorithms.distillation import Distilled, ask_teacher, distilled, including_prompt
+from cosmos_core.algorithms.base import Algorithm, Loss, Update, View, align_rows, equal_batches, weights_by_metric
+from cosmos_core.algorithms.correction import Correction, importance_weights, self_normalise
+from cosmos_core.algorithms.distillation import TeacherTerms, score_with_teacher, teacher_terms, train_on_prompt
 from cosmos_core.algorithms.high_entropy import high_entropy_masks
-from cosmos_core.algorithms.objectives.base import PolicySettings, ratio_of
+from cosmos_core.algorithms.objectives.base import PolicySettings, probability_ratio
 from cosmos_core.algorithms.policy_loss import PolicyInputs, policy_loss, positive_nll
 from cosmos_core.algorithms.prefixes import shared_prefixes
 from cosmos_core.algorithms.returns import whitened_returns
@@ -42,7 +42,7 @@ _AIPO = {"weighted": "aipo", "clamped": "aipo_clamped"}
 
 
 @dataclass(frozen=True, slots=True)
-class _Fixed:
+class _UpdateInputs:
     """Inputs of an update that do not change during it; sequences have a row for each sample."""
 
     samples: Sequence[Sample]
@@ -62,7 +62,7 @@ class _Fixed:
     """Whether this is the first update of the train step."""
 
 
-class _Compared(NamedTuple):
+class _ReferenceLogprobs(NamedTuple):
     """Reference values for the log-probabilities of a micro-batch."""
 
     old_BS: Tensor | None
@@ -108,15 +108,15 @@ class Grpo(Algorithm):
         """Return the completions with a valid reward as samples, and metrics; invalid ones do not enter the
         comparison."""
         config = self.config
-        ignored = [self._ignored(group) for group in groups]
+        ignored = [self._num_ignored(group) for group in groups]
         drafts = [
             [
-                sample_of(group.group.prompt, completion, 0.0, score.value or 0.0, ignore)
+                make_sample(group.group.prompt, completion, 0.0, score.value or 0.0, ignore)
                 for completion, score, ignore in zip(group.group.completions, group.scores, row, strict=True)
             ]
             for group, row in zip(groups, ignored, strict=True)
         ]
-        is_cut = [[self._is_left_out(completion) for completion in group.group.completions] for group in groups]
+        is_cut = [[self._is_excluded(completion) for completion in group.group.completions] for group in groups]
         values, counts = advantages(
             [[score.value for score in group.scores] for group in groups],
             algo="grpo" if config.algo == "gdpo" else config.algo,
@@ -144,16 +144,16 @@ class Grpo(Algorithm):
                     num_sampled += completion.num_sampled
                     num_broken += int((~np.isfinite(completion.logprobs)).sum())
                     if self.teacher is not None and self.teacher.include_prompt:
-                        samples[-1] = including_prompt(samples[-1], len(group.group.prompt.token_ids))
+                        samples[-1] = train_on_prompt(samples[-1], len(group.group.prompt.token_ids))
         if config.min_filter_prefix_tokens is not None:
             metrics["completion/shared_prefix"] = num_ignored / max(1, num_sampled)
         metrics["rollout/tokens_not_finite"] = float(num_broken)
         return within_budget(samples, config.max_token_len_per_mini_batch), metrics
 
-    def _is_left_out(self, completion: Completion) -> bool:
+    def _is_excluded(self, completion: Completion) -> bool:
         return self.config.mask_truncated_completions and completion.finish_reason == "length"
 
-    def _ignored(self, group: ScoredGroup) -> list[int]:
+    def _num_ignored(self, group: ScoredGroup) -> list[int]:
         """Return for each completion how many of its first tokens are excluded from the loss."""
         completions, min_tokens = group.group.completions, self.config.min_filter_prefix_tokens
         if min_tokens is None:
@@ -178,14 +178,14 @@ class Grpo(Algorithm):
             returns = whitened_returns(samples, before, reference, self.config.kl_beta)
         correction = self._correction
         if correction is not None and old is not None and self.config.self_normalised_weights:
-            correction = self_normalised(correction, map(_drawn_rows, samples, old))
+            correction = self_normalise(correction, map(_correction_rows, samples, old))
         teacher = None
         if self.teacher is not None:
-            samples, teacher = ask_teacher(self.teacher, samples, view, self._wants)
+            samples, teacher = score_with_teacher(self.teacher, samples, view, self._wants)
         for number, batch in enumerate(batches * self.config.mu_iterations):
-            fixed = (old and old[batch], reference and reference[batch], teacher and teacher[batch])
+            inputs = (old and old[batch], reference and reference[batch], teacher and teacher[batch])
             further = (returns and returns[batch], self._high_entropy(samples[batch], view), correction)
-            yield self._update(_Fixed(samples[batch], *fixed, *further, is_first=number == 0))
+            yield self._update(_UpdateInputs(samples[batch], *inputs, *further, is_first=number == 0))
         self._num_steps += 1
         if self.config.reference_reset_interval and self._num_steps % self.config.reference_reset_interval == 0:
             view.reset("reference", optimizer=self.config.reset_optimizer_with_reference)
@@ -202,14 +202,14 @@ class Grpo(Algorithm):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._num_steps = int(state.get("num_steps", 0))
 
-    def _update(self, fixed: _Fixed) -> Update:
-        config, samples = self.config, fixed.samples
+    def _update(self, inputs: _UpdateInputs) -> Update:
+        config, samples = self.config, inputs.samples
         total = denominator(config.loss_type, [s.num_learned for s in samples], config.unbiased_loss_max_tokens)
         positive_tokens = float(max(1, sum(s.num_learned for s in samples if s.reward > 0)))
 
         def loss(micro: MicroBatch) -> Loss:
-            compared = _compared(micro, fixed.old)
-            loss_BS, metrics = self._policy_loss(micro, fixed, compared)
+            references = _reference_logprobs(micro, inputs.old)
+            loss_BS, metrics = self._policy_loss(micro, inputs, references)
             value = weighted_sum(loss_BS, micro.mask_BS, config.loss_type, total, config.unbiased_loss_max_tokens)
             if config.positive_nll_coef:
                 rewards_B = micro.logprobs_BS.new_tensor([s.reward for s in micro.samples])
@@ -219,48 +219,50 @@ class Grpo(Algorithm):
             if (
                 config.use_rollout_logprobs_for_loss
             ):  # old log-probabilities are the engine's, so differences are only valid in the first update
-                if not fixed.is_first:
+                if not inputs.is_first:
                     return Loss(value, metrics)
-                compared = compared._replace(before_BS=micro.logprobs_BS.detach())
+                references = references._replace(before_BS=micro.logprobs_BS.detach())
             difference, mismatch = _engine_difference(
-                compared, config.rollout_correction_low, config.rollout_correction_high
+                references, config.rollout_correction_low, config.rollout_correction_high
             )
             return Loss(value, add_metrics(metrics, mismatch), difference)
 
         entropy: Literal["", "value", "gradient"] = "value" if config.log_entropy else ""
         top_k = self.teacher.top_k if self.teacher else 0
         wants = Wants(config.temperature, entropy="gradient" if config.entropy_coeff else entropy, top_k=top_k)
-        return Update(samples, loss, wants, has_constant_gradient=self._is_constant(fixed))
+        return Update(samples, loss, wants, has_constant_gradient=self._is_constant(inputs))
 
-    def _is_constant(self, fixed: _Fixed) -> bool:
+    def _is_constant(self, inputs: _UpdateInputs) -> bool:
         """Return whether the derivative of the loss does not depend on the current log-probabilities."""
         settings = self._settings
         return (
-            fixed.old is None
-            and fixed.reference is None
-            and fixed.teacher is None
-            and fixed.correction is None
+            inputs.old is None
+            and inputs.reference is None
+            and inputs.teacher is None
+            and inputs.correction is None
             and not settings.entropy_coeff
             and settings.off_policy_masking_delta is None
             and settings.objective != "aipo"
         )
 
-    def _policy_loss(self, micro: MicroBatch, fixed: _Fixed, compared: _Compared) -> tuple[Tensor, Metrics]:
+    def _policy_loss(
+        self, micro: MicroBatch, inputs: _UpdateInputs, references: _ReferenceLogprobs
+    ) -> tuple[Tensor, Metrics]:
         """Return the loss of each token, with importance weights and the teacher's terms, and metrics."""
         metrics: Metrics = {}
         weights_BS = None
-        if fixed.correction is not None:
-            assert compared.rollout_BS is not None, "weights need the log-probabilities of the rollouts"
+        if inputs.correction is not None:
+            assert references.rollout_BS is not None, "weights need the log-probabilities of the rollouts"
             weights_BS, metrics = importance_weights(
-                compared.before_BS, compared.rollout_BS, compared.drawn_BS, fixed.correction
+                references.before_BS, references.rollout_BS, references.drawn_BS, inputs.correction
             )
-            weights_BS = torch.where(compared.drawn_BS, weights_BS, 1.0)
-        if (kept_BS := _rows(fixed.high_entropy, micro)) is not None:
+            weights_BS = torch.where(references.drawn_BS, weights_BS, 1.0)
+        if (kept_BS := _rows(inputs.high_entropy, micro)) is not None:
             weights_BS = kept_BS if weights_BS is None else kept_BS * weights_BS
-        teacher_terms = self._taught(micro, fixed, compared)
+        teacher_terms = self._teacher_terms(micro, inputs, references)
         advantages_B = micro.logprobs_BS.new_tensor([s.advantage for s in micro.samples])
         token_advantages_BS = teacher_terms.advantages_BS if teacher_terms else None
-        if (returns_BS := _rows(fixed.returns, micro)) is not None:
+        if (returns_BS := _rows(inputs.returns, micro)) is not None:
             advantages_B = torch.zeros_like(advantages_B)
             token_advantages_BS = returns_BS if token_advantages_BS is None else returns_BS + token_advantages_BS
         policy = policy_loss(
@@ -268,11 +270,11 @@ class Grpo(Algorithm):
                 logprobs_BT=micro.logprobs_BS,
                 advantages_B=advantages_B,
                 mask_BT=micro.mask_BS,
-                old_logprobs_BT=compared.old_BS,
-                ref_logprobs_BT=_rows(fixed.reference, micro),
+                old_logprobs_BT=references.old_BS,
+                ref_logprobs_BT=_rows(inputs.reference, micro),
                 entropy_BT=micro.outputs.get("entropy"),
                 weights_BT=weights_BS,
-                rollout_logprobs_BT=compared.rollout_BS,
+                rollout_logprobs_BT=references.rollout_BS,
                 token_advantages_BT=token_advantages_BS,
             ),
             self._settings,
@@ -283,32 +285,36 @@ class Grpo(Algorithm):
         loss_BT = policy.loss_BT if teacher_terms.loss_BS is None else policy.loss_BT + teacher_terms.loss_BS
         return loss_BT, add_metrics(metrics, teacher_terms.metrics)
 
-    def _taught(self, micro: MicroBatch, fixed: _Fixed, compared: _Compared) -> Distilled | None:
+    def _teacher_terms(
+        self, micro: MicroBatch, inputs: _UpdateInputs, references: _ReferenceLogprobs
+    ) -> TeacherTerms | None:
         """Return the teacher's contribution to the loss; None: no teacher."""
-        teacher_BS = _rows(fixed.teacher, micro)
+        teacher_BS = _rows(inputs.teacher, micro)
         if self.teacher is None or teacher_BS is None:
             return None
-        policy_BS = micro.outputs["top_logprobs"] if self.teacher.top_k else compared.before_BS
-        return distilled(self.teacher, policy_BS, teacher_BS, micro.mask_BS, compared.drawn_BS)
+        policy_BS = micro.outputs["top_logprobs"] if self.teacher.top_k else references.before_BS
+        return teacher_terms(self.teacher, policy_BS, teacher_BS, micro.mask_BS, references.drawn_BS)
 
 
 ALGORITHM = Grpo
 
 
-def sample_of(prompt: Prompt, completion: Completion, advantage: float, reward: float, num_ignored: int = 0) -> Sample:
+def make_sample(
+    prompt: Prompt, completion: Completion, advantage: float, reward: float, num_ignored: int = 0
+) -> Sample:
     """Return a completion as a sample, which trains on the tokens that the policy sampled.
 
     Excluded are the first `num_ignored` tokens, and tokens without a finite log-probability from the engine: their
     sampling probability is unknown, and a ratio of 1 would treat them as on-policy.
     """
     ids = np.array([*prompt.token_ids, *completion.token_ids], dtype=np.int64)
-    drawn = np.array(completion.loss_mask, dtype=np.uint8)
-    learned = drawn.copy()
+    sampled_mask = np.array(completion.loss_mask, dtype=np.uint8)
+    learned = sampled_mask.copy()
     logprobs = np.array(completion.logprobs, dtype=np.float32)
-    learned[drawn == 1] = np.isfinite(logprobs)
+    learned[sampled_mask == 1] = np.isfinite(logprobs)
     learned[:num_ignored] = 0
     mask = np.concatenate([np.zeros(len(prompt.token_ids), dtype=np.uint8), learned])
-    return Sample(ids, mask, advantage, reward, logprobs[learned[drawn == 1] == 1], images=prompt.images)
+    return Sample(ids, mask, advantage, reward, logprobs[learned[sampled_mask == 1] == 1], images=prompt.images)
 
 
 def _correction(config: GrpoConfig, sampling: Sampling | None) -> Correction | None:
@@ -335,7 +341,7 @@ def _logprobs(view: View, samples: Sequence[Sample], wants: Wants, weights: str)
 
 def _rows(values: Sequence[Tensor] | None, micro: MicroBatch) -> Tensor | None:
     """Return the values of a micro-batch's samples as a padded tensor."""
-    return None if values is None else aligned([values[i] for i in micro.indices], micro.logprobs_BS)
+    return None if values is None else align_rows([values[i] for i in micro.indices], micro.logprobs_BS)
 
 
 def _rollout_row(sample: Sample) -> Tensor:
@@ -346,36 +352,38 @@ def _rollout_row(sample: Sample) -> Tensor:
     return row
 
 
-def _drawn_rows(sample: Sample, old_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the inputs of `self_normalised` for one sample."""
+def _correction_rows(sample: Sample, old_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the inputs of `self_normalise` for one sample."""
     rollout_S = _rollout_row(sample).to(old_S)
     is_drawn_S = torch.as_tensor(sample.loss_mask[1:], device=old_S.device).bool() & ~rollout_S.isnan()
     return old_S, rollout_S, is_drawn_S
 
 
-def _compared(micro: MicroBatch, old: Sequence[Tensor] | None) -> _Compared:
+def _reference_logprobs(micro: MicroBatch, old: Sequence[Tensor] | None) -> _ReferenceLogprobs:
     """Return the log-probabilities that the sampled tokens of a micro-batch are compared with."""
     old_BS = _rows(old, micro)
     before_BS = micro.logprobs_BS.detach() if old_BS is None else old_BS
     mask_BS = micro.mask_BS.bool()
     if any(sample.rollout_logprobs is None for sample in micro.samples):
-        return _Compared(old_BS, before_BS, None, mask_BS)
+        return _ReferenceLogprobs(old_BS, before_BS, None, mask_BS)
     rollout_BS = torch.zeros_like(micro.logprobs_BS)
     flat = [torch.as_tensor(sample.rollout_logprobs) for sample in micro.samples]
     rollout_BS[mask_BS] = torch.cat(flat).to(rollout_BS)
     is_unknown_BS = rollout_BS.isnan()
-    return _Compared(old_BS, before_BS, torch.where(is_unknown_BS, before_BS, rollout_BS), mask_BS & ~is_unknown_BS)
+    return _ReferenceLogprobs(
+        old_BS, before_BS, torch.where(is_unknown_BS, before_BS, rollout_BS), mask_BS & ~is_unknown_BS
+    )
 
 
-def _engine_difference(compared: _Compared, low: float, high: float) -> tuple[dict[str, Tensor], Metrics]:
+def _engine_difference(references: _ReferenceLogprobs, low: float, high: float) -> tuple[dict[str, Tensor], Metrics]:
     """Return |log pi_old - log mu| of every sampled token, the difference between trainer and engine, and metrics.
 
     The metrics of the ratio pi_old / mu are its mean, its mean square, and the fraction outside `low` to `high`.
     """
-    if compared.rollout_BS is None:
+    if references.rollout_BS is None:
         return {}, {}
-    log_ratio_BS, drawn_BS = compared.before_BS - compared.rollout_BS, compared.drawn_BS
-    difference_BS, ratio_BS = log_ratio_BS.abs(), ratio_of(log_ratio_BS)
+    log_ratio_BS, drawn_BS = references.before_BS - references.rollout_BS, references.drawn_BS
+    difference_BS, ratio_BS = log_ratio_BS.abs(), probability_ratio(log_ratio_BS)
     return {"rollout/logprob_difference": difference_BS[drawn_BS]}, {
         "rollout/logprob_difference_mean": token_metric(difference_BS, drawn_BS),
         "rollout/ratio": token_metric(ratio_BS, drawn_BS),

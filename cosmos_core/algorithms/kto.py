@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cosmos_core.algorithms.aggregate import Metrics, masked, means
+from cosmos_core.algorithms.aggregate import Metrics, apply_mask, means
 from cosmos_core.algorithms.base import Algorithm, Loss, Update, View
 from cosmos_core.config.schema.kto import KtoConfig, KtoLossConfig
 from cosmos_core.data.sample import Sample
@@ -24,7 +24,7 @@ from cosmos_core.models.base import MicroBatch
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class LabelledLogprobs:
     """Log-probabilities of responses, and their labels."""
 
     logps_B: Tensor
@@ -34,7 +34,7 @@ class Judged:
     is_desirable_B: Tensor
 
 
-def unpaired_loss(judged: Judged, kl: Tensor, config: KtoLossConfig, total: int) -> tuple[Tensor, Metrics]:
+def unpaired_loss(judged: LabelledLogprobs, kl: Tensor, config: KtoLossConfig, total: int) -> tuple[Tensor, Metrics]:
     """Return the loss of some of a step's `total` responses, and metrics to be summed; `kl` is a scalar."""
     rewards_B = config.beta * (judged.logps_B - judged.reference_B)
     is_desirable_B = judged.is_desirable_B
@@ -51,17 +51,17 @@ def unpaired_loss(judged: Judged, kl: Tensor, config: KtoLossConfig, total: int)
     return loss, metrics | {"kl": torch.stack([kl.double(), torch.ones_like(kl).double()])}
 
 
-def mismatched(samples: Sequence[Sample], max_tokens: int) -> list[Sample]:
+def swap_responses(samples: Sequence[Sample], max_tokens: int) -> list[Sample]:
     """Return each prompt with the response of the previous sample (for the first, of the last), truncated to
     `max_tokens`."""
     starts = [int(sample.loss_mask.argmax()) for sample in samples]
 
-    def joined(name: str, i: int) -> np.ndarray:
+    def join(name: str, i: int) -> np.ndarray:
         prompt, other = getattr(samples[i], name)[: starts[i]], getattr(samples[i - 1], name)[starts[i - 1] :]
         return np.concatenate([prompt, other])[:max_tokens]
 
     return [
-        replace(sample, input_ids=joined("input_ids", i), loss_mask=joined("loss_mask", i))
+        replace(sample, input_ids=join("input_ids", i), loss_mask=join("loss_mask", i))
         for i, sample in enumerate(samples)
     ]
 
@@ -79,10 +79,10 @@ class Kto(Algorithm):
 
         def loss(micro: MicroBatch) -> Loss:
             logps_B, indices = (
-                masked(micro.logprobs_BS, micro.mask_BS).sum(-1, dtype=torch.float64),
+                apply_mask(micro.logprobs_BS, micro.mask_BS).sum(-1, dtype=torch.float64),
                 list(micro.indices),
             )
-            judged = Judged(logps_B, reference_B[indices], is_desirable_B[indices])
+            judged = LabelledLogprobs(logps_B, reference_B[indices], is_desirable_B[indices])
             return Loss(*unpaired_loss(judged, kl, self.config.kto, len(samples)))
 
         yield Update(samples, loss)
@@ -103,7 +103,7 @@ class Kto(Algorithm):
                 other_reference_B = logps[-1].new_tensor([sample.reference_logprob for sample in others])
                 divergences.append(_sums(view, others, "policy", size) - other_reference_B)
         logps_B = torch.cat(logps)
-        judged = Judged(logps_B, torch.cat(references), torch.tensor(labels, device=logps_B.device))
+        judged = LabelledLogprobs(logps_B, torch.cat(references), torch.tensor(labels, device=logps_B.device))
         kl = torch.cat(divergences).mean().clamp(min=0) if divergences else logps_B.new_zeros(())
         loss, metrics = unpaired_loss(judged, kl, self.config.kto, len(labels))
         return {"loss": loss.item(), **means(metrics)}
@@ -117,9 +117,9 @@ class Kto(Algorithm):
         if self.config.kto.loss_type != "kto":
             reference_B = _sums(view, samples, "reference")
             return reference_B, torch.zeros_like(reference_B)
-        others = mismatched(samples, self.max_tokens)
-        reference_B = _sums(view, [*samples, *others], "reference")
-        policy_B = _sums(view, others, "policy")
+        mismatched_samples = swap_responses(samples, self.max_tokens)
+        reference_B = _sums(view, [*samples, *mismatched_samples], "reference")
+        policy_B = _sums(view, mismatched_samples, "policy")
         return reference_B[: len(samples)], policy_B - reference_B[len(samples) :]
 
 

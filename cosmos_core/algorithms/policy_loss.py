@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cosmos_core.algorithms.aggregate import Metrics, masked, token_metric
+from cosmos_core.algorithms.aggregate import Metrics, apply_mask, token_metric
 from cosmos_core.algorithms.kl import k2, k3
-from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, ratio_of
+from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, probability_ratio
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +58,15 @@ def policy_loss(inputs: PolicyInputs, settings: PolicySettings) -> PolicyLoss:
     Weights and the off-policy mask apply only to the objective. Gradients reach only `logprobs_BT` and `entropy_BT`.
     """
     mask_BT = inputs.mask_BT.bool()
-    logprobs_BT = masked(inputs.logprobs_BT, mask_BT)
+    logprobs_BT = apply_mask(inputs.logprobs_BT, mask_BT)
     old_BT = inputs.logprobs_BT if inputs.old_logprobs_BT is None else inputs.old_logprobs_BT
-    log_ratio_BT = logprobs_BT - masked(old_BT.detach(), mask_BT)
+    log_ratio_BT = logprobs_BT - apply_mask(old_BT.detach(), mask_BT)
     rollout_log_ratio_BT = None
     if inputs.rollout_logprobs_BT is not None:
-        rollout_log_ratio_BT = logprobs_BT.detach() - masked(inputs.rollout_logprobs_BT, mask_BT)
+        rollout_log_ratio_BT = logprobs_BT.detach() - apply_mask(inputs.rollout_logprobs_BT, mask_BT)
     advantages_B1 = inputs.advantages_B.to(logprobs_BT.dtype).unsqueeze(-1)
     if inputs.token_advantages_BT is not None:
-        advantages_B1 = advantages_B1 + masked(inputs.token_advantages_BT, mask_BT)
+        advantages_B1 = advantages_B1 + apply_mask(inputs.token_advantages_BT, mask_BT)
     terms = Terms(logprobs_BT, log_ratio_BT, rollout_log_ratio_BT, advantages_B1, mask_BT)
 
     module = importlib.import_module(f"cosmos_core.algorithms.objectives.{settings.objective}")
@@ -76,24 +76,24 @@ def policy_loss(inputs: PolicyInputs, settings: PolicySettings) -> PolicyLoss:
     if settings.off_policy_masking_delta is not None:
         is_off_B1 = _off_policy(terms, settings.off_policy_masking_delta)
         metrics["off_policy_masked"] = token_metric(is_off_B1.expand_as(mask_BT), mask_BT)
-        loss_BT = masked(loss_BT, ~is_off_B1)
-    ratio_BT = ratio_of(log_ratio_BT)
+        loss_BT = apply_mask(loss_BT, ~is_off_B1)
+    ratio_BT = probability_ratio(log_ratio_BT)
     metrics["ratio"] = token_metric(ratio_BT, mask_BT)
     metrics["approx_kl"] = token_metric(k3(logprobs_BT, logprobs_BT - log_ratio_BT)[0], mask_BT)
     if inputs.entropy_BT is not None:
         metrics["entropy"] = token_metric(inputs.entropy_BT, mask_BT)
         if settings.entropy_coeff:
-            loss_BT = loss_BT - settings.entropy_coeff * masked(inputs.entropy_BT, mask_BT)
+            loss_BT = loss_BT - settings.entropy_coeff * apply_mask(inputs.entropy_BT, mask_BT)
     if inputs.ref_logprobs_BT is not None:
         estimate = k2 if settings.kl_estimator == "k2" else k3
-        kl_BT, clamped_BT = estimate(logprobs_BT, masked(inputs.ref_logprobs_BT.detach(), mask_BT))
+        kl_BT, clamped_BT = estimate(logprobs_BT, apply_mask(inputs.ref_logprobs_BT.detach(), mask_BT))
         metrics["kl"] = token_metric(kl_BT, mask_BT)
         metrics["kl_clamped"] = token_metric(clamped_BT, mask_BT)
         if settings.kl_beta:
             loss_BT = loss_BT + settings.kl_beta * (kl_BT * ratio_BT if settings.unbiased_kl_estimate else kl_BT)
     assert inputs.ref_logprobs_BT is not None or not settings.kl_beta, "kl_beta > 0 needs ref_logprobs_BT"
     assert inputs.entropy_BT is not None or not settings.entropy_coeff, "entropy_coeff needs entropy_BT"
-    return PolicyLoss(masked(loss_BT, mask_BT), metrics)
+    return PolicyLoss(apply_mask(loss_BT, mask_BT), metrics)
 
 
 def _off_policy(terms: Terms, delta: float) -> Tensor:
@@ -105,7 +105,7 @@ def _off_policy(terms: Terms, delta: float) -> Tensor:
     assert terms.rollout_log_ratio_BT is not None, "the off-policy mask needs the log-probabilities of the rollouts"
     lengths_B1 = terms.mask_BT.sum(-1, keepdim=True).clamp(min=1)
     drift_B1 = -torch.where(terms.mask_BT, terms.rollout_log_ratio_BT, 0.0).sum(-1, keepdim=True) / lengths_B1
-    advantage_B1 = masked(terms.advantages_B1.expand_as(terms.mask_BT), terms.mask_BT).sum(-1, keepdim=True)
+    advantage_B1 = apply_mask(terms.advantages_B1.expand_as(terms.mask_BT), terms.mask_BT).sum(-1, keepdim=True)
     return (advantage_B1 < 0) & (drift_B1 > delta)
 
 
@@ -116,4 +116,4 @@ def positive_nll(logprobs_BT: Tensor, mask_BT: Tensor, rewards_B: Tensor, denomi
     policy loss (VAPO, arXiv 2504.05118).
     """
     positive_BT = mask_BT.bool() & (rewards_B > 0).unsqueeze(-1)
-    return -masked(logprobs_BT, positive_BT).sum() / denominator
+    return -apply_mask(logprobs_BT, positive_BT).sum() / denominator

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cosmos_core.algorithms.advantages import whitened
-from cosmos_core.algorithms.aggregate import masked
+from cosmos_core.algorithms.advantages import whiten
+from cosmos_core.algorithms.aggregate import apply_mask
 from cosmos_core.data.sample import Sample
 
 
@@ -22,15 +22,15 @@ def whitened_returns(
 
     The reward of a trained token is -`kl_beta` * (log pi_old - log pi_reference), and the last token's also includes
     the reward of the completion. The return of a token is the sum of rewards from this token to the end. The advantages
-    are the returns, `whitened` over the trained tokens of all `samples`.
+    are the returns, `whiten` over the trained tokens of all `samples`.
     """
     masks = [torch.as_tensor(sample.loss_mask[1:]).bool() for sample in samples]
     returns = []
     for sample, mask_S, old_S, ref_S in zip(samples, masks, old_logprobs, ref_logprobs, strict=True):
-        kl_S = masked((old_S - ref_S).cpu().double(), mask_S)
+        kl_S = apply_mask((old_S - ref_S).cpu().double(), mask_S)
         returns.append(sample.reward - kl_beta * kl_S.flip(0).cumsum(0).flip(0))
     if not returns:
         return []
     flat, counts = torch.cat(returns), torch.cat(masks)
-    advantages = torch.from_numpy(whitened(flat.numpy(), counts.numpy().astype(float)))
-    return list(masked(advantages, counts).split([len(row_S) for row_S in returns]))
+    advantages = torch.from_numpy(whiten(flat.numpy(), counts.numpy().astype(float)))
+    return list(apply_mask(advantages, counts).split([len(row_S) for row_S in returns]))

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from cosmos_core.algorithms.aggregate import Metrics, denominator, masked, token_metric
+from cosmos_core.algorithms.aggregate import Metrics, apply_mask, denominator, token_metric
 from cosmos_core.algorithms.base import Algorithm, Loss, Update, View
 from cosmos_core.data.sample import Sample
 from cosmos_core.models.base import MicroBatch
@@ -22,7 +22,7 @@ def sft_loss(logprobs_BT: Tensor, loss_mask_BT: Tensor, total: float) -> tuple[T
 
     The metric `nll` is always the mean over tokens in nats.
     """
-    loss = -masked(logprobs_BT, loss_mask_BT).sum() / total
+    loss = -apply_mask(logprobs_BT, loss_mask_BT).sum() / total
     return loss, {"nll": token_metric(-logprobs_BT, loss_mask_BT)}
 
 

@@ -14,7 +14,7 @@ from cosmos_core.checkpoint.resume import problem, saved_steps, step_folder
 from cosmos_core.checkpoint.state import TrainState, named_tensors
 from cosmos_core.config.inputs import source_of
 from cosmos_core.errors import ModelError
-from cosmos_core.models.disk import loading
+from cosmos_core.models.disk import unwrap_checkpoint_errors
 from cosmos_core.models.freeze import choose_trained
 from cosmos_core.models.hf import load_model
 from cosmos_core.run.stage import Stage, load_stage
@@ -69,7 +69,7 @@ def pinned_model(stage: Stage, step: int, start: Callable[[Stage], Any] | None =
     tensors = named_tensors(TrainState(model, torch.optim.SGD(trained.values()), named_weights={"ema": averages}))
     if missing := sorted(tensors.keys() - saved):
         raise ModelError(f"checkpoint {folder} has no {missing[0]!r}: it is of another model than {training.model}")
-    with loading():
+    with unwrap_checkpoint_errors():
         dcp.load(tensors, storage_reader=reader, no_dist=True)
     with torch.no_grad():
         for name, average in averages.items():

@@ -27,7 +27,7 @@ from cosmos_core.checkpoint.state import (
     empty_tensors,
 )
 from cosmos_core.errors import ModelError
-from cosmos_core.models.disk import loading
+from cosmos_core.models.disk import unwrap_checkpoint_errors
 from cosmos_core.parallel.mesh import all_gather_object, broadcast_object, is_first, num_ranks, rank_number
 from cosmos_core.run.files import read_json, sha256
 
@@ -167,7 +167,7 @@ def _fill(state: TrainState, policy: Path) -> None:
         assert isinstance(entry, TensorStorageMetadata)
         saved[name] = (entry.size, entry.properties.dtype)
     tensors = empty_tensors(state, saved)
-    with loading():
+    with unwrap_checkpoint_errors():
         dcp.load(tensors, storage_reader=reader, no_dist=True)
     adopt_optimizer_tensors(state, tensors)
     begin_named_weights(state, tensors)

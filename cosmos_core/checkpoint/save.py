@@ -31,9 +31,9 @@ from cosmos_core.checkpoint.parts import LocalTensor, own_tensors, write_rank
 from cosmos_core.checkpoint.resume import MANIFEST, saved_steps, step_folder
 from cosmos_core.checkpoint.state import TrainState, json_values, named_tensors
 from cosmos_core.errors import StageFailed
-from cosmos_core.models.disk import saving
+from cosmos_core.models.disk import translate_disk_errors
 from cosmos_core.parallel import exchange
-from cosmos_core.parallel.mesh import broadcast_object, is_alone, is_first
+from cosmos_core.parallel.mesh import broadcast_object, is_first, is_single_rank
 from cosmos_core.run.files import replaced_folder, write_json
 
 _UNFINISHED = re.compile(r"\.(step_\d+)\.(?:\d+|parts)\.(tmp|old)")
@@ -68,7 +68,7 @@ class Checkpointer:
         pins = asynchronous and torch.cuda.is_available()
         self._stager = DefaultStager(StagingOptions(use_shared_memory=False)) if pins else None
         # A separate group for the writers, which communicate while the training does.
-        self._group = None if is_alone() else dist.new_group(backend="gloo", timeout=_SLOWEST_RANK)
+        self._group = None if is_single_rank() else dist.new_group(backend="gloo", timeout=_SLOWEST_RANK)
         if is_first():
             folder.mkdir(parents=True, exist_ok=True)
             _settle_unfinished(folder)
@@ -145,7 +145,7 @@ class Checkpointer:
         """
         written, problem = {}, ""
         try:
-            with saving(self._name(step), self._what_is_left):
+            with translate_disk_errors(self._name(step), self._what_is_left):
                 written = write_rank(self._building(step), tensors, extra)
         except StageFailed as error:
             problem = str(error)
@@ -159,11 +159,11 @@ class Checkpointer:
         try:
             if problem:
                 raise StageFailed(problem)
-            with saving(self._name(step), self._what_is_left):
+            with translate_disk_errors(self._name(step), self._what_is_left):
                 self._commit(step, [files for files, _ in of_all])
         finally:
             shutil.rmtree(self._building(step), ignore_errors=True)
-        with saving(f"{BEST} in {self._folder.parent}", self._what_is_left):
+        with translate_disk_errors(f"{BEST} in {self._folder.parent}", self._what_is_left):
             self.name_best(best)
         self._prune(step, best)
         if self._on_saved is not None:

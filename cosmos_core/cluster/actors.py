@@ -30,7 +30,7 @@ class ActorGroup:
 
     make: Callable[[], Any]
     """Picklable function that creates the object in the process of each actor, and again after a restart."""
-    wanted: Callable[[], int]
+    target_size: Callable[[], int]
     """Function that returns the current target number of actors."""
     name: str = "Actor"
     """Name of the processes: `ray::NAME`."""
@@ -150,7 +150,7 @@ class Actors:
         After a change, `tell` passes the new handles to the ranks, and returns before the first surplus actor is
         killed.
         """
-        requested, previous_count = max(0, self._group.wanted()), len(self.handles)
+        requested, previous_count = max(0, self._group.target_size()), len(self.handles)
         target = int(min(requested, self._most))
         if requested > target and requested != self._asked:
             logger.warning("%d processes are asked for; each shares GPUs of ranks, so there are %d", requested, target)

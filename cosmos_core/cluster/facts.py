@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from cosmos_core.cluster.join import joined
+from cosmos_core.cluster.join import join_cluster
 from cosmos_core.facts import Facts, measure
 
 _NAMES = frozenset({
@@ -29,7 +29,7 @@ def measure_cluster(libraries: Sequence[str]) -> Facts:
     """Return the properties of one machine of the cluster, with the GPUs of all machines."""
     import ray
 
-    with joined():
+    with join_cluster():
         ray.init(logging_level=logging.ERROR, log_to_driver=False, runtime_env={"env_vars": variables_of_ranks()})
         try:
             num_gpus = int(ray.cluster_resources().get("GPU", 0))

@@ -28,9 +28,9 @@ import torch
 import torch.distributed as dist
 
 from cosmos_core.cluster.facts import variables_of_ranks
-from cosmos_core.cluster.join import joined
-from cosmos_core.cluster.placement import POLL_SECONDS, bundles, ranks_of_bundle, rooms_of
-from cosmos_core.cluster.rank import Program, Rank, Rendezvous, Told
+from cosmos_core.cluster.join import join_cluster
+from cosmos_core.cluster.placement import POLL_SECONDS, ranks_of_bundle, reserve_bundles, resource_bundles
+from cosmos_core.cluster.rank import Messages, Program, Rank, Rendezvous
 from cosmos_core.errors import CosmosError, ProgramError, StageFailed, first_line
 from cosmos_core.transient import is_transient
 
@@ -59,7 +59,7 @@ class RankRaised(RankFailed, ProgramError):
     """Error of a rank that raised an error that is not transient."""
 
 
-class RanksAgain(RankFailed):
+class RanksMustRestart(RankFailed):
     """Error that a program raises on every rank to be restarted from its newest checkpoint."""
 
 
@@ -69,7 +69,7 @@ class WorkerGroup:
 
     size: int
     launcher: Literal["ray", "local"] = "ray"
-    beside: ActorGroup | None = None
+    actors: ActorGroup | None = None
     """Actors alongside the ranks, with Ray only; if a rank dies, the ranks are restarted and the actors keep
     running."""
 
@@ -88,7 +88,7 @@ class WorkerGroup:
         """
         if self.launcher == "local":
             return _local_ranks(self.size, program, should_stop)
-        return _ray_ranks(self.size, program, should_stop, while_waiting, self.beside)
+        return _ray_ranks(self.size, program, should_stop, while_waiting, self.actors)
 
 
 @contextmanager
@@ -139,11 +139,11 @@ def open_store(address: str, size: int) -> dist.TCPStore:
     )
 
 
-def outcome_of(program: Program, told: Told, rendezvous: Rendezvous) -> tuple[bool, Any]:
+def run_as_rank(program: Program, messages: Messages, rendezvous: Rendezvous) -> tuple[bool, Any]:
     """Run the program as one rank; return True and its value, or False and its error."""
     try:
         with process_group(rendezvous):
-            value = program(told)
+            value = program(messages)
     except Exception as error:  # noqa: BLE001 - any error has to reach the parent process
         if not isinstance(error, CosmosError):
             traceback.print_exc()
@@ -156,17 +156,17 @@ def outcome_of(program: Program, told: Told, rendezvous: Rendezvous) -> tuple[bo
 def _local_main(pipe: Connection, program: Program, rendezvous: Rendezvous, environment: Mapping[str, str]) -> None:
     os.environ.clear()  # the fork server has the environment of its own start
     os.environ |= environment
-    messages = Told()
+    messages = Messages()
     threading.Thread(target=_listen, args=(pipe, messages), daemon=True).start()
-    pipe.send(outcome_of(program, messages, rendezvous))
+    pipe.send(run_as_rank(program, messages, rendezvous))
 
 
-def _listen(pipe: Connection, told: Told) -> None:
+def _listen(pipe: Connection, messages: Messages) -> None:
     try:
         pipe.recv()
     except EOFError:  # the parent process has ended
         os._exit(1)
-    told.set()
+    messages.set()
 
 
 def _local_ranks(size: int, program: Program, should_stop: Callable[[], bool]) -> Any:
@@ -191,7 +191,7 @@ def _local_ranks(size: int, program: Program, should_stop: Callable[[], bool]) -
                     pipe.send("stop")
             ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in outcomes], POLL_SECONDS)
             for rank in [rank for rank, pipe in enumerate(pipes) if pipe in ready]:
-                outcomes[rank] = _value(_received(pipes[rank], rank))
+                outcomes[rank] = _value(_receive(pipes[rank], rank))
         return outcomes[0]
     finally:
         for process in processes:
@@ -200,7 +200,7 @@ def _local_ranks(size: int, program: Program, should_stop: Callable[[], bool]) -
             process.join()
 
 
-def _received(pipe: Connection, rank: int) -> tuple[bool, Any]:
+def _receive(pipe: Connection, rank: int) -> tuple[bool, Any]:
     try:
         outcome: tuple[bool, Any] = pipe.recv()
     except (EOFError, ConnectionResetError):
@@ -220,25 +220,25 @@ def _ray_ranks(
     program: Program,
     should_stop: Callable[[], bool],
     while_waiting: Callable[[], None],
-    beside: ActorGroup | None,
+    group: ActorGroup | None,
 ) -> Any:
-    with _cluster(size, beside) as (ray, is_embedded, of_actor):
-        needed = bundles(ray, size, beside, is_embedded=is_embedded)
-        rooms = rooms_of(ray, needed, should_stop, while_waiting)
-        count = ranks_of_bundle(beside, has_gpus=ray.cluster_resources().get("GPU", 0) > 0)
+    with _cluster(size, group) as (ray, is_embedded, of_actor):
+        needed = resource_bundles(ray, size, group, is_embedded=is_embedded)
+        rooms = reserve_bundles(ray, needed, should_stop, while_waiting)
+        count = ranks_of_bundle(group, has_gpus=ray.cluster_resources().get("GPU", 0) > 0)
         of_ranks = [rooms[rank // count] for rank in range(size)]
-        start = _starter(ray, of_ranks, share=0.5 if beside is not None and beside.shares_gpus and count == 1 else 1)
+        start = _make_starter(ray, of_ranks, share=0.5 if group is not None and group.shares_gpus and count == 1 else 1)
         actors = None
-        if beside is not None:
+        if group is not None:
             actors = importlib.import_module("cosmos_core.cluster.actors").Actors(
-                beside, is_embedded=is_embedded, threads=of_actor, rooms=rooms if beside.shares_gpus else rooms[size:]
+                group, is_embedded=is_embedded, threads=of_actor, rooms=rooms if group.shares_gpus else rooms[size:]
             )
         for number in range(_MOST_RESTARTS + 1):
             members, calls = start(program)
             try:
-                return _followed(ray, members, calls, should_stop, actors, is_embedded=is_embedded)
+                return _wait_for_ranks(ray, members, calls, should_stop, actors, is_embedded=is_embedded)
             except RankFailed as error:
-                is_wanted = isinstance(error, RanksAgain) or _has_died(ray, calls)
+                is_wanted = isinstance(error, RanksMustRestart) or _has_died(ray, calls)
                 if actors is None or number == _MOST_RESTARTS or not is_wanted:
                     raise
                 logger.warning(
@@ -249,30 +249,30 @@ def _ray_ranks(
 
 
 @contextmanager
-def _cluster(size: int, beside: ActorGroup | None) -> Iterator[tuple[Any, bool, int]]:
+def _cluster(size: int, group: ActorGroup | None) -> Iterator[tuple[Any, bool, int]]:
     """Connect as the driver to the cluster at `RAY_ADDRESS`, or to an embedded one; yield Ray, whether it is embedded,
     and the threads per actor process, or 0 for the default of the node."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     is_embedded, of_actor = not os.environ.get("RAY_ADDRESS"), 0
     if is_embedded:
-        _keep_ray_to_ourselves()
+        _restrict_ray_access()
     import ray
 
     on_stop = signal.getsignal(signal.SIGTERM)
-    with joined():
+    with join_cluster():
         try:
             if not is_embedded:
                 ray.init(logging_level=logging.WARNING, runtime_env={"env_vars": variables_of_ranks()})
             else:
-                if beside is not None and not beside.shares_gpus:
-                    num_beside = beside.wanted() * beside.processes
-                    of_rank, of_actor = threads_of(torch.get_num_threads(), size, num_beside, overlaps=beside.overlaps)
+                if group is not None and not group.shares_gpus:
+                    num_actors = group.target_size() * group.processes
+                    of_rank, of_actor = num_threads(torch.get_num_threads(), size, num_actors, overlaps=group.overlaps)
                     os.environ["OMP_NUM_THREADS"] = str(of_rank)  # child processes inherit it
                     # A waiting thread must release its core at once.
                     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
                 ray.init(
                     address="local", num_cpus=size, num_gpus=torch.cuda.device_count(), include_dashboard=False,
-                    logging_level=logging.WARNING, object_store_memory=_STORE_BYTES if beside else 128 << 20,
+                    logging_level=logging.WARNING, object_store_memory=_STORE_BYTES if group else 128 << 20,
                     log_to_driver=True,
                 )  # fmt: skip
             signal.signal(signal.SIGTERM, on_stop)  # Ray installs a handler that ends this process
@@ -281,17 +281,17 @@ def _cluster(size: int, beside: ActorGroup | None) -> Iterator[tuple[Any, bool, 
             ray.shutdown()
 
 
-def threads_of(cores: int, num_ranks: int, num_beside: int, *, overlaps: bool) -> tuple[int, int]:
+def num_threads(cores: int, num_ranks: int, num_actors: int, *, overlaps: bool) -> tuple[int, int]:
     """Return the number of threads of a rank and of an actor process, on one machine.
 
     Ranks share all cores, because engines pause often, and so do engines that compute while ranks wait. Overlapping
     engines share half of the cores: decoding gains little from a second thread, which takes a core from the operations
     of a rank. This makes a training with ragged completions a fifth faster (docs/benchmarks.md).
     """
-    return max(1, cores // max(num_ranks, num_beside)), max(1, cores // max(1, num_beside * (1 + overlaps)))
+    return max(1, cores // max(num_ranks, num_actors)), max(1, cores // max(1, num_actors * (1 + overlaps)))
 
 
-def _starter(ray: Any, rooms: list[Any], share: float) -> Callable[[Program], tuple[list[Any], list[Any]]]:
+def _make_starter(ray: Any, rooms: list[Any], share: float) -> Callable[[Program], tuple[list[Any], list[Any]]]:
     """Return a function that starts a program on all ranks and returns their actors and pending calls; each actor gets
     this share of a GPU, if there are GPUs."""
     size, gpus = len(rooms), share if ray.cluster_resources().get("GPU", 0) else 0
@@ -312,7 +312,7 @@ def _starter(ray: Any, rooms: list[Any], share: float) -> Callable[[Program], tu
     return start
 
 
-def _keep_ray_to_ourselves() -> None:
+def _restrict_ray_access() -> None:
     """Restrict the clusters that this process starts to the loopback interface, and require a token.
 
     Ray reads both settings once, partly at import, and another library may have imported it before.
@@ -328,7 +328,7 @@ def _keep_ray_to_ourselves() -> None:
     core.AuthenticationTokenLoader.instance().reset_cache()
 
 
-def _followed(
+def _wait_for_ranks(
     ray: Any,
     members: list[Any],
     calls: list[Any],
@@ -346,20 +346,20 @@ def _followed(
     """
     waiting, is_stop_sent, first, last_poll = list(calls), False, None, time.monotonic()
     if actors is not None:
-        members[0].have.remote(actors.handles)
+        members[0].set_actors.remote(actors.handles)
     while waiting:
         if should_stop() and not is_stop_sent:
             is_stop_sent = True
             for member in members:  # a dead rank is detected below
                 member.stop.remote()
         if actors is not None:
-            actors.adjust(lambda handles: ray.wait([members[0].have.remote(handles)], timeout=_REPLY_SECONDS))
+            actors.adjust(lambda handles: ray.wait([members[0].set_actors.remote(handles)], timeout=_REPLY_SECONDS))
         done, _ = ray.wait(waiting, timeout=POLL_SECONDS)
         replies = {call: call for call in done}
         if not done and time.monotonic() - last_poll > _REPLY_SECONDS:
             if is_embedded and _is_dead(ray):
                 raise StageFailed("the Ray cluster that the stage started has died; a retry starts another one")
-            replies = {call: members[calls.index(call)].ended.remote() for call in waiting}
+            replies = {call: members[calls.index(call)].outcome.remote() for call in waiting}
             last_poll = time.monotonic()
         for call, reply in replies.items():
             try:

@@ -31,19 +31,19 @@ _GCS = "--gcs-address="
 
 def is_member(address: str) -> bool:
     """Return True if a raylet of the cluster at `host:port` runs on this machine."""
-    cluster = _resolved(address)
+    cluster = _resolve(address)
     local_addresses = {each.address for addresses in psutil.net_if_addrs().values() for each in addresses}
     if cluster[0].startswith("127.") or cluster[0] in local_addresses:  # this machine is the head node
         return True
     for process in psutil.process_iter(["cmdline"]):
         for word in process.info["cmdline"] or ():
-            if word.startswith(_GCS) and _resolved(word.removeprefix(_GCS)) == cluster:
+            if word.startswith(_GCS) and _resolve(word.removeprefix(_GCS)) == cluster:
                 return True
     return False
 
 
 @contextmanager
-def joined(is_there: Callable[[str], bool] = is_member) -> Iterator[None]:
+def join_cluster(is_there: Callable[[str], bool] = is_member) -> Iterator[None]:
     """Add this machine to the cluster at `RAY_ADDRESS` for the block, unless `is_there` returns True because it is a
     member.
 
@@ -62,7 +62,7 @@ def joined(is_there: Callable[[str], bool] = is_member) -> Iterator[None]:
     with tempfile.TemporaryFile() as output:
         node = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
         try:
-            _wait(node, output, address)
+            _wait_until_running(node, output, address)
             yield
         finally:
             node.terminate()
@@ -73,12 +73,12 @@ def joined(is_there: Callable[[str], bool] = is_member) -> Iterator[None]:
                 node.wait()
 
 
-def _wait(node: subprocess.Popen[bytes], said: Any, address: str) -> None:
+def _wait_until_running(node: subprocess.Popen[bytes], output: Any, address: str) -> None:
     """Wait until the output of the node reports that it is running."""
     deadline = time.monotonic() + _SECONDS
     while True:
-        said.seek(0)
-        text = said.read().decode(errors="replace")
+        output.seek(0)
+        text = output.read().decode(errors="replace")
         if "Ray runtime started" in text:
             logger.info("this machine is a node of the Ray cluster at %s, without CPUs and GPUs", address)
             return
@@ -91,7 +91,7 @@ def _wait(node: subprocess.Popen[bytes], said: Any, address: str) -> None:
         time.sleep(0.1)
 
 
-def _resolved(address: str) -> tuple[str, str]:
+def _resolve(address: str) -> tuple[str, str]:
     """Return host and port, with the host resolved to an IP address if possible."""
     host, _, port = address.rpartition(":")
     try:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.2
 
 
-def bundles(ray: Any, size: int, beside: ActorGroup | None, *, is_embedded: bool) -> list[dict[str, int]]:
+def resource_bundles(ray: Any, size: int, actor_group: ActorGroup | None, *, is_embedded: bool) -> list[dict[str, int]]:
     """Return the resource bundles of the ranks and actors. Ranks that share GPUs with an actor are in one bundle with
     it; otherwise there is one bundle per rank and one for the first actor. Reserving the actor too avoids a deadlock
     between trainings that have ranks but no engine.
@@ -24,10 +24,10 @@ def bundles(ray: Any, size: int, beside: ActorGroup | None, *, is_embedded: bool
     resources = ray.cluster_resources()
     num_gpus, num_cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 0))
     gpu, beside_gpus, beside_cpus = min(num_gpus, 1), 0, 0
-    if beside is not None:
-        beside_gpus, beside_cpus = beside.processes * gpu, 0 if is_embedded else beside.processes
-    if beside is not None and beside.shares_gpus:
-        count = ranks_of_bundle(beside, has_gpus=gpu > 0)
+    if actor_group is not None:
+        beside_gpus, beside_cpus = actor_group.processes * gpu, 0 if is_embedded else actor_group.processes
+    if actor_group is not None and actor_group.shares_gpus:
+        count = ranks_of_bundle(actor_group, has_gpus=gpu > 0)
         required = [{"CPU": count + beside_cpus * gpu, "GPU": gpu * count}] * (size // count)
     else:
         required = [{"CPU": 1, "GPU": gpu}] * size + [{"CPU": beside_cpus, "GPU": beside_gpus}]
@@ -47,12 +47,12 @@ def bundles(ray: Any, size: int, beside: ActorGroup | None, *, is_embedded: bool
     return required
 
 
-def ranks_of_bundle(beside: ActorGroup | None, *, has_gpus: bool) -> int:
+def ranks_of_bundle(actor_group: ActorGroup | None, *, has_gpus: bool) -> int:
     """Return the number of ranks in a bundle: all ranks that share GPUs with one actor on one machine, otherwise 1."""
-    return beside.processes if beside is not None and beside.shares_gpus and has_gpus else 1
+    return actor_group.processes if actor_group is not None and actor_group.shares_gpus and has_gpus else 1
 
 
-def rooms_of(
+def reserve_bundles(
     ray: Any, needed: list[dict[str, int]], should_stop: Callable[[], bool], while_waiting: Callable[[], None]
 ) -> list[Any]:
     """Reserve all bundles at once, and return a scheduling strategy per bundle.

@@ -12,7 +12,7 @@ from typing import Any
 from cosmos_core.imports import without_collection
 
 
-class Told(threading.Event):
+class Messages(threading.Event):
     """Messages to a rank while it runs; the event is set when the rank must stop."""
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class Told(threading.Event):
         """Handles of the actors alongside the ranks (`actors.ActorHandle`); their number may change."""
 
 
-Program = Callable[[Told], Any]
+Program = Callable[[Messages], Any]
 """Picklable function that every rank runs."""
 
 
@@ -44,18 +44,18 @@ class Rank:
     def __init__(self) -> None:
         self._imports = ExitStack()
         self._imports.enter_context(without_collection())
-        self._told = Told()
+        self._told = Messages()
         self._outcome: tuple[bool, Any] | None = None
 
     def run(self, program: Program, rendezvous: Rendezvous) -> tuple[bool, Any]:
         """Run the program and return True and its value, or False and its error."""
-        from cosmos_core.cluster.group import outcome_of
+        from cosmos_core.cluster.group import run_as_rank
 
         self._imports.close()
-        self._outcome = outcome_of(program, self._told, rendezvous)
+        self._outcome = run_as_rank(program, self._told, rendezvous)
         return self._outcome
 
-    def ended(self) -> tuple[bool, Any] | None:
+    def outcome(self) -> tuple[bool, Any] | None:
         """Return the result of `run`, whose reply may have been lost; None if the program is still running."""
         return self._outcome
 
@@ -63,6 +63,6 @@ class Rank:
         """Ask the program of this rank to stop."""
         self._told.set()
 
-    def have(self, actors: list[Any]) -> None:
+    def set_actors(self, actors: list[Any]) -> None:
         """Pass the handles of the actors alongside the ranks to the program."""
         self._told.actors[:] = actors

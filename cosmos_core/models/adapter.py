@@ -31,7 +31,7 @@ _HARMLESS = {
 _CHANGE_BASE = ("pissa", "olora", "corda", "loftq")
 
 
-def saved_settings(lora: LoraConfig) -> peft.LoraConfig:
+def load_saved_settings(lora: LoraConfig) -> peft.LoraConfig:
     """Return the settings of the adapter in `lora_path`; the recipe may only change the dropout.
 
     Raises:
@@ -56,10 +56,11 @@ def saved_settings(lora: LoraConfig) -> peft.LoraConfig:
         )
     new = LoraConfig()
     for key, name in _KEYS.items():
-        given, found = getattr(lora, key), getattr(saved, name)
-        if given not in (getattr(new, key), "all-linear") and _plain(given) != _plain(found):
+        setting, saved_setting = getattr(lora, key), getattr(saved, name)
+        if setting not in (getattr(new, key), "all-linear") and _plain(setting) != _plain(saved_setting):
             raise ConfigError(
-                f"policy.lora.{key} = {_plain(given)}, but the adapter in lora_path has {_plain(found)}; leave it out"
+                f"policy.lora.{key} = {_plain(setting)}, but the adapter in lora_path has {_plain(saved_setting)}; "
+                "leave it out"
             )
     saved.lora_dropout = lora.lora_dropout or saved.lora_dropout
     saved.inference_mode = False

@@ -60,7 +60,7 @@ class Batch:
 
 Wants = Any
 """Outputs that an update requests from the model, in the adapter's own type: `scorer.Wants` for token models,
-`denoiser.Wants` for diffusion models. None: the default outputs (`ModelAdapter.usual_wants`)."""
+`denoiser.Wants` for diffusion models. None: the default outputs (`ModelAdapter.default_wants`)."""
 
 Consume = Callable[[Any, dict[str, Tensor]], Tensor | None]
 """Function of a batch and the model's raw outputs that returns the loss of the batch if gradients are enabled."""
@@ -124,7 +124,7 @@ class ModelAdapter(Protocol):
         ...
 
     @property
-    def usual_wants(self) -> Wants:
+    def default_wants(self) -> Wants:
         """Return the default outputs, for updates that do not request any."""
         ...
 
@@ -160,7 +160,7 @@ class ModelAdapter(Protocol):
         """Return the group of a sample, an orderable value: a micro-batch holds samples of one group only."""
         ...
 
-    def planned(self, sample: Any) -> Hashable | None:
+    def assigned_batch(self, sample: Any) -> Hashable | None:
         """Return the micro-batch that the feed assigned to a sample; None if the feed assigned none."""
         ...
 
@@ -168,7 +168,7 @@ class ModelAdapter(Protocol):
         """Collate samples to a `Batch`; without samples, return a batch of `filler` in which nothing is learned."""
         ...
 
-    def joined(self, batch: Any, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    def gather_outputs(self, batch: Any, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Gather the outputs of all ranks that work on the same samples."""
         ...
 

@@ -26,24 +26,24 @@ from cosmos_core.models.balance import OUTPUT as BALANCE
 from cosmos_core.models.balance import Balance, sequences_of
 from cosmos_core.models.base import Batch, Export, MicroBatch
 from cosmos_core.models.export import export_model
-from cosmos_core.models.kernels import without_fp8
+from cosmos_core.models.kernels import remove_fp8
 from cosmos_core.models.lora import FOLDER as ADAPTER
 from cosmos_core.models.lora import is_adapted
 from cosmos_core.models.packing import NAME as PACKED
 from cosmos_core.models.packing import enable_packing
-from cosmos_core.models.pipelined import Pipelined
+from cosmos_core.models.pipelined import PipelineRunner
 from cosmos_core.models.processor import Vision
 from cosmos_core.models.prove import prove_export
 from cosmos_core.models.scorer import LOGPROBS, Scorer, Wants
-from cosmos_core.models.sequential import Sequential, forward_context
+from cosmos_core.models.sequential import SequentialRunner, forward_context
 from cosmos_core.models.shapes import kernel_length
 from cosmos_core.models.sharded_load import load_sharded
 from cosmos_core.parallel.context import apply_cp, gather_chosen, shard_rows
 from cosmos_core.parallel.expert import apply_ep
-from cosmos_core.parallel.fsdp import apply_fsdp, fill, gathers_casts, without_weights
+from cosmos_core.parallel.fsdp import apply_fsdp, copy_without_weights, fill, gathers_casts
 from cosmos_core.parallel.mesh import Mesh
 from cosmos_core.parallel.pipeline import apply_pp
-from cosmos_core.parallel.tensor import apply_tp, prove_split
+from cosmos_core.parallel.tensor import apply_tp, check_split
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class CausalLM:
         self._has_balance = balance is not None
         self.mesh = mesh
         self.device = torch.device(mesh.data.device_type) if mesh else model.device
-        self.whole = without_weights(model) if mesh else None
+        self.whole = copy_without_weights(model) if mesh else None
         self._train, self._reading = train, reading
         self._dtype = getattr(torch, train.logprob_dtype)
         packs = train.sequence_packing
@@ -105,13 +105,13 @@ class CausalLM:
         self._is_packed = (packs and reading.vision is None) or bool(mesh and mesh.context)
         if train.sequence_packing and reading.vision is not None:
             logger.warning("train.sequence_packing: rows are padded, because some show images")
-        self.runner: Sequential | Pipelined = self._parallelize()
+        self.runner: SequentialRunner | PipelineRunner = self._parallelize()
         for scorer in (module for root in self.runner.roots for module in root.modules()):
             if isinstance(scorer, Scorer):
                 scorer.num_ids, scorer.balance = reading.num_ids, balance
 
     @property
-    def usual_wants(self) -> Wants:
+    def default_wants(self) -> Wants:
         return LOGPROBS
 
     @property
@@ -133,7 +133,7 @@ class CausalLM:
         model = self.whole_model()
         if model is None:
             return None
-        without_fp8(model)
+        remove_fp8(model)
         export_model(model, self.tokenizer, target, dtype=None, extra_files=self._reading.files)
         checks = prove_export(model, target, dtype=None, tokenizer=self.tokenizer)
         return Export(tuple(checks), ADAPTER if is_adapted(model) else "")
@@ -146,11 +146,11 @@ class CausalLM:
         """See `ModelAdapter.group`: rows with images are separate from rows without."""
         return self._reading.vision.group(sample) if self._reading.vision else 0
 
-    def planned(self, sample: Sample) -> Hashable | None:
+    def assigned_batch(self, sample: Sample) -> Hashable | None:
         return sample.micro_batch
 
     def collate(self, samples: Sequence[Sample], indices: Sequence[int], filler: Sample) -> TokenBatch:
-        samples_or_filler, device = samples or [_unlearned(filler)], self.device
+        samples_or_filler, device = samples or [_mask_all_tokens(filler)], self.device
         ids = [sample.input_ids for sample in samples_or_filler]
         rows = rows_of(ids, self._reading.pad_id, packed=self._is_packed, filled=self._row_length)
         learned = [np.flatnonzero(sample.loss_mask[1:]) for sample in samples_or_filler]
@@ -174,8 +174,8 @@ class CausalLM:
             samples, indices, own_rows.inputs, own_rows.chosen, own_rows.is_mine_N, learned, top_ids_NK=top_ids_NK
         )
 
-    def joined(self, batch: TokenBatch, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """See `ModelAdapter.joined`: each context-parallel rank scores only some of the tokens."""
+    def gather_outputs(self, batch: TokenBatch, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """See `ModelAdapter.gather_outputs`: each context-parallel rank scores only some of the tokens."""
         if batch.is_mine_N is None:
             return outputs
         assert self.mesh and self.mesh.context
@@ -189,11 +189,11 @@ class CausalLM:
         positions = tuple(torch.from_numpy(i).to(self.device) for i in (number, np.concatenate(batch.learned)))
         shape = (len(batch.samples), max(len(sample.input_ids) for sample in batch.samples) - 1)
 
-        def in_rows(values_N: Tensor) -> Tensor:
+        def scatter_to_rows(values_N: Tensor) -> Tensor:
             return values_N.new_zeros((*shape, *values_N.shape[1:])).index_put(positions, values_N)
 
-        mask_BS = in_rows(torch.ones_like(outputs["logprobs"], requires_grad=False)).bool()
-        rows = {name: in_rows(values) for name, values in outputs.items()}
+        mask_BS = scatter_to_rows(torch.ones_like(outputs["logprobs"], requires_grad=False)).bool()
+        rows = {name: scatter_to_rows(values) for name, values in outputs.items()}
         return MicroBatch(batch.samples, batch.indices, rows, mask_BS, balance)
 
     def rows(self, micro: MicroBatch) -> list[dict[str, Tensor]]:
@@ -212,10 +212,10 @@ class CausalLM:
         """See `ModelAdapter.prove`: checks that the tensor-parallel plan covers all operations of the model."""
         if self.mesh and self.mesh.tensor:
             with forward_context(self._train, self.device) if self._is_gathered_cast else nullcontext():
-                prove_split(self.model, self.runner.roots, self.mesh.tensor)
+                check_split(self.model, self.runner.roots, self.mesh.tensor)
             self.runner.reshard()
 
-    def _parallelize(self) -> Sequential | Pipelined:
+    def _parallelize(self) -> SequentialRunner | PipelineRunner:
         """Parallelise the model over the mesh, load this rank's weights, and return the runner."""
         mesh, model = self.mesh, self.model
         if mesh and mesh.pipeline:
@@ -224,12 +224,12 @@ class CausalLM:
             apply_tp(model, mesh.tensor, with_experts=mesh.expert is None)
         if mesh and mesh.expert:
             apply_ep(model, mesh, self._train)
-        runner: Sequential | Pipelined
+        runner: SequentialRunner | PipelineRunner
         if mesh and mesh.pipeline:
-            runner = Pipelined(model, self._train, mesh, self._dtype)
+            runner = PipelineRunner(model, self._train, mesh, self._dtype)
         else:
             scorer = Scorer(model)
-            runner = Sequential(scorer, partial(self._forward, scorer), self._train, self.device)
+            runner = SequentialRunner(scorer, partial(self._forward, scorer), self._train, self.device)
         if mesh:
             for root in runner.roots:
                 module: Any = root
@@ -248,7 +248,7 @@ class CausalLM:
         )  # fmt: skip
         return outputs
 
-    def _pack(self, runner: Sequential | Pipelined) -> None:
+    def _pack(self, runner: SequentialRunner | PipelineRunner) -> None:
         """Enable packed rows; if the model does not support them, fall back to padded rows."""
         mesh = self.mesh
         compute_dtype = getattr(torch, self._train.param_dtype)
@@ -276,7 +276,7 @@ class CausalLM:
         return self.model.dtype if tensor.is_floating_point() else tensor.dtype
 
 
-def _unlearned(sample: Sample) -> Sample:
+def _mask_all_tokens(sample: Sample) -> Sample:
     top_ids = None if sample.top_ids is None else sample.top_ids[:0]
     return replace(sample, loss_mask=np.zeros_like(sample.loss_mask), rollout_logprobs=None, top_ids=top_ids)
 

@@ -23,21 +23,21 @@ TEMPLATES = {
 }
 
 
-def set_template(tokenizer: PreTrainedTokenizerBase, named: str | None) -> None:
+def set_template(tokenizer: PreTrainedTokenizerBase, name: str | None) -> None:
     """Set the chat template of a tokenizer to that of a Jinja file or of `TEMPLATES`; None: change nothing.
 
     Raises:
         ConfigError: the template does not exist, or the tokenizer lacks a token of the template.
     """
-    if named is None:
+    if name is None:
         return
-    if named not in TEMPLATES:
+    if name not in TEMPLATES:
         try:
-            tokenizer.chat_template = Path(named).expanduser().read_text(encoding="utf-8")
+            tokenizer.chat_template = Path(name).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{_KEY} = {named!r} is none of {', '.join(TEMPLATES)}, and no file: {error}") from None
+            raise ConfigError(f"{_KEY} = {name!r} is none of {', '.join(TEMPLATES)}, and no file: {error}") from None
         return
-    needed = ["<|im_start|>", "<|im_end|>"] if named == "chatml" else [tokenizer.eos_token or "eos_token"]
+    needed = ["<|im_start|>", "<|im_end|>"] if name == "chatml" else [tokenizer.eos_token or "eos_token"]
     if missing := [token for token in needed if token not in tokenizer.get_vocab()]:
-        raise ConfigError(f"{_KEY} = {named!r} needs the token {missing[0]}, which the tokenizer does not have")
-    tokenizer.chat_template = TEMPLATES[named]
+        raise ConfigError(f"{_KEY} = {name!r} needs the token {missing[0]}, which the tokenizer does not have")
+    tokenizer.chat_template = TEMPLATES[name]

@@ -52,12 +52,12 @@ def check_model(model: str, model_class: str | None = None, max_prompt_length: i
         return
     yield Check("family", True, f"{family.folder.class_name} is {type(family).__name__}")
     steps: dict[str, Callable[[DiffusionModel], str]] = {
-        "noise levels": _noise_levels,
-        "text": _text,
-        "media": _media,
-        "prediction": _prediction,
-        "gradient": _gradient,
-        "adapter": _adapter,
+        "noise levels": _check_noise_levels,
+        "text": _check_text,
+        "media": _check_media,
+        "prediction": _check_prediction,
+        "gradient": _check_gradient,
+        "adapter": _check_adapter,
     }
     for name, step in steps.items():
         try:
@@ -68,7 +68,7 @@ def check_model(model: str, model_class: str | None = None, max_prompt_length: i
             yield Check(name, not detail.startswith(_WRONG), detail)
 
 
-def _noise_levels(family: DiffusionModel) -> str:
+def _check_noise_levels(family: DiffusionModel) -> str:
     """Check that the table of noise levels equals the scheduler's."""
     ours_N = family.set_scheduler_timestep(4)
     scheduler = family.folder.load("scheduler")
@@ -78,7 +78,7 @@ def _noise_levels(family: DiffusionModel) -> str:
     return table if difference < 1e-3 else f"{_WRONG}{table} is {difference:.2g} from {type(scheduler).__name__}"
 
 
-def _text(family: DiffusionModel) -> str:
+def _check_text(family: DiffusionModel) -> str:
     """Check that the embedding of a prompt does not depend on the other prompts of a batch."""
     both, one = family.text_embedding(_PROMPTS), family.text_embedding(_PROMPTS[1:])
     for name, value in both.items():
@@ -89,9 +89,9 @@ def _text(family: DiffusionModel) -> str:
     return ", ".join(f"{name} {tuple(value.shape[1:])}" for name, value in both.items())
 
 
-def _media(family: DiffusionModel) -> str:
+def _check_media(family: DiffusionModel) -> str:
     """Check that latents have the declared shape and decode to the size of the pixels."""
-    pixels, shape = _pixels(family)
+    pixels, shape = _random_pixels(family)
     mean, logvar = family.visual_embedding(pixels)
     if tuple(mean.shape[1:]) != shape:
         return f"{_WRONG}latents of {tuple(pixels.shape[1:])} are {tuple(mean.shape[1:])}, latent_shape says {shape}"
@@ -100,11 +100,11 @@ def _media(family: DiffusionModel) -> str:
     back = family.decode(mean)
     if back.shape != pixels.shape:
         return f"{_WRONG}{tuple(pixels.shape[1:])} comes back as {tuple(back.shape[1:])}"
-    drawn = "posterior" if logvar is not None else "deterministic"
-    return f"{tuple(pixels.shape[1:])} to {shape}, {drawn}, standard deviation {mean.std().item():.2f}"
+    kind = "posterior" if logvar is not None else "deterministic"
+    return f"{tuple(pixels.shape[1:])} to {shape}, {kind}, standard deviation {mean.std().item():.2f}"
 
 
-def _prediction(family: DiffusionModel) -> str:
+def _check_prediction(family: DiffusionModel) -> str:
     """Check that our call of the network predicts the same velocity as the pipeline's call."""
     network = family.load_denoiser(torch.float32)
     calls: list[tuple[dict[str, Any], Tensor]] = []
@@ -112,9 +112,9 @@ def _prediction(family: DiffusionModel) -> str:
     names = list(inspect.signature(forward).parameters)
 
     def record(*args: Tensor, **kwargs: Any) -> Any:
-        found = forward(*args, **kwargs)
-        calls.append((dict(zip(names, args, strict=False)) | kwargs, found[0]))
-        return found
+        output = forward(*args, **kwargs)
+        calls.append((dict(zip(names, args, strict=False)) | kwargs, output[0]))
+        return output
 
     network.forward = record
     with torch.no_grad():
@@ -125,21 +125,21 @@ def _prediction(family: DiffusionModel) -> str:
         probe, worst = family.probe(), 0.0
         frames = probe.get("frames", probe.get("num_frames", 1))
         shape = family.latent_shape(probe["height"], probe["width"], frames)
-        for given, theirs in calls:
-            latents = family.latents_in(given[names[0]], shape)
+        for arguments, expected in calls:
+            latents = family.latents_in(arguments[names[0]], shape)
             unit = family.nft_prepare_transformer_input(latents, torch.ones(len(latents)), text)["timestep"]
-            sigma_B = (given["timestep"].flatten()[0] / unit.flatten()[0]).expand(len(latents))
-            ours = family.predict(network, latents, sigma_B, text)
-            difference = (ours - family.velocity_of(theirs, latents)).abs().max()
-            worst = max(worst, float(difference / theirs.abs().max()))
+            sigma_B = (arguments["timestep"].flatten()[0] / unit.flatten()[0]).expand(len(latents))
+            velocity = family.predict(network, latents, sigma_B, text)
+            difference = (velocity - family.velocity_of(expected, latents)).abs().max()
+            worst = max(worst, float(difference / expected.abs().max()))
     counted = f"{len(calls)} calls, largest difference {worst:.1g}"
     return counted if calls and worst <= _TOLERANCE else f"{_WRONG}{counted}, more than {_TOLERANCE:g}"
 
 
-def _gradient(family: DiffusionModel) -> str:
+def _check_gradient(family: DiffusionModel) -> str:
     """Check that a loss gives gradients to the weights."""
     network = family.load_denoiser(torch.float32)
-    _, shape = _pixels(family)
+    _, shape = _random_pixels(family)
     text = family.text_embedding(_PROMPTS)
     velocity = family.predict(network, torch.randn(2, *shape), torch.tensor([0.2, 0.8]), text)
     velocity.square().mean().backward()  # type: ignore[no-untyped-call]
@@ -150,7 +150,7 @@ def _gradient(family: DiffusionModel) -> str:
     return f"{len(reached)} of {total} weights, {sum(p.numel() for p in network.parameters()) / 1e6:.3g} M numbers"
 
 
-def _adapter(family: DiffusionModel) -> str:
+def _check_adapter(family: DiffusionModel) -> str:
     """Check that the LoRA target modules exist and that the pipeline can load an adapter."""
     network = family.load_denoiser(torch.float32)
     add_adapter(network, LoraConfig(r=2), family.lora_targets)
@@ -160,7 +160,7 @@ def _adapter(family: DiffusionModel) -> str:
     return f"{count // 2} modules: {', '.join(family.lora_targets)}"
 
 
-def _pixels(family: DiffusionModel) -> tuple[Tensor, tuple[int, ...]]:
+def _random_pixels(family: DiffusionModel) -> tuple[Tensor, tuple[int, ...]]:
     side = family.size_multiple * 2
     frames = family.pixels_per_latent[0] + 1
     generator = torch.Generator().manual_seed(0)

@@ -28,10 +28,10 @@ _TRAIN_SHIFT = 5.0
 _NETWORK = "diffusers.models.transformers.transformer_cosmos"
 
 
-class Unguarded:
+class GuardrailPlaceholder:
     """Placeholder for the guardrail, without which the pipeline cannot be constructed."""
 
-    def to(self, *args: Any, **kwargs: Any) -> Unguarded:
+    def to(self, *args: Any, **kwargs: Any) -> GuardrailPlaceholder:
         """Return self; there are no weights to move."""
         return self
 
@@ -53,7 +53,7 @@ class CosmosPredict(SanaVideo):
 
     def text_embedding(self, prompts: Sequence[str]) -> Text:
         with self._working("text_encoder"):
-            rows = [self._encoded(prompt) for prompt in prompts]
+            rows = [self._encode(prompt) for prompt in prompts]
         return {"prompt_embeds": torch.cat(rows)}
 
     def dropped_text(self, empty: Mapping[str, Tensor]) -> Text:
@@ -100,14 +100,14 @@ class CosmosPredict(SanaVideo):
         levels = {"embedded_timestep": 1, "temb": 1}
         dims = {**levels, "image_rotary_emb": 0, "extra_pos_emb": 1}
         shard_blocks(
-            denoiser, shards, dims, lambda arguments: shards.note(len(arguments["image_rotary_emb"][0])),
+            denoiser, shards, dims, lambda arguments: shards.distribute(len(arguments["image_rotary_emb"][0])),
             {"norm_out": levels},
         )  # fmt: skip
         for block in denoiser.transformer_blocks:
             block.attn1.set_processor(UlyssesAttention(shards))
 
-    def guided(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
-        """See `DiffusionModel.guided`: in this pipeline, scale 0 disables guidance."""
+    def apply_guidance(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
+        """See `DiffusionModel.apply_guidance`: in this pipeline, scale 0 disables guidance."""
         return conditional + scale * (conditional - unconditional)
 
     @property
@@ -130,18 +130,18 @@ class CosmosPredict(SanaVideo):
     def substitutes(cls) -> dict[str, Any]:
         """See `DiffusionModel.substitutes`; also substitute torchvision if it is not installed."""
         substitute_torchvision()
-        return {"safety_checker": Unguarded()}
+        return {"safety_checker": GuardrailPlaceholder()}
 
     def load_denoiser(self, dtype: torch.dtype) -> Any:
         substitute_torchvision()
         return super().load_denoiser(dtype)
 
-    def _encoded(self, prompt: str) -> Tensor:
-        found: Tensor = self.pipeline.encode_prompt(
+    def _encode(self, prompt: str) -> Tensor:
+        embeddings: Tensor = self.pipeline.encode_prompt(
             [prompt], do_classifier_free_guidance=False, device=self.device,
             max_sequence_length=self.config.max_prompt_length,
         )[0]  # fmt: skip
-        return found.cpu()
+        return embeddings.cpu()
 
 
 def substitute_torchvision() -> None:

@@ -22,8 +22,8 @@ from cosmos_core.models.export_pipeline import export_pipeline
 from cosmos_core.models.lora import FOLDER as ADAPTER
 from cosmos_core.models.lora import is_adapted
 from cosmos_core.models.prove_pipeline import prove_pipeline
-from cosmos_core.models.sequential import Sequential, forward_context
-from cosmos_core.parallel.fsdp import apply_fsdp, fill, without_weights
+from cosmos_core.models.sequential import SequentialRunner, forward_context
+from cosmos_core.parallel.fsdp import apply_fsdp, copy_without_weights, fill
 from cosmos_core.parallel.mesh import Mesh
 
 
@@ -57,18 +57,18 @@ class Denoiser:
         self.model, self.family, self.mesh = model, family, mesh
         self.device = torch.device(mesh.data.device_type) if mesh else next(model.parameters()).device
         self.dtype: torch.dtype = next(model.parameters()).dtype
-        self.whole = without_weights(model) if mesh else None
+        self.whole = copy_without_weights(model) if mesh else None
         self._train = train
         if mesh and mesh.context:
             family.shard_tokens(model, mesh.context)
-        root = Called(model)
+        root = FsdpRoot(model)
         if mesh:
             apply_fsdp(root, model, mesh, train)
-        self.runner = Sequential(root, self._forward, train, self.device)
+        self.runner = SequentialRunner(root, self._forward, train, self.device)
 
     @property
-    def usual_wants(self) -> Wants:
-        """See `ModelAdapter.usual_wants`: the velocity, without guidance."""
+    def default_wants(self) -> Wants:
+        """See `ModelAdapter.default_wants`: the velocity, without guidance."""
         return Wants()
 
     @property
@@ -107,7 +107,9 @@ class Denoiser:
                 return self.family.predict(root, latents, sigma_B, on_device, num_given_B, dtype=self.dtype)
 
         conditional = velocity(text)
-        return conditional if negative is None else self.family.guided(conditional, velocity(negative), guidance)
+        return (
+            conditional if negative is None else self.family.apply_guidance(conditional, velocity(negative), guidance)
+        )
 
     def export(self, target: Path) -> Export | None:
         model = self.whole_model()
@@ -126,36 +128,38 @@ class Denoiser:
         texts = tuple(sorted((name, tuple(value.shape)) for name, value in sample.text.items()))
         return tuple(sample.latents.shape), texts, sample.noise is None, sample.negative is None
 
-    def planned(self, sample: FlowSample) -> Hashable | None:
+    def assigned_batch(self, sample: FlowSample) -> Hashable | None:
         return None
 
     def collate(self, samples: Sequence[FlowSample], indices: Sequence[int], filler: FlowSample) -> FlowBatch:
         """See `ModelAdapter.collate`: noise is added to the latents here."""
         samples_or_filler = samples or [filler]
-        latents = self._stacked([sample.latents for sample in samples_or_filler])
+        latents = self._stack_latents([sample.latents for sample in samples_or_filler])
         sigma_B = torch.tensor([sample.sigma for sample in samples_or_filler], dtype=torch.float64, device=self.device)
         counts = [sample.num_given for sample in samples_or_filler]
         num_given_B = torch.tensor(counts, device=self.device) if any(counts) else None
         inputs = {"noisy": latents}
         if samples_or_filler[0].noise is not None:
-            noise = self._stacked([sample.noise for sample in samples_or_filler if sample.noise is not None])
+            noise = self._stack_latents([sample.noise for sample in samples_or_filler if sample.noise is not None])
             noisy = self.family.add_noise(latents, noise, sigma_B.to(latents.dtype), num_given_B)
             inputs = {"noisy": noisy, "latents": latents, "noise": noise}
         negative = None
         if samples_or_filler[0].negative is not None:
-            negative = self._text([sample.negative for sample in samples_or_filler if sample.negative is not None])
+            negative = self._stack_texts(
+                [sample.negative for sample in samples_or_filler if sample.negative is not None]
+            )
         return FlowBatch(
             samples,
             indices,
             inputs,
             sigma_B,
-            self._text([sample.text for sample in samples_or_filler]),
+            self._stack_texts([sample.text for sample in samples_or_filler]),
             negative,
             num_given_B,
         )
 
-    def joined(self, batch: FlowBatch, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """See `ModelAdapter.joined`: every rank already has the whole velocity of its samples."""
+    def gather_outputs(self, batch: FlowBatch, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """See `ModelAdapter.gather_outputs`: every rank already has the whole velocity of its samples."""
         return outputs
 
     def micro_batch(self, batch: FlowBatch, outputs: dict[str, Tensor]) -> MicroBatch:
@@ -181,15 +185,15 @@ class Denoiser:
         )  # fmt: skip
         return {"velocity": velocity}
 
-    def _stacked(self, tensors: Sequence[Tensor]) -> Tensor:
+    def _stack_latents(self, tensors: Sequence[Tensor]) -> Tensor:
         """Stack latents in float32 whatever the network's dtype, or in float64 for a float64 network, as in tests."""
         return torch.stack(list(tensors)).to(self.device, torch.promote_types(self.dtype, torch.float32))
 
-    def _text(self, texts: Sequence[Mapping[str, Tensor]]) -> Text:
+    def _stack_texts(self, texts: Sequence[Mapping[str, Tensor]]) -> Text:
         return {name: torch.stack([text[name] for text in texts]).to(self.device) for name in texts[0]}
 
 
-class Called(nn.Module):
+class FsdpRoot(nn.Module):
     """Root module for FSDP around the denoiser, used only through `forward`."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -130,7 +130,7 @@ class DiffusionModel:
 
     def add_noise(self, latents: Tensor, noise: Tensor, sigma_B: Tensor, num_given_B: Tensor | None = None) -> Tensor:
         """Add noise to clean latents up to their noise levels; conditioning frames stay clean."""
-        noisy = flow.at_noise_level(latents, noise, sigma_B)
+        noisy = flow.noisy_latents(latents, noise, sigma_B)
         mask = self.learned_mask(latents, num_given_B)
         return noisy if mask is None else mask * noisy + (1 - mask) * latents
 
@@ -174,7 +174,7 @@ class DiffusionModel:
         """Return latents of the given shape from the network's input, whose layout depends on the family."""
         return hidden_states
 
-    def guided(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
+    def apply_guidance(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
         """Return the velocity of classifier-free guidance by the pipeline's formula; scale 1 disables guidance."""
         return unconditional + scale * (conditional - unconditional)
 

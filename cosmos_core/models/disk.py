@@ -18,7 +18,7 @@ _FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
 
 @contextmanager
-def saving(what: str, what_is_left: Callable[[], str]) -> Iterator[None]:
+def translate_disk_errors(name: str, describe_rest: Callable[[], str]) -> Iterator[None]:
     """Convert errors of the operating system inside the block to one line, which includes `what_is_left()`.
 
     Raises:
@@ -29,13 +29,13 @@ def saving(what: str, what_is_left: Callable[[], str]) -> Iterator[None]:
     except CheckpointException as error:
         # A BaseException, which no `except Exception` would catch.
         cause = next(iter(error.failures.values()))[0]
-        raise _readable(cause, what, what_is_left) from error
+        raise _disk_error(cause, name, describe_rest) from error
     except (OSError, SafetensorError) as error:
-        raise _readable(error, what, what_is_left) from error
+        raise _disk_error(error, name, describe_rest) from error
 
 
 @contextmanager
-def loading() -> Iterator[None]:
+def unwrap_checkpoint_errors() -> Iterator[None]:
     """Raise the cause of a `CheckpointException` inside the block, because `CheckpointException` is not an
     `Exception`."""
     try:
@@ -44,13 +44,13 @@ def loading() -> Iterator[None]:
         raise next(iter(error.failures.values()))[0] from error
 
 
-def _readable(error: BaseException, what: str, what_is_left: Callable[[], str]) -> BaseException:
+def _disk_error(error: BaseException, name: str, describe_rest: Callable[[], str]) -> BaseException:
     number = _error_number(error)
     if number is None:
         return error
     if number in _FULL:
-        return StageFailed(f"disk full while saving {what}; {what_is_left()}; free space and run again")
-    return StageFailed(f"{os.strerror(number)} while saving {what}; {what_is_left()}; mend that and run again")
+        return StageFailed(f"disk full while saving {name}; {describe_rest()}; free space and run again")
+    return StageFailed(f"{os.strerror(number)} while saving {name}; {describe_rest()}; mend that and run again")
 
 
 def _error_number(error: BaseException) -> int | None:

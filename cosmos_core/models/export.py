@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cosmos_core.models.disk import saving
+from cosmos_core.models.disk import translate_disk_errors
 from cosmos_core.models.generation_config import default_generation_config, save_generation_config
-from cosmos_core.models.lora import FOLDER, is_adapted, merged, plain_state, save_adapter
+from cosmos_core.models.lora import FOLDER, is_adapted, merge_adapter, plain_state, save_adapter
 from cosmos_core.run.files import replaced_folder
 
 
@@ -37,10 +37,13 @@ def export_model(
     Raises:
         StageFailed: the disk is full or broken.
     """
-    with saving(f"export {target}", lambda: "nothing is left of it"), replaced_folder(target) as building:
-        with merged(model), default_generation_config(model):
+    with (
+        translate_disk_errors(f"export {target}", lambda: "nothing is left of it"),
+        replaced_folder(target) as building,
+    ):
+        with merge_adapter(model), default_generation_config(model):
             model.save_pretrained(building, state_dict=_cast_weights(model, dtype), max_shard_size=max_shard_size)
-        _exported_config(model, dtype).save_pretrained(building)
+        _export_config(model, dtype).save_pretrained(building)
         save_generation_config(model, building)
         tokenizer.save_pretrained(building)
         if is_adapted(model):
@@ -62,7 +65,7 @@ def _cast_weights(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str
     return {name: cast[tensor.data_ptr(), tensor.shape] for name, tensor in weights.items()}
 
 
-def _exported_config(model: PreTrainedModel, dtype: torch.dtype | None) -> Any:
+def _export_config(model: PreTrainedModel, dtype: torch.dtype | None) -> Any:
     config = copy.deepcopy(model.config)
     for each in [config, *(getattr(config, name) for name in config.sub_configs)]:
         if dtype is not None:

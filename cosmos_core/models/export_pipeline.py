@@ -19,8 +19,8 @@ from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 
 from cosmos_core.models.diffusion import DiffusionModel
-from cosmos_core.models.disk import saving
-from cosmos_core.models.lora import FOLDER, changes_base, is_adapted, merged, plain_state
+from cosmos_core.models.disk import translate_disk_errors
+from cosmos_core.models.lora import FOLDER, changes_base, is_adapted, merge_adapter, plain_state
 from cosmos_core.models.pipeline_folder import INDEX, PipelineFolder
 from cosmos_core.run.files import copy_file, replaced_folder
 
@@ -44,11 +44,14 @@ def export_pipeline(
     Raises:
         StageFailed: the disk is full or broken.
     """
-    with saving(f"export {target}", lambda: "nothing is left of it"), replaced_folder(target) as building:
+    with (
+        translate_disk_errors(f"export {target}", lambda: "nothing is left of it"),
+        replaced_folder(target) as building,
+    ):
         for file in untrained_files(family.folder, family.denoiser_name):
             (building / file).parent.mkdir(parents=True, exist_ok=True)
             copy_file(family.folder.path / file, building / file)
-        with merged(model):
+        with merge_adapter(model):
             _save_denoiser(model, building / family.denoiser_name, dtype)
         if is_adapted(model):
             save_pipeline_adapter(family, model, building / FOLDER)
@@ -94,8 +97,8 @@ def adapter_settings(model: Any) -> dict[str, Any]:
     return values
 
 
-def exported_state(model: Any, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Return the denoiser's tensors for export, on the CPU in `dtype`; call it inside `merged`."""
+def export_state(model: Any, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Return the denoiser's tensors for export, on the CPU in `dtype`; call it inside `merge_adapter`."""
     return {
         name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None)
         for name, tensor in plain_state(model).items()
@@ -104,4 +107,4 @@ def exported_state(model: Any, dtype: torch.dtype | None) -> dict[str, Tensor]:
 
 def _save_denoiser(model: Any, folder: Path, dtype: torch.dtype | None) -> None:
     model.save_config(folder)
-    save_torch_state_dict(exported_state(model, dtype), folder, filename_pattern=_WEIGHTS, metadata={"format": "pt"})
+    save_torch_state_dict(export_state(model, dtype), folder, filename_pattern=_WEIGHTS, metadata={"format": "pt"})

@@ -36,29 +36,29 @@ def family_of(folder: PipelineFolder, model_class: str | None = None) -> type[Di
         ModelError, ConfigError: see `open_family`.
     """
     if model_class is not None:
-        found = import_user_code(model_class)
-        if not (isinstance(found, type) and issubclass(found, DiffusionModel)):
+        cls = import_user_code(model_class)
+        if not (isinstance(cls, type) and issubclass(cls, DiffusionModel)):
             raise ConfigError(
                 f"policy.model_class = {model_class!r} must be a subclass of "
                 f"cosmos_core.models.diffusion.DiffusionModel"
             )
-        return found
-    known = known_pipelines()
-    if folder.class_name not in known:
+        return cls
+    modules = pipeline_modules()
+    if folder.class_name not in modules:
         raise ModelError(
             f"{KEY} = {folder.model!r}: {folder.class_name} is of no family here"
-            f"{suggestion(folder.class_name, list(known))}; write one of your own and name it in policy.model_class"
+            f"{suggestion(folder.class_name, list(modules))}; write one of your own and name it in policy.model_class"
         )
-    family: type[DiffusionModel] = importlib.import_module(f"cosmos_core.models.{known[folder.class_name]}").FAMILY
+    family: type[DiffusionModel] = importlib.import_module(f"cosmos_core.models.{modules[folder.class_name]}").FAMILY
     return family
 
 
 @cache
-def known_pipelines() -> dict[str, str]:
+def pipeline_modules() -> dict[str, str]:
     """Return the module of each pipeline class that a file of this folder supports."""
-    found: dict[str, str] = {}
+    modules: dict[str, str] = {}
     for file in sorted(Path(__file__).parent.glob("*.py")):
         for node in ast.parse(file.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "PIPELINES":
-                found |= dict.fromkeys(ast.literal_eval(node.value), file.stem)
-    return found
+                modules |= dict.fromkeys(ast.literal_eval(node.value), file.stem)
+    return modules

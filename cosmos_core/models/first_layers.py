@@ -25,7 +25,7 @@ class FirstLayers(NamedTuple):
     num_layers: int
 
 
-def fitting(model: PreTrainedModel, dtype: torch.dtype | None, memory: int) -> FirstLayers | None:
+def fit_layers(model: PreTrainedModel, dtype: torch.dtype | None, memory: int) -> FirstLayers | None:
     """Return the first layers, at least one, whose float32 copy for another process fits into `memory` bytes.
 
     Return None if all layers fit. Weights that are not float32 in `dtype` (None: their own dtype) need a second copy,
@@ -44,7 +44,7 @@ def fitting(model: PreTrainedModel, dtype: torch.dtype | None, memory: int) -> F
 
 
 @contextmanager
-def cut_to(model: PreTrainedModel, first: FirstLayers | None) -> Iterator[None]:
+def keep_first_layers(model: PreTrainedModel, first: FirstLayers | None) -> Iterator[None]:
     """Remove all but the first layers of a model inside the block; None: keep all."""
     if first is None:
         yield
@@ -69,7 +69,7 @@ def cut_config(config: PretrainedConfig, first: FirstLayers | None) -> Pretraine
     return config
 
 
-def is_beyond(key: str, first: FirstLayers | None) -> bool:
+def is_removed(key: str, first: FirstLayers | None) -> bool:
     """Return True if a tensor belongs to a removed layer."""
     if first is None:
         return False

@@ -31,19 +31,19 @@ class TrainFlops:
             getattr(text, "num_experts", 0) or getattr(text, "num_local_experts", 0) or 1
         )
         lookup = _lookup(model)
-        self.of_token = 0.0
+        self.flops_per_token = 0.0
         for parameter in model.parameters():
             if parameter.ndim < 2 or parameter is lookup:
                 continue
             fraction = chosen if parameter.ndim == 3 else 1.0
-            self.of_token += fraction * parameter.numel() * (6.0 if parameter.requires_grad else 4.0)
+            self.flops_per_token += fraction * parameter.numel() * (6.0 if parameter.requires_grad else 4.0)
         heads = getattr(text, "num_attention_heads", 0)
         width = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // max(1, heads)
-        self._of_pair = 6.0 * getattr(text, "num_hidden_layers", 0) * heads * width
+        self._flops_per_pair = 6.0 * getattr(text, "num_hidden_layers", 0) * heads * width
 
-    def of(self, costs: Sequence[int]) -> float:
+    def total(self, costs: Sequence[int]) -> float:
         """Return the FLOPs of samples with these numbers of tokens."""
-        return sum(self.of_token * cost + self._of_pair * cost * cost for cost in costs)
+        return sum(self.flops_per_token * cost + self._flops_per_pair * cost * cost for cost in costs)
 
 
 def _lookup(model: nn.Module) -> nn.Parameter | None:
@@ -64,11 +64,11 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     with sizes that grow until a product takes 0.03 s."""
     size, best = _SMALLEST, 0.0
     while size <= _LARGEST.get(device.type, 1024):
-        left = torch.randn(size, size, device=device, dtype=dtype)
+        matrix = torch.randn(size, size, device=device, dtype=dtype)
         shortest = float("inf")
         for _ in range(_TRIES):
             began = _now(device)
-            left @ left
+            matrix @ matrix
             shortest = min(shortest, _now(device) - began)
         best = max(best, 2.0 * size**3 / shortest)
         if shortest > _LONG_SECONDS:

@@ -23,7 +23,7 @@ _TRAIN_LEVELS = 1000
 """Number of training noise levels of diffusers' schedulers."""
 
 
-def at_noise_level(x0: Tensor, noise: Tensor, sigma_B: Tensor) -> Tensor:
+def noisy_latents(x0: Tensor, noise: Tensor, sigma_B: Tensor) -> Tensor:
     """Return the latents at the noise level of each sample."""
     sigma = per_sample(sigma_B, x0)
     return (1 - sigma) * x0 + sigma * noise
@@ -59,7 +59,7 @@ def mean_per_sample(values: Tensor, mask: Tensor | None = None) -> Tensor:
     return (values.flatten(1) * weights).sum(1) / weights.sum(1)
 
 
-def shifted(sigma: Tensor, shift: float) -> Tensor:
+def shift_levels(sigma: Tensor, shift: float) -> Tensor:
     """Return noise levels moved towards noise (shift above 1), as larger images need (arXiv 2403.03206, 5.3.2)."""
     return shift * sigma / (1 + (shift - 1) * sigma)
 
@@ -85,7 +85,7 @@ def draw_noise_levels(
         u_N = torch.rand(count, generator=generator, dtype=torch.float64)
         if scheme == "mode":
             u_N = 1 - u_N - _MODE_SCALE * (torch.cos(math.pi * u_N / 2) ** 2 - 1 + u_N)
-    return shifted(u_N, shift)
+    return shift_levels(u_N, shift)
 
 
 def loss_weights(sigma_B: Tensor, scheme: str) -> Tensor:
@@ -100,21 +100,21 @@ def loss_weights(sigma_B: Tensor, scheme: str) -> Tensor:
 
 def flow_schedule(num_steps: int, shift: float = 1.0) -> Tensor:
     """Return the noise levels of a sampler, num_steps + 1 from 1 to 0: evenly spaced, then shifted."""
-    return shifted(torch.linspace(1, 0, num_steps + 1, dtype=torch.float64), shift)
+    return shift_levels(torch.linspace(1, 0, num_steps + 1, dtype=torch.float64), shift)
 
 
 def euler_schedule(num_steps: int, shift: float = 1.0) -> Tensor:
     """Return the table of diffusers' FlowMatchEulerDiscreteScheduler, which the papers used: it shifts its smallest
     level
     twice, so its last step is very small."""
-    smallest = shifted(torch.tensor(1 / _TRAIN_LEVELS, dtype=torch.float64), shift).item()
-    return _ending_at_0(shifted(torch.linspace(1, smallest, num_steps, dtype=torch.float64), shift))
+    smallest = shift_levels(torch.tensor(1 / _TRAIN_LEVELS, dtype=torch.float64), shift).item()
+    return _append_zero(shift_levels(torch.linspace(1, smallest, num_steps, dtype=torch.float64), shift))
 
 
 def dpm_schedule(num_steps: int, shift: float = 1.0) -> Tensor:
     """Return the table of diffusers' DPMSolverMultistepScheduler for flows: from 0.999, shifted."""
     largest = 1 - 1 / _TRAIN_LEVELS
-    return _ending_at_0(shifted(torch.linspace(largest, 0, num_steps + 1, dtype=torch.float64)[:-1], shift))
+    return _append_zero(shift_levels(torch.linspace(largest, 0, num_steps + 1, dtype=torch.float64)[:-1], shift))
 
 
 def unipc_schedule(num_steps: int, shift: float = 1.0) -> Tensor:
@@ -122,7 +122,7 @@ def unipc_schedule(num_steps: int, shift: float = 1.0) -> Tensor:
     shifted.
     The scheduler itself starts at 1 - 1e-6, because its steps take a logarithm."""
     smallest = 1 / _TRAIN_LEVELS
-    return _ending_at_0(shifted(torch.linspace(1, smallest, num_steps + 1, dtype=torch.float64)[:-1], shift))
+    return _append_zero(shift_levels(torch.linspace(1, smallest, num_steps + 1, dtype=torch.float64)[:-1], shift))
 
 
 def karras_schedule(num_steps: int, shift: float = 1.0, *, most: float = 200.0, least: float = 0.01) -> Tensor:
@@ -133,7 +133,7 @@ def karras_schedule(num_steps: int, shift: float = 1.0, *, most: float = 200.0, 
     rho = 7.0
     ramp_N = torch.linspace(0, 1, num_steps, dtype=torch.float64)
     edm_N = (most ** (1 / rho) + ramp_N * (least ** (1 / rho) - most ** (1 / rho))) ** rho
-    return _ending_at_0(edm_N / (1 + edm_N))
+    return _append_zero(edm_N / (1 + edm_N))
 
 
 SCHEDULES: dict[str, Callable[[int, float], Tensor]] = {
@@ -146,5 +146,5 @@ SCHEDULES: dict[str, Callable[[int, float], Tensor]] = {
 """Functions from number of steps and shift to a table of noise levels, by name."""
 
 
-def _ending_at_0(sigma_N: Tensor) -> Tensor:
+def _append_zero(sigma_N: Tensor) -> Tensor:
     return torch.cat([sigma_N, sigma_N.new_zeros(1)])

@@ -76,9 +76,9 @@ def cps(x: Tensor, v: Tensor, levels: Levels, eta: float) -> Transition:
     so
     that the total noise is that of the schedule."""
     new = levels.next * math.sin(eta * math.pi / 2)
-    kept = torch.sqrt((levels.next**2 - new**2).clamp(min=0))
+    kept_noise = torch.sqrt((levels.next**2 - new**2).clamp(min=0))
     clean, noise = clean_estimate(x, v, levels.sigma), noise_estimate(x, v, levels.sigma)
-    mean = per_sample(1 - levels.next, x) * clean + per_sample(kept, x) * noise
+    mean = per_sample(1 - levels.next, x) * clean + per_sample(kept_noise, x) * noise
     return Transition(mean, new, new, has_density=False)
 
 
@@ -89,8 +89,10 @@ def ddim(x: Tensor, v: Tensor, levels: Levels, eta: float) -> Transition:
     carried = (1 - sigma) / (1 - later)
     variance = (sigma**2 - (carried * later) ** 2).clamp(min=0)
     std = torch.minimum(eta * later / sigma * torch.sqrt(variance), later)
-    kept = torch.sqrt(later**2 - std**2)
-    mean = per_sample(1 - later, x) * clean_estimate(x, v, sigma) + per_sample(kept, x) * noise_estimate(x, v, sigma)
+    kept_noise = torch.sqrt(later**2 - std**2)
+    mean = per_sample(1 - later, x) * clean_estimate(x, v, sigma) + per_sample(kept_noise, x) * noise_estimate(
+        x, v, sigma
+    )
     return Transition(mean, std, std / torch.sqrt(sigma - later))
 
 
@@ -104,14 +106,14 @@ def transition(kernel: str, x: Tensor, v: Tensor, levels: Levels, eta: float) ->
     return KERNELS[kernel](x.to(dtype), v.to(dtype), levels, eta)
 
 
-def log_prob(found: Transition, later: Tensor, mask: Tensor | None = None) -> Tensor:
+def log_prob(distribution: Transition, later: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return the log-probability of the latents after a step for each sample: the *mean* over their elements, which is
     why clip ranges are as small as 1e-4. Only elements with mask 1 count (None: all); conditioning frames have 0."""
-    mean, later = found.mean, later.to(found.mean.dtype)
+    mean, later = distribution.mean, later.to(distribution.mean.dtype)
     squared_B = mean_per_sample((later - mean) ** 2, mask)
-    if not found.has_density:
+    if not distribution.has_density:
         return -squared_B
-    std = found.std.to(squared_B)
+    std = distribution.std.to(squared_B)
     return -squared_B / (2 * std**2) - torch.log(std) - 0.5 * math.log(2 * math.pi)
 
 

@@ -42,7 +42,7 @@ def choose_trained(model: nn.Module, policy: PolicyConfig, targets: Sequence[str
             key = "policy.trainable_pattern" if is_trained else "policy.freeze_pattern"
             model.requires_grad_(not is_trained)
             for pattern in patterns:
-                _set(names, key, pattern, re.compile(pattern).search, is_trained)
+                _set_trained(names, key, pattern, re.compile(pattern).search, is_trained)
     _apply_map(names, policy.trainable_map or {})
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(f"policy.{keys[-1]} leaves no weight to train; name fewer in it")
@@ -50,25 +50,27 @@ def choose_trained(model: nn.Module, policy: PolicyConfig, targets: Sequence[str
 
 def _apply_map(names: dict[str, nn.Parameter], trainable_map: dict[str, bool]) -> None:
     """Apply the map from outer to inner modules: the longest matching name takes precedence."""
-    for wanted in sorted(trainable_map, key=len):
+    for module_name in sorted(trainable_map, key=len):
 
-        def is_inside(name: str, wanted: str = wanted) -> bool:
-            return name == wanted or name.startswith(f"{wanted}.")
+        def is_inside(name: str, module_name: str = module_name) -> bool:
+            return name == module_name or name.startswith(f"{module_name}.")
 
-        _set(names, "policy.trainable_map", wanted, is_inside, trainable_map[wanted])
+        _set_trained(names, "policy.trainable_map", module_name, is_inside, trainable_map[module_name])
 
 
-def _set(
-    names: dict[str, nn.Parameter], key: str, wanted: str, matches: Callable[[str], object], is_trained: bool
+def _set_trained(
+    names: dict[str, nn.Parameter], key: str, name_or_pattern: str, matches: Callable[[str], object], is_trained: bool
 ) -> None:
     parameters = [parameter for name, parameter in names.items() if matches(name)]
     if not parameters:
-        raise ConfigError(f"{key}: {wanted!r} matches no weight{suggestion(wanted, _offered(names))}")
+        raise ConfigError(
+            f"{key}: {name_or_pattern!r} matches no weight{suggestion(name_or_pattern, _names_to_suggest(names))}"
+        )
     for parameter in parameters:
         parameter.requires_grad_(is_trained)
 
 
-def _offered(names: Iterable[str]) -> list[str]:
+def _names_to_suggest(names: Iterable[str]) -> list[str]:
     """Return names for a suggestion: each weight's name up to the number of its layer."""
     short = {re.split(r"\.\d+\.", name)[0] for name in names}
     return sorted(short)

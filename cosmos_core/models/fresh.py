@@ -25,7 +25,9 @@ def fresh_interpreter() -> ProcessPool:
     return ProcessPool(1, initializer=_start, initargs=(os.getpid(),), context=get_context("spawn"))
 
 
-def ask(pool: ProcessPool, function: Callable[..., T], arguments: tuple[Any, ...], seconds: float, folder: Path) -> T:
+def call_in_interpreter(
+    pool: ProcessPool, function: Callable[..., T], arguments: tuple[Any, ...], seconds: float, folder: Path
+) -> T:
     """Return the result of a function that reads the export in `folder`, called in a fresh interpreter.
 
     Raises:
@@ -33,13 +35,13 @@ def ask(pool: ProcessPool, function: Callable[..., T], arguments: tuple[Any, ...
     """
     failed = f"export {folder} failed the check 'reload'"
     try:
-        found: T = pool.schedule(function, arguments, timeout=seconds).result()
+        result: T = pool.schedule(function, arguments, timeout=seconds).result()
     except TimeoutError:
         raise StageFailed(f"{failed}: not loaded after {seconds:g} s") from None
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise StageFailed(f"{failed}: a fresh interpreter cannot load it: {reason[-300:]}") from error
-    return found
+    return result
 
 
 def _start(parent: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import cached_file
 
-from cosmos_core.models.source import read_object, reading, source_of
+from cosmos_core.models.source import read_object, source_of, translate_load_errors
 
 FILE = "generation_config.json"
 _FIRST = ("do_sample", "num_beams", "use_cache", "return_dict_in_generate", "eos_token_id")
@@ -32,12 +32,12 @@ def load_generation_config(model: str, revision: str | None = None) -> Generatio
     Raises:
         ModelError: the file is not a JSON object, or the model cannot be fetched from the Hub.
     """
-    if (content := _read(model, revision)) is None:
+    if (content := _read_file(model, revision)) is None:
         return None
-    found, refused = _usable(content)
+    config, refused = _drop_refused(content)
     if refused:
         logger.warning("%s of %s: transformers refuses to load %s, left out", FILE, model, ", ".join(refused))
-    return found
+    return config
 
 
 def refused_settings(model: str, revision: str | None = None) -> list[str]:
@@ -46,7 +46,7 @@ def refused_settings(model: str, revision: str | None = None) -> list[str]:
     Raises:
         ModelError: see `load_generation_config`.
     """
-    return _usable(_read(model, revision) or {})[1]
+    return _drop_refused(_read_file(model, revision) or {})[1]
 
 
 def save_generation_config(model: PreTrainedModel, folder: Path) -> None:
@@ -57,39 +57,39 @@ def save_generation_config(model: PreTrainedModel, folder: Path) -> None:
 @contextmanager
 def default_generation_config(model: PreTrainedModel) -> Iterator[None]:
     """Replace the generation config of a model by the default inside the block, so that the model can be saved."""
-    own, model.generation_config = model.generation_config, GenerationConfig()
+    original, model.generation_config = model.generation_config, GenerationConfig()
     try:
         yield
     finally:
-        model.generation_config = own
+        model.generation_config = original
 
 
-def _read(model: str, revision: str | None) -> dict[str, Any] | None:
+def _read_file(model: str, revision: str | None) -> dict[str, Any] | None:
     source, options = source_of(model, revision)
     options |= {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    with reading(FILE, model):
+    with translate_load_errors(FILE, model):
         file = cached_file(str(source), FILE, **options)
     return None if file is None else read_object(Path(file), model)
 
 
-def _usable(content: Mapping[str, Any]) -> tuple[GenerationConfig, list[str]]:
+def _drop_refused(content: Mapping[str, Any]) -> tuple[GenerationConfig, list[str]]:
     """Return the generation config with the settings that transformers accepts, and the names of the others."""
-    if whole := _built(content):
+    if whole := _try_build(content):
         return whole, []
-    kept: dict[str, Any] = {}
+    accepted: dict[str, Any] = {}
     for key in sorted(content, key=lambda key: (key not in _FIRST, key)):
-        if _built({**kept, key: content[key]}):
-            kept[key] = content[key]
-    return GenerationConfig.from_dict(dict(kept)), sorted(content.keys() - kept.keys())
+        if _try_build({**accepted, key: content[key]}):
+            accepted[key] = content[key]
+    return GenerationConfig.from_dict(dict(accepted)), sorted(content.keys() - accepted.keys())
 
 
-def _built(content: Mapping[str, Any]) -> GenerationConfig | None:
+def _try_build(content: Mapping[str, Any]) -> GenerationConfig | None:
     """Return the generation config of these settings; None if transformers cannot load or write them."""
     try:
-        found = GenerationConfig.from_dict(dict(content))
-        GenerationConfig.from_dict(found.to_dict())  # transformers does this when it loads a model
-        found.to_json_string()
-        ids = found.eos_token_id if isinstance(found.eos_token_id, list) else [found.eos_token_id or 0]
+        config = GenerationConfig.from_dict(dict(content))
+        GenerationConfig.from_dict(config.to_dict())  # transformers does this when it loads a model
+        config.to_json_string()
+        ids = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id or 0]
     except Exception:  # noqa: BLE001 - a value of a wrong type may raise anything
         return None
-    return found if all(isinstance(token, int) for token in ids) else None
+    return config if all(isinstance(token, int) for token in ids) else None

@@ -29,9 +29,9 @@ from transformers.quantizers.auto import get_hf_quantizer
 from cosmos_core.errors import ModelError
 from cosmos_core.models.chat_templates import set_template
 from cosmos_core.models.generation_config import load_generation_config
-from cosmos_core.models.lora import merged, plain_state
+from cosmos_core.models.lora import merge_adapter, plain_state
 from cosmos_core.models.recompute import Recompute, recompute
-from cosmos_core.models.source import KEY, check_weights, read_object, reading, source_of
+from cosmos_core.models.source import KEY, check_weights, read_object, source_of, translate_load_errors
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
 
@@ -52,7 +52,7 @@ def load_tokenizer(
         )
     for name in ("tokenizer.json", "tokenizer_config.json"):
         read_object(Path(source, name), model)
-    with reading("tokenizer", model):
+    with translate_load_errors("tokenizer", model):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(source), **options)
     if not isinstance(tokenizer.model_max_length, int | float):
         raise ModelError(
@@ -79,7 +79,7 @@ def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
         raise ModelError(f"{KEY} = {model!r}: the folder has no config.json; give a folder in Hugging Face format")
     for name in ("config.json", "generation_config.json"):
         read_object(Path(source, name), model)
-    with reading("config.json", model):
+    with translate_load_errors("config.json", model):
         return AutoConfig.from_pretrained(str(source), **options)
 
 
@@ -101,19 +101,19 @@ def load_model(
     config = load_config(model, revision)
     check_weights(model)
     with torch.device("meta"), meta_device_safe_creation_ops():
-        _built(config, model, dtype)  # so that a wrong config.json ends here as it does on a mesh
+        _build_empty(config, model, dtype)  # so that a wrong config.json ends here as it does on a mesh
     cls = _model_class(config)
     generation = load_generation_config(model, revision)
     if generation is not None:
         options["generation_config"] = generation
-    with reading("weights", model):
+    with translate_load_errors("weights", model):
         loaded, info = cls.from_pretrained(
             str(source), dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True,
             **options, **_attention(cls, config),
         )  # fmt: skip
     audit(loaded, info, model)
     for name, tensor in loaded.state_dict().items():
-        if problem := not_finite(name, tensor):
+        if problem := describe_nonfinite(name, tensor):
             raise ModelError(f"{KEY} = {model!r}: {problem}")
     # The rollout engine loads the same revision; transformers does not always say which one it took.
     loaded.config._commit_hash = getattr(loaded.config, "_commit_hash", None) or revision
@@ -130,7 +130,7 @@ def model_without_weights(
     Raises:
         ModelError: no such model, a wrong config.json, or an architecture that does not generate text.
     """
-    built = _built(load_config(model, revision), model, dtype)
+    built = _build_empty(load_config(model, revision), model, dtype)
     built.tie_weights()  # `from_pretrained` does this with the initialisation
     recompute(built, gradient_checkpointing)
     return built.eval()
@@ -159,15 +159,15 @@ def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
     Tensors are not copied, except weights that an adapter changes, which are merged.
     """
-    with merged(model):
+    with merge_adapter(model):
         yield from revert_weight_conversion(model, plain_state(model)).items()
 
 
-def _built(config: PretrainedConfig, model: str, dtype: torch.dtype) -> PreTrainedModel:
+def _build_empty(config: PretrainedConfig, model: str, dtype: torch.dtype) -> PreTrainedModel:
     _check_architecture(config, model)
     cls = _model_class(config)
     build = cls.from_config if cls is AutoModelForCausalLM else cls._from_config
-    with reading("architecture", model), no_init_weights():  # some initialisations look at values
+    with translate_load_errors("architecture", model), no_init_weights():  # some initialisations look at values
         built: PreTrainedModel = build(config, dtype=dtype, **_attention(cls, config))
     return built
 
@@ -180,7 +180,7 @@ def _check_architecture(config: PretrainedConfig, model: str) -> None:
             or the weights are quantized and a package for that is missing.
     """
     names = config.architectures
-    with reading("architecture", model):  # a class may need a library of its own
+    with translate_load_errors("architecture", model):  # a class may need a library of its own
         cls = _model_class(config)
     if names:
         named = f"{KEY} = {model!r}: config.json has architectures = {names!r}"
@@ -191,7 +191,10 @@ def _check_architecture(config: PretrainedConfig, model: str) -> None:
         config_class: Any = cls.config_class
         if config_class and not any(isinstance(each, config_class) for each in (config, config.get_text_config())):
             raise ModelError(f"{named} and model_type = {config.model_type!r}, which do not belong together")
-    with reading("quantized weights", model), suppress(RuntimeError):  # there may be a GPU when they are loaded
+    with (
+        translate_load_errors("quantized weights", model),
+        suppress(RuntimeError),
+    ):  # there may be a GPU when they are loaded
         get_hf_quantizer(copy.deepcopy(config), None, None, True, {})
 
 
@@ -227,14 +230,14 @@ def audit(loaded: PreTrainedModel, info: dict[str, Any], model: str) -> None:
         "of another shape than config.json says": mismatched,
         "that config.json ties to others, but the files do not": tied - loaded.all_tied_weights_keys.keys(),
     }
-    messages = [f"{len(keys)} tensors {what}: {_some(keys)}" for what, keys in problems.items() if keys]
+    messages = [f"{len(keys)} tensors {what}: {_format_names(keys)}" for what, keys in problems.items() if keys]
     if info.get("error_msgs"):
         messages.append("; ".join(info["error_msgs"]))
     if messages:
         raise ModelError(f"{KEY} = {model!r}: {'; '.join(messages)}; the weights do not belong to this config.json")
 
 
-def not_finite(name: str, tensor: Tensor) -> str:
+def describe_nonfinite(name: str, tensor: Tensor) -> str:
     """Return an error message if a tensor has a value that is not finite, else an empty string."""
     # isfinite() on the whole tensor would need more memory; the extremes are sufficient.
     if not tensor.is_floating_point() or not tensor.numel() or torch.stack(tensor.aminmax()).isfinite().all():
@@ -242,6 +245,6 @@ def not_finite(name: str, tensor: Tensor) -> str:
     return f"tensor {name} holds NaN or infinity; take an undamaged checkpoint"
 
 
-def _some(names: set[str]) -> str:
+def _format_names(names: set[str]) -> str:
     shown = sorted(names)[:3]
     return ", ".join(shown) + (", ..." if len(names) > len(shown) else "")

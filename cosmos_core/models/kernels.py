@@ -46,17 +46,18 @@ def use_liger(model: PreTrainedModel) -> None:
 
 def use_fp8(model: PreTrainedModel, fp8: FP8Config) -> None:
     """Make linear layers of the blocks multiply in fp8 if the GPU supports it; weights and optimizer do not change."""
-    found = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
-    if found >= _CAPABILITY:
-        convert(model, fp8)
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+    if capability >= _CAPABILITY:
+        convert_to_fp8(model, fp8)
         return
     logger.warning(
         "train.fp8.enable_fp8 = true: products in fp8 need an NVIDIA GPU of capability 8.9 or newer, and this machine "
-        "has %s; they are computed in train.param_dtype", f"one of {found[0]}.{found[1]}" if any(found) else "none",
+        "has %s; they are computed in train.param_dtype",
+        f"one of {capability[0]}.{capability[1]}" if any(capability) else "none",
     )  # fmt: skip
 
 
-def convert(model: PreTrainedModel, fp8: FP8Config, *, emulate: bool = False) -> None:
+def convert_to_fp8(model: PreTrainedModel, fp8: FP8Config, *, emulate: bool = False) -> None:
     """Convert linear layers to fp8 products on any machine; `emulate`: compute the GPU's numbers slowly without fp8."""
     float8: Any = importlib.import_module("torchao.float8")
     # The inner dimension is padded, because a micro-batch may have any number of tokens.
@@ -75,7 +76,7 @@ def convert(model: PreTrainedModel, fp8: FP8Config, *, emulate: bool = False) ->
     float8.convert_to_float8_training(model, config=config, module_filter_fn=is_converted)
 
 
-def without_fp8(model: PreTrainedModel) -> PreTrainedModel:
+def remove_fp8(model: PreTrainedModel) -> PreTrainedModel:
     """Replace fp8 layers of the model by torch's linear layers with the same weights, and return the model."""
     for module in list(model.modules()):
         for name, child in module.named_children():

@@ -1,7 +1,7 @@
 """LoRA (arXiv 2106.09685) through PEFT: adapters are injected into a transformers model, which stays the same object
 for the rest of the program.
 
-A model has one adapter. Rollout engines, exports and checks get plain weights through `merged`. Base weights and
+A model has one adapter. Rollout engines, exports and checks get plain weights through `merge_adapter`. Base weights and
 adapters both have the dtype of the model.
 """
 
@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.errors import ConfigError
-from cosmos_core.models.adapter import load_weights, saved_settings
+from cosmos_core.models.adapter import load_saved_settings, load_weights
 from cosmos_core.models.lora_targets import (
     ExactLora,
     adapted_layers,
@@ -35,8 +35,8 @@ from cosmos_core.models.lora_targets import (
     describe_adapter,
     find_targets,
     names_of_targets,
-    portable,
-    resolve_saved,
+    portable_config,
+    resolve_saved_targets,
 )
 from cosmos_core.registry import suggestion
 
@@ -76,8 +76,8 @@ def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> No
     if lora.lora_path is None:
         config = _peft_config(model, lora, keeps_ties)
     else:
-        config = saved_settings(lora)
-        resolve_saved(config, model)
+        config = load_saved_settings(lora)
+        resolve_saved_targets(config, model)
     config.base_model_name_or_path = getattr(model, "name_or_path", None)
     config.revision = getattr(model.config, "_commit_hash", None)
     try:
@@ -116,7 +116,7 @@ def changes_base(model: nn.Module) -> bool:
 
 
 @contextmanager
-def merged(model: nn.Module) -> Iterator[None]:
+def merge_adapter(model: nn.Module) -> Iterator[None]:
     """Merge the adapter of a model or of one layer into the base weights inside the block, if there is an adapter.
 
     The base weights are restored exactly afterwards, because they are saved instead of unmerged by arithmetic.
@@ -136,7 +136,7 @@ def merged(model: nn.Module) -> Iterator[None]:
 
 
 def plain_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return `state_dict()` with the key names of a model without an adapter; use it inside `merged`."""
+    """Return `state_dict()` with the key names of a model without an adapter; use it inside `merge_adapter`."""
     names = plain_names(model)
     return {names[key]: tensor for key, tensor in model.state_dict().items() if names[key]}
 
@@ -152,9 +152,9 @@ def is_adapter_alone(model: nn.Module) -> bool:
     if not is_adapted(model) or changes_base(model):
         return False
     config: Any = model.peft_config[_NAME]  # type: ignore[union-attr,index]
-    others = (config.modules_to_save, config.use_dora, config.lora_bias, config.bias != "none")
+    other_changes = (config.modules_to_save, config.use_dora, config.lora_bias, config.bias != "none")
     ends = [model.get_input_embeddings(), model.get_output_embeddings()] if isinstance(model, PreTrainedModel) else []
-    return not any(others) and all(
+    return not any(other_changes) and all(
         isinstance(layer.get_base_layer(), nn.Linear) and layer not in ends for layer in adapted_layers(model).values()
     )
 
@@ -178,7 +178,7 @@ def factor_of(key: str) -> tuple[str, str]:
 
 def save_adapter(model: PreTrainedModel, folder: Path) -> None:
     """Write the adapter as PEFT does: `PeftModel.from_pretrained(base, folder)` loads it onto the untouched base."""
-    config = portable(model.peft_config[_NAME], model)
+    config = portable_config(model.peft_config[_NAME], model)
     config.inference_mode = True
     for name in (
         "target_modules",
@@ -228,10 +228,10 @@ def _peft_config(model: Any, lora: LoraConfig, keeps_ties: bool) -> peft.LoraCon
     return config
 
 
-def _check(key: str, wanted: Iterable[str], names: Iterable[str], form: str, *, are_patterns: bool = False) -> None:
-    """Check that each of `wanted`, inserted into the regular expression `form`, matches a module name."""
+def _check(key: str, targets: Iterable[str], names: Iterable[str], form: str, *, are_patterns: bool = False) -> None:
+    """Check that each of `targets`, inserted into the regular expression `form`, matches a module name."""
     names = list(names)
-    for one in wanted:
+    for one in targets:
         expression = form.format(one if are_patterns else re.escape(one))
         if not any(re.fullmatch(expression, name) for name in names):
             last = sorted({name.rpartition(".")[2] for name in names})

@@ -55,57 +55,61 @@ class ExactLora(peft.LoraModel):
         super()._check_new_adapter_config(config)
 
 
-def find_targets(model: nn.Module, wanted: Sequence[str] | str | None) -> Targets:
+def find_targets(model: nn.Module, target_modules: Sequence[str] | str | None) -> Targets:
     """Return the layers of a model that `target_modules` of a recipe selects.
 
     Raises:
         ConfigError: of two projections that experts store in one matrix, `target_modules` names only one.
     """
-    stacked = _stacked(model)
-    if wanted is None:
+    stacked = _stacked_parameters(model)
+    if target_modules is None:
         return Targets(None, [], [], [])
-    if isinstance(wanted, str):
-        others = [name for name, each in model.named_modules() if isinstance(each, nn.Linear) and not is_product(each)]
+    if isinstance(target_modules, str):
+        excluded = [
+            name for name, each in model.named_modules() if isinstance(each, nn.Linear) and not is_plain_linear(each)
+        ]
         kinds = sorted(set(map(kind_of, stacked)))
-        return Targets(ALL_LINEAR, kinds, others, [kind for kind in kinds if kind.endswith("gate_up_proj")])
+        return Targets(ALL_LINEAR, kinds, excluded, [kind for kind in kinds if kind.endswith("gate_up_proj")])
     parameters: set[str] = set()
     doubled: set[str] = set()
     used: set[str] = set()
     for name in stacked:
         container, _, leaf = name.rpartition(".")
-        if named := [target for target in wanted if _ends(name, target)]:
-            parameters.add(_as_named(name, named))
+        if named := [target for target in target_modules if _matches_end(name, target)]:
+            parameters.add(_target_name(name, named))
             used |= set(named)
         for projections in _FUSED.get(leaf, ()):
-            named = [t for t in wanted for each in projections if _ends(f"{container}.{each}", t)]
+            named = [t for t in target_modules for each in projections if _matches_end(f"{container}.{each}", t)]
             if named and len(named) < len(projections):
                 raise ConfigError(
                     f"{_KEY} names {named[0]!r} alone, but the experts of {kind_of(container)} hold "
                     f"{' and '.join(projections)} in one matrix; name both or neither"
                 )
             if named:
-                parameters.add(_as_named(name, named))
+                parameters.add(_target_name(name, named))
                 used |= set(named)
-                doubled |= {_as_named(name, named)} if len(projections) > 1 else set()
+                doubled |= {_target_name(name, named)} if len(projections) > 1 else set()
     for name, module in model.named_modules():
-        if _is_matrix(module) and (named := [target for target in wanted if _ends(name, target)]):
-            parameters.add(f"{_as_named(name, named)}.weight")
+        if _is_matrix(module) and (named := [target for target in target_modules if _matches_end(name, target)]):
+            parameters.add(f"{_target_name(name, named)}.weight")
             used |= set(named)
     names = [name for name, module in model.named_modules() if not _is_matrix(module)]
-    modules = [target for target in wanted if target not in used or any(_ends(name, target) for name in names)]
+    modules = [
+        target for target in target_modules if target not in used or any(_matches_end(name, target) for name in names)
+    ]
     return Targets(modules, sorted(parameters), [], sorted(doubled))
 
 
 def names_of_targets(model: nn.Module) -> list[str]:
     """Return every name that `target_modules` may refer to: modules, stacked parameters, and their projections."""
     names = [name for name, _ in model.named_modules() if name]
-    for name in _stacked(model):
+    for name in _stacked_parameters(model):
         container, _, leaf = name.rpartition(".")
         names += [name, *(f"{container}.{each}" for group in _FUSED.get(leaf, ()) for each in group)]
     return names
 
 
-def portable(config: Any, model: nn.Module) -> Any:
+def portable_config(config: Any, model: nn.Module) -> Any:
     """Return the configuration of an adapter in a form with which PEFT adapts the same layers on loading.
 
     Linear layers whose names PEFT would treat as experts are listed as parameters; their adapter has the same names and
@@ -124,7 +128,7 @@ def portable(config: Any, model: nn.Module) -> Any:
     modules = Counter(kind_of(name) for name, _ in model.named_modules() if ".base_layer" not in name)
     adapted = Counter(map(kind_of, layers))
     for name, layer in layers.items():
-        if not isinstance(layer, ParamWrapper) and any(_ends(name, target) for target in lost):
+        if not isinstance(layer, ParamWrapper) and any(_matches_end(name, target) for target in lost):
             kind = kind_of(name)
             parameters.add(target := f"{kind if modules[kind] == adapted[kind] else name}.weight")
             (r,), (alpha,) = layer.r.values(), layer.lora_alpha.values()
@@ -135,19 +139,20 @@ def portable(config: Any, model: nn.Module) -> Any:
     return config
 
 
-def resolve_saved(config: Any, model: nn.Module) -> None:
-    """Change the configuration of a saved adapter to the layers of the model: linear layers that `portable` listed as
+def resolve_saved_targets(config: Any, model: nn.Module) -> None:
+    """Change the configuration of a saved adapter to the layers of the model: linear layers that `portable_config`
+    listed as
     parameters become modules again."""
     listed = set(config.target_parameters or ())
     linear = {
-        name: {target for target in listed if _ends(f"{name}.weight", target)}
+        name: {target for target in listed if _matches_end(f"{name}.weight", target)}
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
     }
     config.target_parameters = listed.difference(*linear.values())
     if not isinstance(config.target_modules, str):
         targets = find_targets(model, sorted(config.target_modules or ()))
-        config.target_modules = {*(targets.modules or ()), *(name for name, found in linear.items() if found)}
+        config.target_modules = {*(targets.modules or ()), *(name for name, matches in linear.items() if matches)}
         config.target_parameters |= set(targets.parameters)
 
 
@@ -163,24 +168,24 @@ def adapted_names(model: nn.Module) -> list[str]:
     return [*layers, *(f"{name.replace('.base_layer', '')}.{parameter}" for name, parameter in stacked)]
 
 
-def describe_adapter(model: Any, wanted: Sequence[str] | str | None) -> str:
+def describe_adapter(model: Any, target_modules: Sequence[str] | str | None) -> str:
     """Return a description of an adapter: layers of each kind that it changes and, for all-linear, those it does
     not."""
     layers = adapted_layers(model)
     adapted = Counter(map(_kind, layers.values(), layers))
     text = "LoRA on " + ", ".join(f"{count} {kind}" for kind, count in adapted.items())
-    if wanted != ALL_LINEAR:  # `find_targets` refuses names without a match
+    if target_modules != ALL_LINEAR:  # `find_targets` refuses names without a match
         return text
     heads = [model.get_output_embeddings()] if isinstance(model, PreTrainedModel) else []
-    left: Counter[str] = Counter()
+    unchanged: Counter[str] = Counter()
     for name, module in model.named_modules():
         is_inside = any(marker in name for marker in _OF_ADAPTERS)
         if is_inside or isinstance(module, LoraLayer | nn.Embedding):
             continue
         if any(each.ndim >= 2 for each in module.parameters(recurse=False)):
             why = "the head" if any(module is head for head in heads) else type(module).__name__
-            left[f"{kind_of(name)} ({why})"] += 1
-    return text + ("; not on " + ", ".join(f"{count} {kind}" for kind, count in left.items()) if left else "")
+            unchanged[f"{kind_of(name)} ({why})"] += 1
+    return text + ("; not on " + ", ".join(f"{count} {kind}" for kind, count in unchanged.items()) if unchanged else "")
 
 
 def kind_of(name: str) -> str:
@@ -189,7 +194,7 @@ def kind_of(name: str) -> str:
 
 
 @torch.no_grad()
-def is_product(layer: nn.Linear) -> bool:
+def is_plain_linear(layer: nn.Linear) -> bool:
     """Return True if a layer computes a plain matrix product.
 
     Routers and grouped layers inherit from `nn.Linear`, but return several tensors or expect another shape.
@@ -198,10 +203,10 @@ def is_product(layer: nn.Linear) -> bool:
         return True
     weight = layer.weight
     try:
-        found = layer(torch.zeros(1, layer.in_features, dtype=weight.dtype, device=weight.device))
+        output = layer(torch.zeros(1, layer.in_features, dtype=weight.dtype, device=weight.device))
     except (RuntimeError, ValueError, TypeError, IndexError):
         return False
-    return isinstance(found, Tensor) and found.shape == (1, layer.out_features)
+    return isinstance(output, Tensor) and output.shape == (1, layer.out_features)
 
 
 def _kind(layer: LoraLayer, name: str) -> str:
@@ -211,7 +216,7 @@ def _kind(layer: LoraLayer, name: str) -> str:
     return f"{kind_of(name)}.{layer.parameter_name}{experts}"
 
 
-def _stacked(model: nn.Module) -> list[str]:
+def _stacked_parameters(model: nn.Module) -> list[str]:
     """Return the names of parameters that store one matrix per expert of a layer."""
     return [
         f"{name}.{parameter_name}"
@@ -221,7 +226,7 @@ def _stacked(model: nn.Module) -> list[str]:
     ]
 
 
-def _as_named(name: str, targets: Sequence[str]) -> str:
+def _target_name(name: str, targets: Sequence[str]) -> str:
     """Return the name without the layer number, unless a target includes the layer number."""
     kind = kind_of(name)
     return kind if all(len(target) <= len(kind) for target in targets) else name
@@ -230,10 +235,10 @@ def _as_named(name: str, targets: Sequence[str]) -> str:
 def _is_matrix(module: nn.Module) -> bool:
     """Return True if PEFT supports only the weight of a module, not the module itself, as with routers."""
     weight = dict(module.named_parameters(recurse=False)).get("weight")
-    known = isinstance(module, nn.Linear | nn.Embedding | nn.Conv1d | nn.Conv2d | nn.Conv3d)
+    is_supported = isinstance(module, nn.Linear | nn.Embedding | nn.Conv1d | nn.Conv2d | nn.Conv3d)
     is_conv1d = type(module).__name__ == "Conv1D"
-    return weight is not None and weight.ndim in {2, 3} and not known and not is_conv1d
+    return weight is not None and weight.ndim in {2, 3} and not is_supported and not is_conv1d
 
 
-def _ends(name: str, target: str) -> bool:
+def _matches_end(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")

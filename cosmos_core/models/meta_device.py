@@ -21,26 +21,26 @@ def reads_base(lora: LoraConfig | None) -> bool:
 def placeholders(model: nn.Module) -> Iterator[None]:
     """Replace meta parameters by parameters on a real device inside the block, so that adapters created for them get
     data; each replacement is an expanded scalar. Do nothing if the default device is meta, as in an estimate."""
-    stands: dict[nn.Parameter, nn.Parameter] = {}
+    replacements: dict[nn.Parameter, nn.Parameter] = {}
     if torch.get_default_device().type != "meta":
         device = next((buffer.device for buffer in model.buffers() if not buffer.is_meta), torch.device("cpu"))
-        stands = {p: _seen_as(p, device) for p in model.parameters() if p.is_meta}
-    _exchange(model, stands)
+        replacements = {p: _expand_scalar(p, device) for p in model.parameters() if p.is_meta}
+    _replace_parameters(model, replacements)
     try:
         yield
     finally:
-        for parameter, stand in stands.items():
-            parameter.requires_grad_(stand.requires_grad)
-        _exchange(model, {stand: parameter for parameter, stand in stands.items()})
+        for parameter, replacement in replacements.items():
+            parameter.requires_grad_(replacement.requires_grad)
+        _replace_parameters(model, {replacement: parameter for parameter, replacement in replacements.items()})
 
 
-def _seen_as(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+def _expand_scalar(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     number = torch.zeros((), dtype=parameter.dtype, device=device)
     return nn.Parameter(number.expand(parameter.shape), parameter.requires_grad)
 
 
-def _exchange(model: nn.Module, others: dict[nn.Parameter, nn.Parameter]) -> None:
+def _replace_parameters(model: nn.Module, replacements: dict[nn.Parameter, nn.Parameter]) -> None:
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                module._parameters[name] = others.get(parameter, parameter)
+                module._parameters[name] = replacements.get(parameter, parameter)

@@ -57,8 +57,8 @@ def open_model(stage: Stage) -> CausalLM:
     move_buffers(model, device)
     check_row_length(model.config, policy.model_max_length)
     rows = stage.data if stage.kind.reads_data == "prepared" else None
-    if rows is not None and (told := check_rows(model.config, rows, lambda: model)):
-        logger.warning("%s", told)
+    if rows is not None and (warning := check_rows(model.config, rows, lambda: model)):
+        logger.warning("%s", warning)
     use_flash_attention(None)
     if policy.enable_liger_kernel:
         use_liger(model)

@@ -29,7 +29,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 
 from cosmos_core.data.batch import Bounds, rows_of, to_device
 from cosmos_core.models.scorer import has_no_data
-from cosmos_core.models.shapes import rounded_length
+from cosmos_core.models.shapes import round_length
 from cosmos_core.parallel.mesh import any_on_ranks
 
 NAME = "packed_sdpa"
@@ -110,7 +110,7 @@ def packed_attention(
         )  # fmt: skip
         return found_BPKD.transpose(1, 2)
 
-    return _each(bounds, attend, query, key, value), None
+    return _attend_per_sequence(bounds, attend, query, key, value), None
 
 
 def varlen_obstacle(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> str:
@@ -124,8 +124,8 @@ def varlen_obstacle(query: Tensor, key: Tensor, value: Tensor, dropout: float) -
         return f"its kernel takes values as wide as keys, and these have {value.shape[-1]} and {size}"
     if dropout:
         return f"its kernel knows no dropout, and attention_dropout is {dropout}"
-    if query.is_cuda and (found := torch.cuda.get_device_capability(query.device)) < _VARLEN_CAPABILITY:
-        return f"its kernel needs capability {_VARLEN_CAPABILITY}, and this GPU has {found}"
+    if query.is_cuda and (capability := torch.cuda.get_device_capability(query.device)) < _VARLEN_CAPABILITY:
+        return f"its kernel needs capability {_VARLEN_CAPABILITY}, and this GPU has {capability}"
     return ""
 
 
@@ -174,7 +174,7 @@ def packed_eager_attention(
         found_BPKD: Tensor = eager(module, query, key, value, mask[None, None], **kwargs)[0]
         return found_BPKD
 
-    return _each(bounds, attend, query, key, value), None
+    return _attend_per_sequence(bounds, attend, query, key, value), None
 
 
 def packed_mask(*args: Any, **kwargs: Any) -> Tensor | None:
@@ -191,7 +191,7 @@ def _is_whole(kwargs: dict[str, Any]) -> bool:
     return kwargs.get("attention_mask") is None and kwargs.get("q_length") == kwargs.get("kv_length")
 
 
-def _each(bounds: Bounds | None, attend: Callable[..., Tensor], *states: Tensor) -> Tensor:
+def _attend_per_sequence(bounds: Bounds | None, attend: Callable[..., Tensor], *states: Tensor) -> Tensor:
     """Compute the attention of each sequence of a row, BPKD; if `bounds` is None, the row is one sequence.
 
     Sequences of similar length form a batch, padded on the right, which causal attention ignores. The row is divided by
@@ -203,7 +203,7 @@ def _each(bounds: Bounds | None, attend: Callable[..., Tensor], *states: Tensor)
     slices = [state.squeeze(0).split(lengths, dim=1) for state in states]  # K, tokens of the sequence, D
     together: dict[int, list[int]] = {}
     for index, length in enumerate(lengths):
-        together.setdefault(rounded_length(length), []).append(index)
+        together.setdefault(round_length(length), []).append(index)
     outputs: dict[int, Tensor] = {}
     for length, indices in together.items():
         batch = (
@@ -253,8 +253,8 @@ def _is_exact(model: PreTrainedModel, roots: Sequence[Any], plain: str, dtype: t
         inputs = to_device(rows_of(rows, 0, packed=packed).inputs, model.device)
         if roots:
             return torch.cat([root.probe(inputs)[0] for root in roots], dim=-1)
-        found: Tensor = model(**inputs, use_cache=False).logits[0]
-        return found
+        outputs: Tensor = model(**inputs, use_cache=False).logits[0]
+        return outputs
 
     was_training = model.training
     model.eval()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from cosmos_core.errors import ModelError
-from cosmos_core.models.source import KEY, hub_is_reachable, read_object, reading, source_of
+from cosmos_core.models.source import KEY, hub_is_reachable, read_object, source_of, translate_load_errors
 
 INDEX = "model_index.json"
 _LIBRARIES = ("diffusers", "transformers")
@@ -29,7 +29,7 @@ class PipelineFolder:
             ModelError: the folder does not exist, or is not a pipeline.
         """
         self.model = model
-        self.path = _located(model, revision)
+        self.path = _locate(model, revision)
         self.index = read_object(self.path / INDEX, model)
         if not isinstance(self.index.get("_class_name"), str):
             raise ModelError(
@@ -49,10 +49,10 @@ class PipelineFolder:
         Raises:
             ModelError: diffusers has no class of this name.
         """
-        found = getattr(importlib.import_module("diffusers"), self.class_name, None)
-        if not isinstance(found, type):
+        cls = getattr(importlib.import_module("diffusers"), self.class_name, None)
+        if not isinstance(cls, type):
             raise ModelError(f"{KEY} = {self.model!r}: the installed diffusers has no {self.class_name}; update it")
-        return found
+        return cls
 
     @property
     def components(self) -> tuple[str, ...]:
@@ -74,12 +74,12 @@ class PipelineFolder:
                 f"{KEY} = {self.model!r}: {INDEX} names no {name!r}; it has {', '.join(self.components) or 'nothing'}"
             )
         library, class_name = self.index[name]
-        found = getattr(importlib.import_module(library), class_name, None) if library in _LIBRARIES else None
-        if not isinstance(found, type):
+        cls = getattr(importlib.import_module(library), class_name, None) if library in _LIBRARIES else None
+        if not isinstance(cls, type):
             raise ModelError(
                 f"{KEY} = {self.model!r}: {INDEX} wants {library}.{class_name} for {name!r}, which is not installed"
             )
-        return found
+        return cls
 
     def load(self, name: str, dtype: torch.dtype | None = None) -> Any:
         """Return a component with its weights on the CPU in `dtype` (None: a component without weights), in evaluation
@@ -88,13 +88,13 @@ class PipelineFolder:
         Raises:
             ModelError: files are missing or damaged, or lack tensors of the class.
         """
-        found = self.component_class(name)
+        cls = self.component_class(name)
         options: dict[str, Any] = {}
-        is_module = issubclass(found, torch.nn.Module)
+        is_module = issubclass(cls, torch.nn.Module)
         if is_module:
             options = {"dtype": dtype, "output_loading_info": True}
-        with reading(name, self.model):
-            loaded = found.from_pretrained(str(self.path), subfolder=name, local_files_only=True, **options)
+        with translate_load_errors(name, self.model):
+            loaded = cls.from_pretrained(str(self.path), subfolder=name, local_files_only=True, **options)
         if not is_module:
             return loaded
         module, about = loaded
@@ -112,22 +112,22 @@ class PipelineFolder:
         Raises:
             ModelError: the configuration is missing or invalid.
         """
-        found = self.component_class(name)
-        with reading(name, self.model):
-            return found.from_config(found.load_config(str(self.path), subfolder=name, local_files_only=True))
+        cls = self.component_class(name)
+        with translate_load_errors(name, self.model):
+            return cls.from_config(cls.load_config(str(self.path), subfolder=name, local_files_only=True))
 
     def settings(self, name: str) -> dict[str, Any]:
         """Return the configuration of a component without building it; empty if there is none."""
         for file in (f"{name}_config.json", "config.json"):
-            if found := read_object(self.path / name / file, self.model):
-                return found
+            if settings := read_object(self.path / name / file, self.model):
+                return settings
         return {}
 
 
-def _located(model: str, revision: str | None) -> Path:
+def _locate(model: str, revision: str | None) -> Path:
     source, options = source_of(model, revision)
     if isinstance(source, Path):
         return source
     pipeline: Any = importlib.import_module("diffusers").DiffusionPipeline
-    with reading("pipeline", model):
+    with translate_load_errors("pipeline", model):
         return Path(pipeline.download(source, **options | {"local_files_only": not hub_is_reachable()}))

@@ -23,12 +23,12 @@ from cosmos_core.models.scorer import Scorer, Wants
 from cosmos_core.models.sequential import forward_context
 from cosmos_core.parallel.fsdp import reshard
 from cosmos_core.parallel.mesh import Mesh
-from cosmos_core.parallel.pipeline import num_stages, own_stages, stage_of
+from cosmos_core.parallel.pipeline import num_stages, stage_of, stages_of_rank
 
 _SINGLE = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
 
 
-class _Given(NamedTuple):
+class _MicroBatches(NamedTuple):
     """Micro-batches of a run, for its pipeline stages."""
 
     batches: Sequence[Any]
@@ -49,7 +49,7 @@ class StageModule(nn.Module):
         self.hidden_dtype = model.dtype
         """Dtype of hidden states between stages; while FSDP has gathered weights, `model.dtype` is that of the
         weights."""
-        self.given: _Given | None = None
+        self.micro_batches: _MicroBatches | None = None
         self.names: list[str] = []
         """Names of the outputs of the last stage, because torch's schedules pass only tensors."""
 
@@ -64,26 +64,26 @@ class StageModule(nn.Module):
 
     def forward(self, *hidden_PH: Tensor, number: Tensor) -> Any:
         """Return the hidden states PH, or the outputs of the scorer if this is the last stage."""
-        assert self.given is not None
-        batch = self.given.batches[int(number)]
+        assert self.micro_batches is not None
+        batch = self.micro_batches.batches[int(number)]
         shape = batch.inputs["input_ids"].shape
         inputs = dict(batch.inputs)
         if hidden_PH:
             inputs["inputs_embeds"] = hidden_PH[0][: shape.numel()].view(*shape, -1)
         with forward_context(self._train, batch.chosen_N.device):
             if self.is_last:
-                found = self.scorer(
-                    inputs, batch.chosen_N, wants=self.given.wants, dtype=self._dtype, expected_N=batch.expected_N,
-                    top_ids_NK=batch.top_ids_NK,
+                outputs = self.scorer(
+                    inputs, batch.chosen_N, wants=self.micro_batches.wants, dtype=self._dtype,
+                    expected_N=batch.expected_N, top_ids_NK=batch.top_ids_NK,
                 )  # fmt: skip
-                self.names = list(found)
-                return tuple(found.values())
+                self.names = list(outputs)
+                return tuple(outputs.values())
             hidden_BTH = self.scorer.hidden(inputs)
-        missing = self.given.num_tokens - shape.numel()
+        missing = self.micro_batches.num_tokens - shape.numel()
         return pad(hidden_BTH.flatten(0, 1), (0, 0, 0, missing)).to(self.hidden_dtype)
 
 
-class Pipelined:
+class PipelineRunner:
     """Runner of micro-batches through pipeline stages; see `models.base.Runner`."""
 
     def __init__(self, model: PreTrainedModel, train: TrainConfig, mesh: Mesh, dtype: torch.dtype) -> None:
@@ -92,7 +92,7 @@ class Pipelined:
         self._group, self._total = mesh.pipeline.get_group(), num_stages(model, mesh.sizes)
         self.roots = [
             StageModule(stage_of(model, number, mesh.sizes), number, number == self._total - 1, train, dtype)
-            for number in own_stages(model, mesh.sizes, mesh.pipeline.get_local_rank())
+            for number in stages_of_rank(model, mesh.sizes, mesh.pipeline.get_local_rank())
         ]
 
     def rows(self, size: int) -> int:
@@ -107,23 +107,23 @@ class Pipelined:
 
     def run(self, batches: Sequence[Callable[[], Any]], consume: Consume, wants: Wants, size: int) -> None:
         """See `Runner.run`: `size` rows at a time."""
-        made = [make() for make in batches]
-        num_tokens = max(batch.inputs["input_ids"].numel() for batch in made)
-        each = len(made) // self._num_passes(len(made), size)
+        micro_batches = [make() for make in batches]
+        num_tokens = max(batch.inputs["input_ids"].numel() for batch in micro_batches)
+        each = len(micro_batches) // self._num_passes(len(micro_batches), size)
 
-        def loss(found: Any, number: Tensor) -> Tensor | None:
-            values = found if isinstance(found, tuple) else (found,)
-            return consume(made[int(number)], dict(zip(self.roots[-1].names, values, strict=True)))
+        def loss(output: Any, number: Tensor) -> Tensor | None:
+            values = output if isinstance(output, tuple) else (output,)
+            return consume(micro_batches[int(number)], dict(zip(self.roots[-1].names, values, strict=True)))
 
         for stage in self.roots:
-            stage.given = _Given(made, wants, num_tokens)
+            stage.micro_batches = _MicroBatches(micro_batches, wants, num_tokens)
         # One schedule for all passes: the first step of a schedule discards existing gradients.
         schedule = self._schedule(each, num_tokens, loss)
         step = schedule.step if torch.is_grad_enabled() else schedule.eval
-        for numbers in torch.arange(len(made)).split(each):
+        for numbers in torch.arange(len(micro_batches)).split(each):
             step(number=numbers, target=numbers, return_outputs=False)
         for stage in self.roots:
-            stage.given = None
+            stage.micro_batches = None
 
     def train(self, mode: bool) -> None:
         for stage in self.roots:

@@ -73,7 +73,7 @@ def load_processor(
     source, options = source_of(model, revision)
     try:
         if cls is not None and "video_processor" in cls.get_attributes() and not is_torchvision_available():
-            processor = _without_videos(cls, str(source), options)
+            processor = _load_without_videos(cls, str(source), options)
         else:
             processor = AutoProcessor.from_pretrained(str(source), **options)
     except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
@@ -93,7 +93,7 @@ def image_word(processor: ProcessorMixin) -> str:
     return word
 
 
-def _without_videos(cls: Any, source: str, options: dict[str, Any]) -> ProcessorMixin:
+def _load_without_videos(cls: Any, source: str, options: dict[str, Any]) -> ProcessorMixin:
     """Load a processor of images and videos without its video processor, which would require torchvision."""
 
     def check(self: Any, name: str, argument: Any) -> Any:
@@ -187,17 +187,17 @@ class Vision:
         """Return a mask with 1 for image tokens."""
         return torch.as_tensor(self._processor.create_mm_token_type_ids(ids_BT.tolist()), dtype=torch.int64)
 
-    def _cross_attention_mask(self, rows: Sequence[Shown], made: Mapping[str, Tensor], width: int) -> Tensor:
+    def _cross_attention_mask(self, rows: Sequence[Shown], inputs: Mapping[str, Tensor], width: int) -> Tensor:
         """Return the mask of the image tiles that each token attends to: B, T, images, tiles."""
         from transformers.models.mllama.processing_mllama import (
             convert_sparse_cross_attention_mask_to_dense,
             get_cross_attention_token_mask,
         )
 
-        tiles = made["aspect_ratio_mask"].sum(-1).tolist()
+        tiles = inputs["aspect_ratio_mask"].sum(-1).tolist()
         token: Any = self._processor.image_token_ids[0]
         spans = [get_cross_attention_token_mask(row.input_ids.tolist(), token) for row in rows]
         dense = convert_sparse_cross_attention_mask_to_dense(
-            spans, num_tiles=tiles, max_num_tiles=made["aspect_ratio_mask"].shape[-1], length=width
+            spans, num_tiles=tiles, max_num_tiles=inputs["aspect_ratio_mask"].shape[-1], length=width
         )
         return torch.from_numpy(dense)

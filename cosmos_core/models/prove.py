@@ -36,10 +36,10 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 
 from cosmos_core.errors import ModelError, ProgramError, StageFailed
-from cosmos_core.models.first_layers import FirstLayers, cut_config, cut_to, fitting, is_beyond
-from cosmos_core.models.fresh import ask, fresh_interpreter
-from cosmos_core.models.lora import FOLDER, changes_base, is_adapted, merged, plain_state
-from cosmos_core.models.source import KEY, reading
+from cosmos_core.models.first_layers import FirstLayers, cut_config, fit_layers, is_removed, keep_first_layers
+from cosmos_core.models.fresh import call_in_interpreter, fresh_interpreter
+from cosmos_core.models.lora import FOLDER, changes_base, is_adapted, merge_adapter, plain_state
+from cosmos_core.models.source import KEY, translate_load_errors
 
 _INDEX = "model.safetensors.index.json"
 _PROBE_SHAPE_BT = (2, 16)
@@ -87,16 +87,16 @@ def prove_export(
         StageFailed: a check failed; the message names the tensors or the difference.
     """
     with fresh_interpreter() as pool:
-        with merged(model):
+        with merge_adapter(model):
             expected = revert_weight_conversion(model, plain_state(model))
             checks = _prove_files(expected, target, dtype)
             free = psutil.virtual_memory().available if memory is None else memory
-            first = fitting(model, dtype, int(free * _MEMORY_SHARE))
-            with cut_to(model, first):
+            first = fit_layers(model, dtype, int(free * _MEMORY_SHARE))
+            with keep_first_layers(model, first):
                 merged_BTV, about_reload = _prove_reload(model, target, dtype, tokenizer, first, pool)
         checks += about_reload
         if is_adapted(model):
-            with cut_to(model, first):
+            with keep_first_layers(model, first):
                 checks += _prove_adapter(model, merged_BTV, target, first, pool)
     return checks
 
@@ -107,7 +107,7 @@ def rehearse_export(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
     Raises:
         ModelError: transformers cannot save them, or loads a different tokenizer.
     """
-    with reading("config and tokenizer that an export would have", model), TemporaryDirectory() as folder:
+    with translate_load_errors("config and tokenizer that an export would have", model), TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         if _describe_tokenizer(AutoTokenizer.from_pretrained(folder)) != _describe_tokenizer(tokenizer):
@@ -117,30 +117,30 @@ def rehearse_export(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
 def _prove_files(expected: dict[str, torch.Tensor], target: Path, dtype: torch.dtype | None) -> list[str]:
     """Check that the files and their index have the model's keys, at least one key of tied weights and no others, and
     that each tensor on disk equals the trainer's tensor in `dtype`, bit for bit."""
-    found: dict[str, str] = {}
+    file_by_key: dict[str, str] = {}
     wrong: list[str] = []
     for file, key, tensor in tensors_of(target):
-        found[key] = file.name
+        file_by_key[key] = file.name
         if key in expected and not same_bits(tensor, _cast(expected[key], dtype)):
             wrong.append(key)
     aliases: dict[tuple[int, torch.Size], set[str]] = {}
     for key, tensor in expected.items():
         aliases.setdefault((tensor.data_ptr(), tensor.shape), set()).add(key)
-    missing = sorted(min(keys) for keys in aliases.values() if not keys & found.keys())
-    unexpected = sorted(found.keys() - expected.keys())
+    missing = sorted(min(keys) for keys in aliases.values() if not keys & file_by_key.keys())
+    unexpected = sorted(file_by_key.keys() - expected.keys())
     if missing or unexpected:
         raise ProgramError(
-            f"export {target} failed the check 'keys': missing {some_of(missing)}, unexpected {some_of(unexpected)}; "
-            "it must not be used, run the stage again"
+            f"export {target} failed the check 'keys': missing {format_names(missing)}, unexpected "
+            f"{format_names(unexpected)}; it must not be used, run the stage again"
         )
     index = target / _INDEX
-    if index.exists() and json.loads(index.read_text(encoding="utf-8"))["weight_map"] != found:
+    if index.exists() and json.loads(index.read_text(encoding="utf-8"))["weight_map"] != file_by_key:
         raise ProgramError(
             f"export {target} failed the check 'keys': {_INDEX} does not match the files; run the stage again"
         )
     if wrong:
         raise ProgramError(
-            f"export {target} failed the check 'bytes': {some_of(sorted(wrong))} on disk is not what was trained; "
+            f"export {target} failed the check 'bytes': {format_names(sorted(wrong))} on disk is not what was trained; "
             "it must not be used, check the disk and run the stage again"
         )
     return ["keys", "bytes"]
@@ -173,7 +173,7 @@ def _prove_reload(
     """Compare the logits BTV of transformers in a fresh, offline interpreter with those of this process; return the
     logits and the checks that passed."""
     logits_BTV = _trainer_logits(model, dtype)
-    reloaded_BTV, reloaded_tokenizer = _reloaded(model, target, first, pool)
+    reloaded_BTV, reloaded_tokenizer = _reload(model, target, first, pool)
     checks = [_compare_logits("reload", logits_BTV, reloaded_BTV, target, first)]
     if tokenizer is not None:
         if reloaded_tokenizer != _describe_tokenizer(tokenizer):
@@ -192,14 +192,14 @@ def _prove_adapter(
     rounding = _MERGE_TOLERANCE[model.dtype]
     logits_BTV = _trainer_logits(model, None)
     folder, tolerance = target / FOLDER, rounding if changes_base(model) else _TOLERANCE
-    reloaded_BTV, _ = _reloaded(model, folder, first, pool)
+    reloaded_BTV, _ = _reload(model, folder, first, pool)
     return [
         _compare_logits("merge", logits_BTV, merged_BTV, target, first, rounding),
         _compare_logits("adapter", logits_BTV, reloaded_BTV, folder, first, tolerance),
     ]
 
 
-def _reloaded(
+def _reload(
     model: PreTrainedModel, folder: Path, first: FirstLayers | None, pool: ProcessPool
 ) -> tuple[torch.Tensor, list[object]]:
     """Return the logits BTV of a fresh interpreter, and the description of its tokenizer."""
@@ -212,7 +212,7 @@ def _reloaded(
         first,
         {n: b.dtype for n, b in model.named_buffers() if b.is_floating_point() and b.dtype != torch.float32},
     )
-    logits_BTV, tokenizer = ask(pool, compute_logits, (folder, probe), _RELOAD_SECONDS, folder)
+    logits_BTV, tokenizer = call_in_interpreter(pool, compute_logits, (folder, probe), _RELOAD_SECONDS, folder)
     return torch.from_numpy(logits_BTV), tokenizer
 
 
@@ -231,9 +231,9 @@ def _compare_logits(
     fraction: float = _TOLERANCE,
 ) -> str:
     """Return the check that passed; raise if logits differ by more than a fraction of the trainer's largest logit."""
-    which = f" (first {first.num_kept} of {first.num_layers} layers)" if first else ""
+    suffix = f" (first {first.num_kept} of {first.num_layers} layers)" if first else ""
     if same_bits(trainer_BTV, reloaded_BTV):
-        return f"{check}{which}: bit-identical"
+        return f"{check}{suffix}: bit-identical"
     tolerance = fraction * float(trainer_BTV.abs().max())
     difference = float("inf")
     if trainer_BTV.shape == reloaded_BTV.shape:
@@ -243,7 +243,7 @@ def _compare_logits(
             f"export {target} failed the check {check!r}: logits of the {_COMPARED[check]} differ by {difference:.2g} "
             f"from the trainer's, more than {tolerance:.2g}; compare its config.json with that of the base model"
         )
-    return f"{check}{which}: max difference {difference:.1g} <= {tolerance:.1g}"
+    return f"{check}{suffix}: max difference {difference:.1g} <= {tolerance:.1g}"
 
 
 @torch.no_grad()
@@ -271,7 +271,7 @@ def compute_logits(folder: Path, probe: Probe) -> tuple[np.ndarray, list[object]
     """Load the export as a user would; return the logits BTV of the probe and the description of the tokenizer."""
     torch.set_num_threads(probe.num_threads)
     has_adapter = (folder / "adapter_config.json").is_file()
-    model = _with_adapter(folder, probe) if has_adapter else _whole(folder, probe)
+    model = _load_with_adapter(folder, probe) if has_adapter else _load_whole(folder, probe)
     for name, buffer in model.named_buffers():
         buffer.copy_(buffer.to(probe.buffers.get(name, buffer.dtype)))
     tokenizer = [] if has_adapter else _describe_tokenizer(AutoTokenizer.from_pretrained(folder))
@@ -279,20 +279,20 @@ def compute_logits(folder: Path, probe: Probe) -> tuple[np.ndarray, list[object]
     return logits_BTV.float().numpy(), tokenizer
 
 
-def _whole(folder: Path, probe: Probe) -> Any:
+def _load_whole(folder: Path, probe: Probe) -> Any:
     config = cut_config(AutoConfig.from_pretrained(folder), probe.first)
     loaded: Any = auto_class(config).from_pretrained(
         folder, config=config, dtype=torch.float32, attn_implementation=probe.attention, output_loading_info=True
     )
     model, loading = loaded
-    loading["unexpected_keys"] = {key for key in loading["unexpected_keys"] if not is_beyond(str(key), probe.first)}
+    loading["unexpected_keys"] = {key for key in loading["unexpected_keys"] if not is_removed(str(key), probe.first)}
     wrong = {name: sorted(map(str, keys)) for name, keys in loading.items() if keys}
     if wrong:
         raise StageFailed(f"transformers found {wrong}")
     return model
 
 
-def _with_adapter(folder: Path, probe: Probe) -> Any:
+def _load_with_adapter(folder: Path, probe: Probe) -> Any:
     """Return the base model that the adapter names, rounded as in training, with the adapter."""
     adapter = PeftConfig.from_pretrained(str(folder))
     source, revision = str(adapter.base_model_name_or_path), adapter.revision
@@ -333,6 +333,6 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other)))
 
 
-def some_of(names: list[str]) -> str:
+def format_names(names: list[str]) -> str:
     """Return a text with the first three names and the number of the others."""
     return "none" if not names else ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from cosmos_core.errors import StageFailed
 from cosmos_core.models.diffusion import DiffusionModel
-from cosmos_core.models.export_pipeline import exported_state, untrained_files
+from cosmos_core.models.export_pipeline import export_state, untrained_files
 from cosmos_core.models.families import family_of
-from cosmos_core.models.fresh import ask, fresh_interpreter
-from cosmos_core.models.lora import FOLDER, is_adapted, merged
+from cosmos_core.models.fresh import call_in_interpreter, fresh_interpreter
+from cosmos_core.models.lora import FOLDER, is_adapted, merge_adapter
 from cosmos_core.models.pipeline_folder import PipelineFolder
-from cosmos_core.models.prove import same_bits, some_of, tensors_of
+from cosmos_core.models.prove import format_names, same_bits, tensors_of
 
 _PROMPT = "7 red apples on a table, 東京"
 _SECONDS = 3000
@@ -61,8 +61,8 @@ def prove_pipeline(
     model.eval().to("cpu")
     family = type(family)(family.folder, family.config)
     try:
-        with merged(model):
-            checks = [_prove_tensors(exported_state(model, dtype), target, family.denoiser_name)]
+        with merge_adapter(model):
+            checks = [_prove_tensors(export_state(model, dtype), target, family.denoiser_name)]
             checks.append(_prove_copies(family, target))
         checks += _prove_images(family, model, target, dtype, model_class)
         return checks
@@ -72,17 +72,18 @@ def prove_pipeline(
 
 def _prove_tensors(expected: dict[str, Tensor], target: Path, name: str) -> str:
     """Check that the files have exactly the denoiser's tensors, bit for bit."""
-    found: set[str] = set()
+    keys: set[str] = set()
     wrong: list[str] = []
     for _, key, tensor in tensors_of(target / name):
-        found.add(key)
+        keys.add(key)
         if key in expected and not same_bits(tensor, expected[key]):
             wrong.append(key)
-    missing, unexpected = sorted(expected.keys() - found), sorted(found - expected.keys())
+    missing, unexpected = sorted(expected.keys() - keys), sorted(keys - expected.keys())
     if missing or unexpected or wrong:
         raise StageFailed(
-            f"export {target} failed the check 'tensors': missing {some_of(missing)}, unexpected "
-            f"{some_of(unexpected)}, changed {some_of(sorted(wrong))}; it must not be used, run the stage again"
+            f"export {target} failed the check 'tensors': missing {format_names(missing)}, unexpected "
+            f"{format_names(unexpected)}, changed {format_names(sorted(wrong))}; it must not be used, "
+            f"run the stage again"
         )
     return "tensors"
 
@@ -94,7 +95,7 @@ def _prove_copies(family: DiffusionModel, target: Path) -> str:
     wrong = [str(file) for file in files if not filecmp.cmp(folder.path / file, target / file, shallow=False)]
     if wrong:
         raise StageFailed(
-            f"export {target} failed the check 'copies': {some_of(wrong)} is not what was copied; check the disk, "
+            f"export {target} failed the check 'copies': {format_names(wrong)} is not what was copied; check the disk, "
             f"run the stage again"
         )
     return "copies"
@@ -104,16 +105,19 @@ def _prove_images(
     family: DiffusionModel, model: Any, target: Path, dtype: torch.dtype | None, model_class: str | None
 ) -> list[str]:
     """Check that the exported pipeline, and the adapter on the base pipeline, generate the same image as the policy."""
-    wanted, settings, num_threads = dtype or model.dtype, family.probe(), torch.get_num_threads()
-    with merged(model):
-        ours = {"images": _image(family, model, wanted)}
-    probes = {"images": Probe(target, None, settings, wanted, model_class, num_threads)}
+    export_dtype, settings, num_threads = dtype or model.dtype, family.probe(), torch.get_num_threads()
+    with merge_adapter(model):
+        policy_images = {"images": _image(family, model, export_dtype)}
+    probes = {"images": Probe(target, None, settings, export_dtype, model_class, num_threads)}
     if is_adapted(model):
-        ours["adapter"] = _image(family, model, model.dtype)
+        policy_images["adapter"] = _image(family, model, model.dtype)
         base = family.folder.path
         probes["adapter"] = Probe(base, target / FOLDER, settings, model.dtype, model_class, num_threads)
-    theirs = _fresh(list(probes.values()))
-    return [_compared(check, ours[check], each, target) for check, each in zip(probes, theirs, strict=True)]
+    export_images = _draw_in_interpreter(list(probes.values()))
+    return [
+        _compare_images(check, policy_images[check], each, target)
+        for check, each in zip(probes, export_images, strict=True)
+    ]
 
 
 @torch.no_grad()
@@ -125,17 +129,17 @@ def _image(family: DiffusionModel, model: Any, dtype: torch.dtype) -> Tensor:
     names = set(family.folder.components) & {"scheduler", "vae"}
     components = {name: family.folder.load(name, dtype) for name in names}
     pipeline = family.make_pipeline({**components, family.denoiser_name: model})
-    with _rounded(model, dtype):
-        return _drawn(pipeline, settings=family.probe(), **text)
+    with _round_weights(model, dtype):
+        return _generate(pipeline, settings=family.probe(), **text)
 
 
 @contextmanager
-def _rounded(model: Any, dtype: torch.dtype) -> Iterator[None]:
+def _round_weights(model: Any, dtype: torch.dtype) -> Iterator[None]:
     """Round tensors of the model inside the block as diffusers does when it loads an export in `dtype`: it converts
     some
     modules back to float32, and does not change tensors that are in no file."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    kept = {tensor: tensor.data for _, tensor in tensors}
+    originals = {tensor: tensor.data for _, tensor in tensors}
     wide = set(getattr(model, "_keep_in_fp32_modules", None) or ())
     is_half = dtype in {torch.float16, torch.bfloat16}
     in_files = set(model.state_dict())
@@ -147,28 +151,30 @@ def _rounded(model: Any, dtype: torch.dtype) -> Iterator[None]:
             tensor.data = tensor.data.to(dtype).to(torch.float32 if is_wide else dtype)
         yield
     finally:
-        for tensor, data in kept.items():
+        for tensor, data in originals.items():
             tensor.data = data
 
 
-def _drawn(pipeline: Any, settings: dict[str, Any], **what: Any) -> Tensor:
+def _generate(pipeline: Any, settings: dict[str, Any], **inputs: Any) -> Tensor:
     """Return the image or clip of one call of a pipeline, with values from 0 to 1."""
     generator = torch.Generator().manual_seed(0)
-    images = pipeline(**what, **settings, generator=generator, output_type="pt", return_dict=False)[0]
+    images = pipeline(**inputs, **settings, generator=generator, output_type="pt", return_dict=False)[0]
     return images.float().cpu()  # type: ignore[no-any-return]
 
 
-def _fresh(probes: Sequence[Probe]) -> list[Tensor]:
+def _draw_in_interpreter(probes: Sequence[Probe]) -> list[Tensor]:
     """Return the image of each probe, generated in a fresh interpreter."""
     with fresh_interpreter() as pool:
-        found = ask(pool, draw_all, (probes,), _SECONDS, probes[0].folder)
-    return [torch.from_numpy(image) for image in found]
+        images = call_in_interpreter(pool, draw_all, (probes,), _SECONDS, probes[0].folder)
+    return [torch.from_numpy(image) for image in images]
 
 
-def _compared(check: str, ours: Tensor, theirs: Tensor, target: Path) -> str:
-    if same_bits(ours, theirs):
+def _compare_images(check: str, policy_image: Tensor, export_image: Tensor, target: Path) -> str:
+    if same_bits(policy_image, export_image):
         return f"{check}: bit-identical"
-    difference = float((ours - theirs).abs().max()) if ours.shape == theirs.shape else float("inf")
+    difference = (
+        float((policy_image - export_image).abs().max()) if policy_image.shape == export_image.shape else float("inf")
+    )
     raise StageFailed(
         f"export {target} failed the check {check!r}: what a fresh interpreter draws differs by {difference:.2g} from "
         f"what the policy draws; it must not be used, run the stage again"
@@ -193,5 +199,5 @@ def draw(probe: Probe) -> np.ndarray:
         pipeline.load_lora_weights(str(probe.adapter))
         if not pipeline.get_active_adapters():
             raise StageFailed("load_lora_weights attached nothing")
-    found: np.ndarray = _drawn(pipeline, probe.settings, prompt=[_PROMPT]).numpy()
-    return found
+    image: np.ndarray = _generate(pipeline, probe.settings, prompt=[_PROMPT]).numpy()
+    return image

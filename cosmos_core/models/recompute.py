@@ -57,6 +57,6 @@ def selective() -> Any:
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     keeps = operation in _ATTENTION
     if operation in _PRODUCTS:
-        left, right = args[-2:]
-        keeps = right.shape[-1] <= left.shape[-1]
+        first, second = args[-2:]
+        keeps = second.shape[-1] <= first.shape[-1]
     return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE

@@ -35,9 +35,11 @@ def check_rows(config: PretrainedConfig, folder: Path, build: Callable[[], PreTr
     limit, longest = getattr(text, "max_position_embeddings", None), longest_row(folder)
     if not limit or longest <= limit:
         return ""
-    told = f"rows of up to {longest:,} tokens are longer than the {limit:,} positions of the model"
+    problem = f"rows of up to {longest:,} tokens are longer than the {limit:,} positions of the model"
     model = build()
-    others = (each for each in model.modules() if each is not model.get_input_embeddings())
-    if any(isinstance(each, nn.Embedding) and each.num_embeddings in (limit, limit + 2) for each in others):
-        raise ModelError(f"{told}; lower policy.model_max_length")
-    return f"{told} (max_position_embeddings), so it learns positions that it never saw; lower policy.model_max_length"
+    modules = (each for each in model.modules() if each is not model.get_input_embeddings())
+    if any(isinstance(each, nn.Embedding) and each.num_embeddings in (limit, limit + 2) for each in modules):
+        raise ModelError(f"{problem}; lower policy.model_max_length")
+    return (
+        f"{problem} (max_position_embeddings), so it learns positions that it never saw; lower policy.model_max_length"
+    )

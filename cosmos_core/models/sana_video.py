@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from cosmos_core.models.sana import Sana
-from cosmos_core.models.video_context import Shards, SummedLinearAttention, see_borders, shard_blocks
+from cosmos_core.models.video_context import Shards, SummedLinearAttention, exchange_borders, shard_blocks
 
 PIPELINES = ("SanaVideoPipeline",)
 
@@ -22,8 +22,8 @@ class SanaVideo(Sana):
     def visual_embedding(self, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
         """See `DiffusionModel.visual_embedding`: the mode of the posterior, normalised by channel."""
         with self._working("vae") as vae:
-            found = vae.encode(pixels.to(self.device, torch.float32))
-            latents = found.latent_dist.mode() if hasattr(found, "latent_dist") else found.latent
+            output = vae.encode(pixels.to(self.device, torch.float32))
+            latents = output.latent_dist.mode() if hasattr(output, "latent_dist") else output.latent
             mean, std = channel_statistics(vae, latents)
             return ((latents - mean) / std).cpu(), None
 
@@ -39,8 +39,8 @@ class SanaVideo(Sana):
         return video_compression(self.folder.settings("vae"))
 
     def probe(self) -> dict[str, Any]:
-        found = super().probe()
-        return found | {"frames": found.pop("num_frames")}
+        settings = super().probe()
+        return settings | {"frames": settings.pop("num_frames")}
 
     def check_context(self, size: int) -> None:
         """See `DiffusionModel.check_context`: ranks get whole frames, so any number of ranks is valid."""
@@ -52,13 +52,13 @@ class SanaVideo(Sana):
         def adapt(arguments: dict[str, Any]) -> None:
             nonlocal per_frame
             per_frame = arguments["height"] * arguments["width"]
-            shards.note(arguments["frames"] * per_frame, per_frame)
+            shards.distribute(arguments["frames"] * per_frame, per_frame)
             arguments["frames"] = shards.length // per_frame
 
         shard_blocks(denoiser, shards, {"rotary_emb": 1}, adapt, {})
         for block in denoiser.transformer_blocks:
             block.attn1.set_processor(SummedLinearAttention(shards))
-            see_borders(block.ff.conv_temp, shards, lambda: per_frame)
+            exchange_borders(block.ff.conv_temp, shards, lambda: per_frame)
 
     @property
     def timestep_scale(self) -> float:
@@ -68,13 +68,13 @@ class SanaVideo(Sana):
 
 def channel_statistics(vae: Any, latents: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and standard deviation of each channel of a VAE's latents; 0 and 1 if the VAE declares none."""
-    found = []
+    statistics = []
     for name, default in (("latents_mean", 0.0), ("latents_std", 1.0)):
         values = vae.config.get(name)
         values = vae.__dict__.get("_buffers", {}).get(name) if values is None else values
         each = torch.full((latents.shape[1],), default) if values is None else torch.as_tensor(values)
-        found.append(each.to(latents).view(1, -1, 1, 1, 1))
-    return found[0], found[1]
+        statistics.append(each.to(latents).view(1, -1, 1, 1, 1))
+    return statistics[0], statistics[1]
 
 
 def video_compression(settings: dict[str, Any]) -> tuple[int, int]:

@@ -26,7 +26,7 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from cosmos_core.models.balance import NUM_SEQUENCES, OUTPUT, SEQUENCES, Balance, balance_loss
-from cosmos_core.models.shapes import filled
+from cosmos_core.models.shapes import pad_to_kernel
 
 PROBE_TOKENS = 8
 _PROBE_TOLERANCE = 1e-4
@@ -121,14 +121,14 @@ class Scorer(nn.Module):
         task = _Task(head, wants, num_top, num_ids, dtype, max(1, size // (4 * self.vocabulary)))
         if expected_N is not None:
             expected_N = expected_N.to(dtype)  # the dtype of the derivative that it is compared with
-        weights = head.trained if torch.is_grad_enabled() else []
+        weights = head.trained_weights if torch.is_grad_enabled() else []
         outputs = _ChunkedScore.apply(task, hidden_NH, labels_N, top_ids_NK, expected_N, *weights)
         return dict(zip(task.names, outputs, strict=True)) | balance
 
     def hidden(self, inputs: dict[str, Any]) -> Tensor:
         """Return the last hidden states, the input of the head or of the next pipeline stage: BTH."""
-        found: Tensor = self.model.base_model(**_of_model(inputs), use_cache=False).last_hidden_state
-        return found
+        hidden: Tensor = self.model.base_model(**_model_inputs(inputs), use_cache=False).last_hidden_state
+        return hidden
 
     def probe(self, inputs: dict[str, Any]) -> Tensor:
         """Return the hidden states; FSDP gathers the weights for this method, which is called outside of `forward`."""
@@ -146,20 +146,20 @@ class Scorer(nn.Module):
             self._has_plain_head = self._probe()
         body = self.model.base_model if self._has_plain_head else self.model
         if self.balance is None or not torch.is_grad_enabled():
-            found, balance = body(**_of_model(inputs), use_cache=False), {}
+            output, balance = body(**_model_inputs(inputs), use_cache=False), {}
         else:
-            found = body(**_of_model(inputs), use_cache=False, output_router_logits=True)
+            output = body(**_model_inputs(inputs), use_cache=False, output_router_logits=True)
             num_sequences = int(inputs[NUM_SEQUENCES])
-            balance = {OUTPUT: balance_loss(self.balance, found.router_logits, inputs[SEQUENCES], num_sequences)}
+            balance = {OUTPUT: balance_loss(self.balance, output.router_logits, inputs[SEQUENCES], num_sequences)}
         if not self._has_plain_head:
-            return found.logits, _Head(None, lambda logits: logits), balance
-        return found.last_hidden_state, self._head, balance
+            return output.logits, _Head(None, lambda logits: logits), balance
+        return output.last_hidden_state, self._head, balance
 
     @property
     def _head(self) -> _Head:
-        return _Head(self.model.get_output_embeddings(), self._after_head)
+        return _Head(self.model.get_output_embeddings(), self._scale_logits)
 
-    def _after_head(self, logits_MV: Tensor) -> Tensor:
+    def _scale_logits(self, logits_MV: Tensor) -> Tensor:
         """Apply the scaling or soft cap that some model families apply to the logits."""
         config = self.model.config.get_text_config()
         if scale := getattr(config, "logit_scale", None):  # Cohere
@@ -187,8 +187,10 @@ class Scorer(nn.Module):
             self.model.train(was_training)
             if hidden is None:
                 return False
-            ours = self._head(hidden, {})
-        return whole.shape == ours.shape and torch.allclose(whole, ours, atol=_PROBE_TOLERANCE, rtol=_PROBE_TOLERANCE)
+            logits = self._head(hidden, {})
+        return whole.shape == logits.shape and torch.allclose(
+            whole, logits, atol=_PROBE_TOLERANCE, rtol=_PROBE_TOLERANCE
+        )
 
 
 def has_no_data(model: nn.Module) -> bool:
@@ -196,10 +198,10 @@ def has_no_data(model: nn.Module) -> bool:
     return isinstance(next(model.parameters()), FakeTensor)
 
 
-def _of_model(inputs: dict[str, Any]) -> dict[str, Any]:
+def _model_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
     """Return the inputs without those that only the scorer reads."""
-    own = {"shift_labels", SEQUENCES, NUM_SEQUENCES, *(["input_ids"] if "inputs_embeds" in inputs else [])}
-    return {name: value for name, value in inputs.items() if name not in own}
+    scorer_inputs = {"shift_labels", SEQUENCES, NUM_SEQUENCES, *(["input_ids"] if "inputs_embeds" in inputs else [])}
+    return {name: value for name, value in inputs.items() if name not in scorer_inputs}
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +214,7 @@ class _Head:
     after: Callable[[Tensor], Tensor]
 
     @property
-    def trained(self) -> list[nn.Parameter]:
+    def trained_weights(self) -> list[nn.Parameter]:
         """Return the weights that require a gradient."""
         return [p for p in self.module.parameters() if p.requires_grad] if self.module else []
 
@@ -283,7 +285,7 @@ class _Task:
     def logits(self, hidden_MH: Tensor, cast: dict[str, Tensor]) -> Tensor:
         """Return the logits of a chunk; the head runs on a padded length that suits the kernels."""
         count = len(hidden_MH)
-        logits = self.head(filled(hidden_MH, -2), cast)
+        logits = self.head(pad_to_kernel(hidden_MH, -2), cast)
         return logits if len(logits) == count else logits[:count]
 
     def softmax(self, logits_MV: Tensor) -> _Softmax:
@@ -297,17 +299,17 @@ class _Task:
         """Return the outputs of a chunk by name."""
         scaled_MV, sums_M1 = softmax
         label_M1 = scaled_MV.gather(-1, labels_M.unsqueeze(-1))
-        found = {"logprobs": (label_M1 - sums_M1).squeeze(-1)}
+        outputs = {"logprobs": (label_M1 - sums_M1).squeeze(-1)}
         if self.wants.entropy:
             logprobs_MV = scaled_MV.log_softmax(-1)
-            found["entropy"] = -(logprobs_MV.exp() * logprobs_MV).sum(-1)
+            outputs["entropy"] = -(logprobs_MV.exp() * logprobs_MV).sum(-1)
         if self.num_top:
             if top_ids_MK is None:
                 top_ids_MK = scaled_MV[:, : self.num_ids].topk(self.num_top, dim=-1).indices
-            found |= {"top_logprobs": scaled_MV.gather(-1, top_ids_MK) - sums_M1, "top_ids": top_ids_MK}
+            outputs |= {"top_logprobs": scaled_MV.gather(-1, top_ids_MK) - sums_M1, "top_ids": top_ids_MK}
         if self.wants.is_top:
-            found["is_top"] = (label_M1.squeeze(-1) == scaled_MV.amax(-1)).to(self.dtype)
-        return found
+            outputs["is_top"] = (label_M1.squeeze(-1) == scaled_MV.amax(-1)).to(self.dtype)
+        return outputs
 
     def derivative(
         self, softmax: _Softmax, labels_M: Tensor, upstream: dict[str, Tensor], top_ids_MK: Tensor | None
@@ -321,17 +323,17 @@ class _Task:
         total_M1 = upstream_M1["logprobs"]
         if "top_logprobs" in upstream:
             total_M1 = total_M1 + upstream_M1["top_logprobs"].squeeze(-1).sum(-1, keepdim=True)
-        found_MV = softmax.scaled_MV - softmax.sums_M1
+        derivative_MV = softmax.scaled_MV - softmax.sums_M1
         if "entropy" in upstream:
-            probabilities_MV = found_MV.exp()
-            entropy_M1 = -(probabilities_MV * found_MV).sum(-1, keepdim=True)
-            found_MV.add_(entropy_M1).mul_(upstream_M1["entropy"]).add_(total_M1).neg_().mul_(probabilities_MV)
+            probabilities_MV = derivative_MV.exp()
+            entropy_M1 = -(probabilities_MV * derivative_MV).sum(-1, keepdim=True)
+            derivative_MV.add_(entropy_M1).mul_(upstream_M1["entropy"]).add_(total_M1).neg_().mul_(probabilities_MV)
         else:
-            found_MV.exp_().mul_(-total_M1)
-        found_MV.scatter_add_(-1, labels_M.unsqueeze(-1), upstream_M1["logprobs"])
+            derivative_MV.exp_().mul_(-total_M1)
+        derivative_MV.scatter_add_(-1, labels_M.unsqueeze(-1), upstream_M1["logprobs"])
         if "top_logprobs" in upstream and top_ids_MK is not None:
-            found_MV.scatter_add_(-1, top_ids_MK, upstream_M1["top_logprobs"].squeeze(-1))
-        return found_MV if self.wants.temperature == 1.0 else found_MV.div_(self.wants.temperature)
+            derivative_MV.scatter_add_(-1, top_ids_MK, upstream_M1["top_logprobs"].squeeze(-1))
+        return derivative_MV if self.wants.temperature == 1.0 else derivative_MV.div_(self.wants.temperature)
 
 
 class _ChunkedScore(torch.autograd.Function):
@@ -351,18 +353,20 @@ class _ChunkedScore(torch.autograd.Function):
         ctx.compute_dtype = _autocast_dtype(hidden_NH.device)
         is_known = expected_N is not None and task.differentiable == {"logprobs"} and any(ctx.needs_input_grad)
         gradients = _Gradients(task, hidden_NH, weights, ctx.compute_dtype) if is_known else None
-        found: list[dict[str, Tensor]] = []
+        outputs_of_chunks: list[dict[str, Tensor]] = []
         with _autocast(hidden_NH.device, ctx.compute_dtype):
             cast = {} if gradients else task.head.cast(ctx.compute_dtype)
             for chunk in task.chunks(len(labels_N)):
                 top_ids_MK = None if top_ids_NK is None else top_ids_NK[chunk]
                 softmax = task.softmax(gradients.logits(chunk) if gradients else task.logits(hidden_NH[chunk], cast))
-                found.append(task.outputs(softmax, labels_N[chunk], top_ids_MK))
+                outputs_of_chunks.append(task.outputs(softmax, labels_N[chunk], top_ids_MK))
                 if gradients and expected_N is not None:
                     gradients.add(task.derivative(softmax, labels_N[chunk], {"logprobs": expected_N[chunk]}, None))
                 del softmax
-        ctx.ahead = gradients.found() if gradients else None
-        outputs = {name: _joined([each[name] for each in found], name, task, hidden_NH) for name in task.names}
+        ctx.precomputed = gradients.totals() if gradients else None
+        outputs = {
+            name: _concatenate([each[name] for each in outputs_of_chunks], name, task, hidden_NH) for name in task.names
+        }
         ctx.save_for_backward(hidden_NH, labels_N, outputs.get("top_ids"), expected_N)
         ctx.mark_non_differentiable(*(outputs[name] for name in task.names if name not in task.differentiable))
         return tuple(outputs.values())
@@ -371,22 +375,24 @@ class _ChunkedScore(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> Any:  # type: ignore[override]
         task: _Task = ctx.task
         hidden_NH, labels_N, top_ids_NK, expected_N = ctx.saved_tensors
-        given = {name: g for name, g in zip(task.names, upstream, strict=True) if name in task.differentiable}
-        ahead, ctx.ahead = ctx.ahead, None
+        upstream_by_name = {
+            name: g for name, g in zip(task.names, upstream, strict=True) if name in task.differentiable
+        }
+        precomputed, ctx.precomputed = ctx.precomputed, None
         # Exact comparison, with one value read from the device: an approximate match would change the gradient.
-        if ahead is not None and bool((given["logprobs"] == expected_N).all()):
-            return None, ahead[0], None, None, None, *ahead[1:]
-        del ahead
+        if precomputed is not None and bool((upstream_by_name["logprobs"] == expected_N).all()):
+            return None, precomputed[0], None, None, None, *precomputed[1:]
+        del precomputed
         with _autocast(hidden_NH.device, ctx.compute_dtype):
             gradients = _Gradients(task, hidden_NH, ctx.weights, ctx.compute_dtype)
             for chunk in task.chunks(len(labels_N)):
                 softmax = task.softmax(gradients.logits(chunk))
                 top_ids_MK = None if top_ids_NK is None else top_ids_NK[chunk]
-                of_chunk = {name: gradient[chunk] for name, gradient in given.items()}
+                of_chunk = {name: gradient[chunk] for name, gradient in upstream_by_name.items()}
                 gradients.add(task.derivative(softmax, labels_N[chunk], of_chunk, top_ids_MK))
                 del softmax
-        found = gradients.found()
-        return None, found[0], None, None, None, *found[1:]
+        totals = gradients.totals()
+        return None, totals[0], None, None, None, *totals[1:]
 
 
 class _Gradients:
@@ -426,13 +432,13 @@ class _Gradients:
         for total, gradient in zip(self._of_weights, of_weights, strict=True):
             total.add_(gradient)
 
-    def found(self) -> tuple[Tensor, ...]:
+    def totals(self) -> tuple[Tensor, ...]:
         """Return the total gradients of the hidden states and of each weight."""
         totals = self._of_weights or [torch.zeros_like(weight) for weight in self._weights]
         return (self._of_hidden, *(t.to(w.dtype) for t, w in zip(totals, self._weights, strict=True)))
 
 
-def _joined(chunks: Sequence[Tensor], name: str, task: _Task, hidden_NH: Tensor) -> Tensor:
+def _concatenate(chunks: Sequence[Tensor], name: str, task: _Task, hidden_NH: Tensor) -> Tensor:
     """Concatenate an output of all chunks; without chunks, return an empty tensor."""
     if chunks:
         return torch.cat(list(chunks))

@@ -43,10 +43,10 @@ class SD3(DiffusionModel):
 
     def text_embedding(self, prompts: Sequence[str]) -> Text:
         """See `DiffusionModel.text_embedding`; without a T5 its embeddings are zeros, as in the pipeline."""
-        given = list(prompts)
+        prompt_list = list(prompts)
         with self._working("text_encoder", "text_encoder_2", "text_encoder_3"), self._width_of_tokens():
             tokens, _, pooled, _ = self.pipeline.encode_prompt(
-                given, given, given, device=self.device, do_classifier_free_guidance=False,
+                prompt_list, prompt_list, prompt_list, device=self.device, do_classifier_free_guidance=False,
                 max_sequence_length=self.config.max_prompt_length,
             )  # fmt: skip
         return {"prompt_embeds": tokens.cpu(), "pooled_prompt_embeds": pooled.cpu()}

@@ -18,7 +18,7 @@ Forward = Callable[[Any, Wants], dict[str, Tensor]]
 """Function that returns the requested outputs for a batch, by name."""
 
 
-class Sequential:
+class SequentialRunner:
     """A `models.base.Runner` of one module."""
 
     def __init__(self, root: nn.Module, forward: Forward, train: TrainConfig, device: torch.device) -> None:

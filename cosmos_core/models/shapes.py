@@ -13,18 +13,18 @@ from torch.nn.functional import pad
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def rounded_length(length: int) -> int:
+def round_length(length: int) -> int:
     """Return the next multiple of 32, and above 512 of an eighth of the power of two below."""
     return length + -length % max(32, (1 << length.bit_length()) // 16)
 
 
 def kernel_length(length: int, device: torch.device, dtype: torch.dtype) -> int:
-    """Return the length to pad `length` to for a computation in `dtype`: `rounded_length` if each shape compiles a
+    """Return the length to pad `length` to for a computation in `dtype`: `round_length` if each shape compiles a
     kernel, else `length`."""
-    return rounded_length(length) if device.type == "cpu" and dtype in _HALF else length
+    return round_length(length) if device.type == "cpu" and dtype in _HALF else length
 
 
-def filled(tensor: Tensor, dim: int) -> Tensor:
+def pad_to_kernel(tensor: Tensor, dim: int) -> Tensor:
     """Pad the tensor with zeros at the end of `dim` (negative) to `kernel_length` for the dtype of autocast."""
     kind, length = tensor.device.type, tensor.shape[dim]
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype

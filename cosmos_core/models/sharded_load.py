@@ -42,10 +42,10 @@ from transformers.utils.hub import get_checkpoint_shard_files
 
 from cosmos_core.errors import ModelError
 from cosmos_core.models.generation_config import load_generation_config
-from cosmos_core.models.hf import audit, load_model, model_without_weights, not_finite
+from cosmos_core.models.hf import audit, describe_nonfinite, load_model, model_without_weights
 from cosmos_core.models.recompute import Recompute
-from cosmos_core.models.source import KEY, check_weights, mixed_up, reading, source_of
-from cosmos_core.parallel.fsdp import bounds, local, names_in_one
+from cosmos_core.models.source import KEY, check_weights, merge_error, source_of, translate_load_errors
+from cosmos_core.parallel.fsdp import local_shard, names_in_one, shard_bounds
 from cosmos_core.parallel.mesh import first_problem
 from cosmos_core.transient import is_of_machine
 
@@ -123,9 +123,9 @@ def load_sharded(model: PreTrainedModel) -> None:
         return
     problem = None
     try:
-        targets, done = _materialised(model, unread.device), set[Tensor]()
+        targets, done = _materialise(model, unread.device), set[Tensor]()
         for group in unread.groups:
-            _read(group, targets, model, done)
+            _read_group(group, targets, model, done)
     except (ModelError, SafetensorError, OSError) as error:
         if is_of_machine(error):  # this rank exits, and all ranks are restarted
             raise
@@ -148,9 +148,9 @@ def _start(
     for name, tensor in built.state_dict(keep_vars=True).items():
         if tensor.is_floating_point() and keeps_float32(name):
             tensor.data = tensor.data.float()
-    with reading("weights", model):
-        slices = {key: file.get_slice(key) for file in _opened(files) for key in file.keys()}  # noqa: SIM118
-    groups, info = _planned(built, slices, model)
+    with translate_load_errors("weights", model):
+        slices = {key: file.get_slice(key) for file in _open_files(files) for key in file.keys()}  # noqa: SIM118
+    groups, info = _plan(built, slices, model)
     missing = set(info.missing_keys)
     info.missing_keys -= {name for names in names_in_one(built) if set(names) - missing for name in names}
     needed = set(info.missing_keys)
@@ -171,7 +171,7 @@ def _weight_files(model: str, revision: str | None) -> tuple[list[str], str]:
     source, options = source_of(model, revision)
     check_weights(model)
     options |= {"_raise_exceptions_for_missing_entries": False}
-    with reading("weights", model):
+    with translate_load_errors("weights", model):
         single = cached_file(str(source), SAFE_WEIGHTS_NAME, **options)
         if single:
             return [single], ""
@@ -182,12 +182,12 @@ def _weight_files(model: str, revision: str | None) -> tuple[list[str], str]:
         return get_checkpoint_shard_files(str(source), index, **options)[0], ""
 
 
-def _opened(files: Sequence[str]) -> Iterator[Any]:
+def _open_files(files: Sequence[str]) -> Iterator[Any]:
     for file in files:
         yield safe_open(file, framework="pt")
 
 
-def _planned(built: PreTrainedModel, slices: Mapping[str, Any], model: str) -> tuple[list[_Group], LoadStateDictInfo]:
+def _plan(built: PreTrainedModel, slices: Mapping[str, Any], model: str) -> tuple[list[_Group], LoadStateDictInfo]:
     """Plan which tensors become which weights, and record mismatches in transformers' loading information."""
     state = built.state_dict()
     mapping = get_model_conversion_mapping(built)
@@ -201,8 +201,8 @@ def _planned(built: PreTrainedModel, slices: Mapping[str, Any], model: str) -> t
         if name not in state and key in state:
             name, pattern = rename_source_key(key, [], [], built.base_model_prefix, state)
         if name not in state:
-            others = by_pattern[pattern].target_patterns if pattern else [""]
-            info.unexpected_keys |= {name.replace(others[0], other) for other in others}
+            targets = by_pattern[pattern].target_patterns if pattern else [""]
+            info.unexpected_keys |= {name.replace(targets[0], other) for other in targets}
             continue
         transform: _Transform = copy.deepcopy(by_pattern[pattern]) if pattern else WeightRenaming(key, name)
         together.setdefault(name, (transform, []))[1].append((key, pattern or key, slices[key]))
@@ -211,9 +211,9 @@ def _planned(built: PreTrainedModel, slices: Mapping[str, Any], model: str) -> t
     for name, (transform, sources) in together.items():
         empty = [_empty(each) for _, _, each in sources]
         try:
-            converted = _converted(name, transform, sources, empty, built, info)
+            converted = _convert(name, transform, sources, empty, built, info)
         except SkipParameters:
-            raise mixed_up(model) from None
+            raise merge_error(model) from None
         groups.append(_Group(transform, sources, {key: tensor.shape for key, tensor in converted.items()}))
         for key, tensor in converted.items():
             info.missing_keys.discard(key)
@@ -230,7 +230,7 @@ def _empty(source: Any) -> Tensor:
     )
 
 
-def _converted(
+def _convert(
     name: str,
     transform: _Transform,
     sources: Sequence[_Source],
@@ -246,9 +246,11 @@ def _converted(
     return {key: value[0] if isinstance(value, list) else value for key, value in converted.items()}
 
 
-def _read(group: _Group, targets: Mapping[str, Sequence[Tensor]], model: PreTrainedModel, done: set[Tensor]) -> None:
+def _read_group(
+    group: _Group, targets: Mapping[str, Sequence[Tensor]], model: PreTrainedModel, done: set[Tensor]
+) -> None:
     """Fill this rank's shards of the weights of a group; `done` has the tensors that are already filled."""
-    mine = {name: [t for t in targets.get(name, ()) if local(t).numel()] for name in group.shapes}
+    mine = {name: [t for t in targets.get(name, ()) if local_shard(t).numel()] for name in group.shapes}
     if not any(mine.values()):
         return
     sources, first = group.sources, 0
@@ -256,10 +258,10 @@ def _read(group: _Group, targets: Mapping[str, Sequence[Tensor]], model: PreTrai
         converted: dict[str, Any] = dict.fromkeys(mine, sources[0][2])
     else:
         if _is_stack(group):
-            here = bounds(next(iter(mine.values()))[0])[0]
-            sources, first = _experts(sources, here), here.start
+            rows = shard_bounds(next(iter(mine.values()))[0])[0]
+            sources, first = _select_experts(sources, rows), rows.start
         readers = [partial(source.__getitem__, ...) for _, _, source in sources]
-        converted = _converted(next(iter(mine)), group.transform, sources, readers, model)
+        converted = _convert(next(iter(mine)), group.transform, sources, readers, model)
     for name, tensors in mine.items():
         for tensor in tensors:
             _copy(name, tensor, converted[name], first, is_check=tensor in done)
@@ -282,12 +284,12 @@ def _keeps_rows(operation: Any) -> bool:
     return isinstance(operation, Transpose) and min(operation.dim0, operation.dim1) > 0
 
 
-def _experts(sources: Sequence[_Source], here: slice) -> list[_Source]:
-    """Return the sources of the experts `here`; the sources of each pattern are in the order of the experts."""
+def _select_experts(sources: Sequence[_Source], rows: slice) -> list[_Source]:
+    """Return the sources of the experts `rows`; the sources of each pattern are in the order of the experts."""
     by_pattern: dict[str, list[_Source]] = {}
     for source in sources:
         by_pattern.setdefault(source[1], []).append(source)
-    return [source for of_one in by_pattern.values() for source in of_one[here]]
+    return [source for of_one in by_pattern.values() for source in of_one[rows]]
 
 
 def _copy(name: str, tensor: Tensor, source: Any, first: int, is_check: bool) -> None:
@@ -295,29 +297,29 @@ def _copy(name: str, tensor: Tensor, source: Any, first: int, is_check: bool) ->
 
     With `is_check` the tensor is already filled, and is compared with the source instead.
     """
-    where = bounds(tensor)
+    where = shard_bounds(tensor)
     if first:
         where = (slice(where[0].start - first, where[0].stop - first), *where[1:])
-    values, own = source[where or ...], local(tensor).detach()
+    values, local_tensor = source[where or ...], local_shard(tensor).detach()
     if not is_check:
-        own.copy_(values)
-        if problem := not_finite(name, own):
+        local_tensor.copy_(values)
+        if problem := describe_nonfinite(name, local_tensor):
             raise ModelError(problem)
-    elif not torch.equal(own, values.to(own)):
+    elif not torch.equal(local_tensor, values.to(local_tensor)):
         raise ModelError(
             f"config.json ties {name} to a tensor that has other values in the files; they do not belong together"
         )
 
 
 @torch.no_grad()
-def _materialised(model: PreTrainedModel, device: torch.device) -> dict[str, list[Tensor]]:
+def _materialise(model: PreTrainedModel, device: torch.device) -> dict[str, list[Tensor]]:
     """Allocate this rank's shard of every meta parameter; return parameters and buffers by their names in files."""
     allocated: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None and local(parameter).is_meta:
+            if parameter is not None and local_shard(parameter).is_meta:
                 if parameter not in allocated:
-                    allocated[parameter] = _with_memory(parameter, device)
+                    allocated[parameter] = _allocate(parameter, device)
                 module._parameters[name] = allocated[parameter]
     targets: dict[str, list[Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -325,14 +327,16 @@ def _materialised(model: PreTrainedModel, device: torch.device) -> dict[str, lis
     return targets
 
 
-def _with_memory(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    own = torch.empty_like(local(parameter).detach(), device=device, memory_format=torch.contiguous_format)
+def _allocate(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    local_tensor = torch.empty_like(
+        local_shard(parameter).detach(), device=device, memory_format=torch.contiguous_format
+    )
     if isinstance(parameter, DTensor):
-        own = DTensor.from_local(
-            own, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
+        local_tensor = DTensor.from_local(
+            local_tensor, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
             stride=parameter.stride(),
         )  # fmt: skip
-    return nn.Parameter(own, requires_grad=parameter.requires_grad)
+    return nn.Parameter(local_tensor, requires_grad=parameter.requires_grad)
 
 
 def _keeps_float32(built: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], object]:
@@ -349,5 +353,5 @@ def _make_buffers(built: PreTrainedModel, device: torch.device) -> None:
     for module in built.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                made = torch.empty_like(buffer, device="cpu") if buffer.is_meta else buffer
-                module._buffers[name] = made.to(device)
+                real_buffer = torch.empty_like(buffer, device="cpu") if buffer.is_meta else buffer
+                module._buffers[name] = real_buffer.to(device)

@@ -42,8 +42,8 @@ def source_of(model: str, revision: str | None) -> tuple[Path | str, dict[str, A
 
 
 @contextmanager
-def reading(what: str, model: str) -> Iterator[None]:
-    """Convert exceptions of libraries inside the block, which reads `what` from `model`, to one-line errors.
+def translate_load_errors(component: str, model: str) -> Iterator[None]:
+    """Convert exceptions of libraries inside the block, which reads `component` from `model`, to one-line errors.
 
     Raises:
         ModelError: the files are wrong. Errors of memory, disk and network, and `CosmosError`s, pass unchanged.
@@ -55,7 +55,7 @@ def reading(what: str, model: str) -> Iterator[None]:
     except Exception as error:
         if is_of_machine(error) or (is_of_network(error) and hub_is_reachable()):
             raise
-        raise _as_one_line(what, model, error) from error
+        raise _load_error(component, model, error) from error
 
 
 def read_object(file: Path, model: str) -> dict[str, Any]:
@@ -101,14 +101,14 @@ def _weight_files(folder: Path, model: str) -> list[Path]:
         if os.path.lexists(folder / single):  # a broken link has to be reported, not skipped
             return [folder / single]
         if os.path.lexists(folder / index):
-            return _indexed(folder / index, model)
+            return _files_in_index(folder / index, model)
     raise ModelError(
         f"{KEY} = {model!r}: cannot load the weights: the folder has no {SAFE_WEIGHTS_NAME} and no "
         f"{SAFE_WEIGHTS_INDEX_NAME}; copy them again"
     )
 
 
-def _indexed(file: Path, model: str) -> list[Path]:
+def _files_in_index(file: Path, model: str) -> list[Path]:
     index = read_object(file, model)
     names = index.get("weight_map")
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
@@ -150,20 +150,20 @@ def _check_pickled(file: Path, model: str) -> None:
             raise ModelError(f"{KEY} = {model!r}: {file} holds {name!r}, which is no tensor; remove it")
 
 
-def _as_one_line(what: str, model: str, error: Exception) -> ModelError:
+def _load_error(component: str, model: str, error: Exception) -> ModelError:
     if "automatic conversion of the weights" in str(error):
-        return mixed_up(model)
+        return merge_error(model)
     if not os.path.exists(os.path.expanduser(model)) and not hub_is_reachable():
         return ModelError(
             f"{KEY} = {model!r}: no such folder, the Hugging Face Hub cannot be reached from here, and its cache "
-            f"has no {what} of that name; give a local folder or download the model first"
+            f"has no {component} of that name; give a local folder or download the model first"
         )
     text = repr(error) if isinstance(error, KeyError) else str(error)  # of a KeyError that is the key alone
     reason = printable(text)[:300] or type(error).__name__
-    return ModelError(f"{KEY} = {model!r}: cannot load the {what}: {reason}")
+    return ModelError(f"{KEY} = {model!r}: cannot load the {component}: {reason}")
 
 
-def mixed_up(model: str) -> ModelError:
+def merge_error(model: str) -> ModelError:
     """Return the error to raise if transformers cannot merge several tensors into one."""
     return ModelError(
         f"{KEY} = {model!r}: of tensors that belong together, like the experts of a layer, some are missing "

@@ -37,8 +37,8 @@ def open_teacher(teacher: DistillationConfig, recipe: Recipe, policy: ModelAdapt
         ConfigError: rows of the recipe are longer than the teacher supports.
     """
     check_vocabulary(teacher, policy.tokenizer)
-    train = computing(teacher, recipe.train)
-    with told_of_teacher():
+    train = teacher_settings(teacher, recipe.train)
+    with name_teacher_in_errors():
         load = init_on_meta if policy.mesh else load_model
         model = load(
             teacher.model_name_or_path,
@@ -54,14 +54,14 @@ def open_teacher(teacher: DistillationConfig, recipe: Recipe, policy: ModelAdapt
         return CausalLM(model, train, reading, policy.mesh)
 
 
-def look_at_teacher(teacher: DistillationConfig, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> str:
+def check_teacher(teacher: DistillationConfig, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> str:
     """Check a teacher without reading its weights, and return the line about it for `cosmos check`.
 
     Raises:
         ModelError, ConfigError: see `open_teacher`.
     """
     check_vocabulary(teacher, tokenizer)
-    with told_of_teacher():
+    with name_teacher_in_errors():
         config = load_config(teacher.model_name_or_path, teacher.model_revision)
         check_row_length(config, recipe.policy.model_max_length)
         check_weights(teacher.model_name_or_path)
@@ -74,17 +74,17 @@ def check_vocabulary(teacher: DistillationConfig, tokenizer: PreTrainedTokenizer
     Raises:
         ModelError: an id differs, or the teacher's tokenizer cannot be loaded.
     """
-    with told_of_teacher():
-        theirs = load_tokenizer(teacher.model_name_or_path, teacher.model_revision).get_vocab()
-    ours = tokenizer.get_vocab()
-    other = [token for token, number in ours.items() if theirs.get(token) != number]
-    if other:
-        first = min(other, key=lambda token: ours[token])
-        is_at = f"is {theirs[first]}" if first in theirs else "does not exist"
+    with name_teacher_in_errors():
+        teacher_ids = load_tokenizer(teacher.model_name_or_path, teacher.model_revision).get_vocab()
+    policy_ids = tokenizer.get_vocab()
+    differing = [token for token, number in policy_ids.items() if teacher_ids.get(token) != number]
+    if differing:
+        first = min(differing, key=lambda token: policy_ids[token])
+        is_at = f"is {teacher_ids[first]}" if first in teacher_ids else "does not exist"
         raise ModelError(
-            f"{TEACHER_KEY} = {teacher.model_name_or_path!r}: {len(other)} of {len(ours)} tokens of the policy have "
-            f"another id in its tokenizer or none: {first!r} is {ours[first]} here and {is_at} there; take a teacher "
-            f"of the policy's family"
+            f"{TEACHER_KEY} = {teacher.model_name_or_path!r}: {len(differing)} of {len(policy_ids)} tokens of the "
+            f"policy have another id in its tokenizer or none: {first!r} is {policy_ids[first]} here and {is_at} "
+            f"there; take a teacher of the policy's family"
         )
 
 
@@ -93,7 +93,7 @@ def count_ids(tokenizer: PreTrainedTokenizerBase) -> int:
     return int(max(tokenizer.get_vocab().values())) + 1
 
 
-def computing(teacher: DistillationConfig, train: TrainConfig) -> TrainConfig:
+def teacher_settings(teacher: DistillationConfig, train: TrainConfig) -> TrainConfig:
     """Return the training's settings with those of the teacher, which is not trained."""
     return train.derived(
         master_dtype=teacher.master_dtype,
@@ -108,7 +108,7 @@ def computing(teacher: DistillationConfig, train: TrainConfig) -> TrainConfig:
 
 
 @contextmanager
-def told_of_teacher() -> Iterator[None]:
+def name_teacher_in_errors() -> Iterator[None]:
     """Replace the key of the policy's model by that of the teacher in errors that are raised inside the block."""
     try:
         yield

@@ -41,7 +41,7 @@ def open_chat(model: str, max_tokens: int, temperature: float, device: torch.dev
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     loaded = load_model(model, dtype=dtype, device=device)
     turns: list[dict[str, Any]] = []
-    drawn: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
 
     def respond(prompt: str, number: int) -> str:
         turns.append({"role": "user", "content": prompt})
@@ -52,17 +52,17 @@ def open_chat(model: str, max_tokens: int, temperature: float, device: torch.dev
         else:
             ids = tokenizer(prompt, return_tensors="pt")
         torch.manual_seed(number)
-        known = {name: ids[name].to(device) for name in ("input_ids", "attention_mask")}
+        inputs = {name: ids[name].to(device) for name in ("input_ids", "attention_mask")}
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-        made = loaded.generate(**known, max_new_tokens=max_tokens, pad_token_id=pad, **drawn)  # type: ignore[operator]
-        text = tokenizer.decode(made[0, known["input_ids"].shape[1] :], skip_special_tokens=True)
+        output = loaded.generate(**inputs, max_new_tokens=max_tokens, pad_token_id=pad, **sampling)  # type: ignore[operator]
+        text = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         turns.append({"role": "assistant", "content": text})
         return str(text)
 
     return respond
 
 
-def open_drawing(model: str, name: str, device: torch.device) -> Respond:
+def open_image_generator(model: str, name: str, device: torch.device) -> Respond:
     """Return a function that writes images to the current folder, from the same noise for each model."""
     from diffusers import DiffusionPipeline
 
@@ -80,9 +80,9 @@ def open_drawing(model: str, name: str, device: torch.device) -> Respond:
     return respond
 
 
-def _prompts(given: str) -> Iterator[str]:
-    if given:
-        yield given
+def _read_prompts(prompt: str) -> Iterator[str]:
+    if prompt:
+        yield prompt
         return
     if sys.stdin.isatty():
         sys.stderr.write("One prompt each line; end with Ctrl-D.\n")
@@ -99,12 +99,12 @@ def main() -> int:
     logging.disable(logging.WARNING)
     try:
         opened = [
-            open_drawing(model, f"{name}-{index}", device)
+            open_image_generator(model, f"{name}-{index}", device)
             if (Path(model) / "model_index.json").is_file()
             else open_chat(model, options["max_tokens"], options["temperature"], device)
             for index, (model, name) in enumerate(zip(models, options["names"], strict=True))
         ]
-        for number, prompt in zip(count(), _prompts(options["prompt"]), strict=False):
+        for number, prompt in zip(count(), _read_prompts(options["prompt"]), strict=False):
             responses = [respond(prompt, number) for respond in opened]
             if len(responses) == 1:
                 console.print(responses[0], markup=False)

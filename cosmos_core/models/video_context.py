@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
-from cosmos_core.parallel.context import exchanged
+from cosmos_core.parallel.context import exchange
 
 Dims = Mapping[str, int]
 """Token dimension of each argument that has an entry per token."""
@@ -40,50 +40,52 @@ class Shards:
         self.group, self.size, self.rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
         self.count = self.length = 0
 
-    def note(self, count: int, unit: int = 1) -> None:
+    def distribute(self, count: int, unit: int = 1) -> None:
         """Distribute a clip of `count` tokens over the ranks, in units of `unit` consecutive tokens."""
         self.count, self.length = count, unit * -(-count // (unit * self.size))
 
-    def own(self, tensor: Tensor, dim: int) -> Tensor:
+    def local_tokens(self, tensor: Tensor, dim: int) -> Tensor:
         """Return this rank's tokens of a tensor with all tokens, padded with zeros."""
         start = min(self.rank * self.length, self.count)
-        return self._filled(tensor.narrow(dim, start, min(self.length, self.count - start)), dim, self.length)
+        return self._pad(tensor.narrow(dim, start, min(self.length, self.count - start)), dim, self.length)
 
-    def all(self, tensor: Tensor, dim: int) -> Tensor:
+    def gather_tokens(self, tensor: Tensor, dim: int) -> Tensor:
         """Return the tokens of all ranks; in the backward pass, each rank gets the gradient of its tokens."""
-        found: Tensor = _Gather.apply(tensor, dim, self.group)
-        return found.narrow(dim, 0, self.count)
+        all_tokens: Tensor = _Gather.apply(tensor, dim, self.group)
+        return all_tokens.narrow(dim, 0, self.count)
 
-    def real(self, like: Tensor) -> Tensor:
+    def token_mask(self, like: Tensor) -> Tensor:
         """Return 1 for each token of this rank and 0 for padding: N."""
         return (self.rank * self.length + torch.arange(self.length, device=like.device) < self.count).to(like.dtype)
 
     def to_heads(self, states_BKND: Tensor) -> Tensor:
         """Exchange some tokens of all heads for all tokens of some heads."""
-        return exchanged(states_BKND, 1, 2, self.group).narrow(2, 0, self.count)
+        return exchange(states_BKND, 1, 2, self.group).narrow(2, 0, self.count)
 
     def to_tokens(self, states_BKND: Tensor) -> Tensor:
         """Exchange all tokens of some heads for some tokens of all heads."""
-        return exchanged(self._filled(states_BKND, 2, self.length * self.size), 2, 1, self.group)
+        return exchange(self._pad(states_BKND, 2, self.length * self.size), 2, 1, self.group)
 
-    def sum(self, tensor: Tensor) -> Tensor:
+    def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum over the ranks; gradients are summed too, because each rank uses the sum for its own
         tokens."""
-        found: Tensor = _Sum.apply(tensor, self.group)
-        return found
+        total: Tensor = _Sum.apply(tensor, self.group)
+        return total
 
-    def borders(self, frames_BCFS: Tensor) -> Tensor:
+    def add_borders(self, frames_BCFS: Tensor) -> Tensor:
         """Return the frames of this rank with the frame before and the frame after them, zeros at the ends of the
         clip."""
         edges = torch.stack([frames_BCFS[:, :, 0], frames_BCFS[:, :, -1]])
-        of_all = self.sum(functional.pad(edges[None], (0,) * 2 * edges.ndim + (self.rank, self.size - 1 - self.rank)))
+        of_all = self.all_reduce(
+            functional.pad(edges[None], (0,) * 2 * edges.ndim + (self.rank, self.size - 1 - self.rank))
+        )
         nothing = torch.zeros_like(edges[0])
         before = of_all[self.rank - 1, 1] if self.rank else nothing
-        behind = of_all[self.rank + 1, 0] if self.rank + 1 < self.size else nothing
-        return torch.cat([before[:, :, None], frames_BCFS, behind[:, :, None]], dim=2)
+        after = of_all[self.rank + 1, 0] if self.rank + 1 < self.size else nothing
+        return torch.cat([before[:, :, None], frames_BCFS, after[:, :, None]], dim=2)
 
     @staticmethod
-    def _filled(tensor: Tensor, dim: int, length: int) -> Tensor:
+    def _pad(tensor: Tensor, dim: int, length: int) -> Tensor:
         missing = length - tensor.shape[dim]
         return functional.pad(tensor, (0, 0) * (tensor.ndim - 1 - dim) + (0, missing)) if missing else tensor
 
@@ -105,9 +107,9 @@ def shard_blocks(
         for name, dim in dims.items():
             value = arguments.get(name)
             if isinstance(value, tuple):
-                arguments[name] = tuple(shards.own(each, dim) for each in value)
+                arguments[name] = tuple(shards.local_tokens(each, dim) for each in value)
             elif isinstance(value, Tensor) and value.ndim > dim and value.shape[dim] == shards.count:
-                arguments[name] = shards.own(value, dim)
+                arguments[name] = shards.local_tokens(value, dim)
 
     for i, block in enumerate(denoiser.transformer_blocks):
 
@@ -118,7 +120,7 @@ def shard_blocks(
         _change_arguments(block, enter)
     for name, of_end in ends.items():
         _change_arguments(denoiser.get_submodule(name), partial(shard_in, dims=of_end))
-    denoiser.proj_out.register_forward_hook(lambda module, args, output: shards.all(output, 1))
+    denoiser.proj_out.register_forward_hook(lambda module, args, output: shards.gather_tokens(output, 1))
 
 
 class UlyssesAttention:
@@ -149,7 +151,7 @@ class UlyssesAttention:
             )
         query, key, value = (self._shards.to_heads(each) for each in (query, key, value))
         found_BKND = self._shards.to_tokens(functional.scaled_dot_product_attention(query, key, value))
-        return _projected(attn, found_BKND.transpose(1, 2).flatten(2, 3).type_as(query))
+        return _project_output(attn, found_BKND.transpose(1, 2).flatten(2, 3).type_as(query))
 
 
 class SummedLinearAttention:
@@ -176,39 +178,39 @@ class SummedLinearAttention:
         query = query if attn.norm_q is None else attn.norm_q(query)
         key = key if attn.norm_k is None else attn.norm_k(key)
         query, key = functional.relu(heads(query)), functional.relu(heads(key))
-        key = key * self._shards.real(key)[None, :, None, None]
-        query_turned, key_turned = (_turned(each, *rotary_emb).float() for each in (query, key))
-        key_sum_BKD = self._shards.sum(key.sum(1))
-        sums_BKDD = self._shards.sum(torch.einsum("bnkc,bnkd->bkcd", value.float(), key_turned))
+        key = key * self._shards.token_mask(key)[None, :, None, None]
+        query_turned, key_turned = (_rotate(each, *rotary_emb).float() for each in (query, key))
+        key_sum_BKD = self._shards.all_reduce(key.sum(1))
+        sums_BKDD = self._shards.all_reduce(torch.einsum("bnkc,bnkd->bkcd", value.float(), key_turned))
         scale_BNK = 1 / (torch.einsum("bkd,bnkd->bnk", key_sum_BKD, query) + 1e-15)
         found_BNKD = torch.einsum("bkcd,bnkd->bnkc", sums_BKDD, query_turned) * scale_BNK[..., None]
-        return _projected(attn, found_BNKD.flatten(2).to(hidden_states.dtype))
+        return _project_output(attn, found_BNKD.flatten(2).to(hidden_states.dtype))
 
 
-def see_borders(convolution: nn.Module, shards: Shards, tokens_per_frame: Callable[[], int]) -> None:
+def exchange_borders(convolution: nn.Module, shards: Shards, tokens_per_frame: Callable[[], int]) -> None:
     """Give a convolution over time (B, C, F, S), which pads with a frame of zeros at each end, the neighbouring frames
     of
     other ranks."""
 
     def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
         (frames_BCFS,) = args
-        is_real_F = shards.real(frames_BCFS)[:: tokens_per_frame()]
-        return (shards.borders(frames_BCFS * is_real_F[:, None]),)
+        is_real_F = shards.token_mask(frames_BCFS)[:: tokens_per_frame()]
+        return (shards.add_borders(frames_BCFS * is_real_F[:, None]),)
 
     convolution.register_forward_pre_hook(before)
     convolution.register_forward_hook(lambda module, args, output: output[:, :, 1:-1])
 
 
-def _turned(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply the rotary embedding to pairs of neighbouring elements."""
     one, other = states.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos[..., 0::2], sin[..., 1::2]
     return torch.stack([one * cos - other * sin, one * sin + other * cos], -1).flatten(-2).type_as(states)
 
 
-def _projected(attn: Any, states: Tensor) -> Tensor:
-    found: Tensor = attn.to_out[1](attn.to_out[0](states))
-    return found
+def _project_output(attn: Any, states: Tensor) -> Tensor:
+    projected: Tensor = attn.to_out[1](attn.to_out[0](states))
+    return projected
 
 
 def _change_arguments(module: nn.Module, change: Callable[[dict[str, Any]], None]) -> None:
@@ -231,14 +233,14 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         ctx.dim, ctx.group, ctx.length = dim, group, tensor.shape[dim]
-        found = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
-        dist.all_gather(found, tensor.contiguous(), group=group)
-        return torch.cat(found, dim)
+        shards = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
+        dist.all_gather(shards, tensor.contiguous(), group=group)
+        return torch.cat(shards, dim)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        own = gradients[0].narrow(ctx.dim, dist.get_rank(ctx.group) * ctx.length, ctx.length)
-        return own, None, None
+        gradient = gradients[0].narrow(ctx.dim, dist.get_rank(ctx.group) * ctx.length, ctx.length)
+        return gradient, None, None
 
 
 class _Sum(torch.autograd.Function):
@@ -247,14 +249,14 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _summed(tensor, group)
+        return _all_reduce(tensor, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _summed(gradients[0], ctx.group), None
+        return _all_reduce(gradients[0], ctx.group), None
 
 
-def _summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    found = tensor.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(found, group=group)
-    return found
+def _all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total

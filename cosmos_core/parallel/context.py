@@ -56,9 +56,9 @@ def apply_cp(model: PreTrainedModel, mesh: DeviceMesh, packed: str) -> None:
         if key.shape[1] % size:
             repeats = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-        states = (exchanged(state, 1, 2, group) for state in (query, key, value))
+        states = (exchange(state, 1, 2, group) for state in (query, key, value))
         attended_BPKD = attend(module, *states, attention_mask, **kwargs)[0]
-        return exchanged(attended_BPKD, 1, 2, group), None
+        return exchange(attended_BPKD, 1, 2, group), None
 
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, AttentionMaskInterface()[packed])
@@ -88,7 +88,7 @@ def gather_chosen(values: Tensor, is_mine_N: Tensor, mesh: DeviceMesh) -> Tensor
     return all_values
 
 
-def exchanged(tensor: Tensor, chunk_dim: int, cat_dim: int, group: dist.ProcessGroup) -> Tensor:
+def exchange(tensor: Tensor, chunk_dim: int, cat_dim: int, group: dist.ProcessGroup) -> Tensor:
     """Return a tensor resharded over the ranks of a group: split along `chunk_dim`, concatenated along `cat_dim`."""
     resharded: Tensor = _Exchange.apply(tensor, chunk_dim, cat_dim, group)
     return resharded
@@ -100,14 +100,14 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, chunk_dim: int, cat_dim: int, group: dist.ProcessGroup) -> Tensor:
         ctx.back = (cat_dim, chunk_dim, group)
-        return _traded(tensor, chunk_dim, cat_dim, group)
+        return _all_to_all(tensor, chunk_dim, cat_dim, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _traded(gradients[0], *ctx.back), None, None, None
+        return _all_to_all(gradients[0], *ctx.back), None, None, None
 
 
-def _traded(tensor: Tensor, chunk_dim: int, cat_dim: int, group: dist.ProcessGroup) -> Tensor:
+def _all_to_all(tensor: Tensor, chunk_dim: int, cat_dim: int, group: dist.ProcessGroup) -> Tensor:
     chunks = torch.stack(tensor.chunk(dist.get_world_size(group), dim=chunk_dim)).contiguous()
     received = torch.empty_like(chunks)
     dist.all_to_all_single(received, chunks, group=group)

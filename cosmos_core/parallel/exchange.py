@@ -26,34 +26,34 @@ _ALLOWED = threading.Lock()
 
 def all_gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Return the values of all ranks of a group, in rank order; None: the default group."""
-    own_bytes = _packed(value)
+    own_bytes = _to_bytes(value)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, torch.tensor([len(own_bytes)]), group=group)
     most = max(int(size) for size in sizes)
     received = [torch.empty(most, dtype=torch.uint8) for _ in sizes]
     dist.all_gather(received, torch.cat([own_bytes, own_bytes.new_zeros(most - len(own_bytes))]), group=group)
-    return [_unpacked(packed[: int(size)]) for packed, size in zip(received, sizes, strict=True)]
+    return [_from_bytes(packed[: int(size)]) for packed, size in zip(received, sizes, strict=True)]
 
 
 def broadcast(value: T, source: int = 0, group: dist.ProcessGroup | None = None) -> T:
     """Return the value of global rank `source` on every rank of a group."""
     is_source = dist.get_rank() == source
-    packed = _packed(value) if is_source else torch.empty(0, dtype=torch.uint8)
+    packed = _to_bytes(value) if is_source else torch.empty(0, dtype=torch.uint8)
     size = torch.tensor([len(packed)])
     dist.broadcast(size, src=source, group=group)
     if not is_source:
         packed = torch.empty(int(size), dtype=torch.uint8)
     dist.broadcast(packed, src=source, group=group)
-    received: T = value if is_source else _unpacked(packed)
+    received: T = value if is_source else _from_bytes(packed)
     return received
 
 
-def _packed(value: Any) -> Tensor:
+def _to_bytes(value: Any) -> Tensor:
     stream = io.BytesIO()
     torch.save(value, stream)
     return torch.frombuffer(stream.getbuffer(), dtype=torch.uint8)
 
 
-def _unpacked(packed: Tensor) -> Any:
+def _from_bytes(packed: Tensor) -> Any:
     with _ALLOWED, torch.serialization.safe_globals(_RECORDS):
         return torch.load(io.BytesIO(packed.numpy().tobytes()), map_location="cpu", weights_only=True)

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.errors import ModelError
-from cosmos_core.parallel.fsdp import inside, settings
+from cosmos_core.parallel.fsdp import expert_sharding, fsdp_arguments
 from cosmos_core.parallel.mesh import Mesh
 from cosmos_core.parallel.plan import matches
 
@@ -47,15 +47,15 @@ def apply_ep(model: PreTrainedModel, mesh: Mesh, train: TrainConfig) -> None:
             raise ModelError(
                 f"{where} has experts at {name}, where its plan has none; leave them out of policy.lora, or set it to 1"
             )
-        keep_own(experts, mesh.expert, where)
+        keep_local_experts(experts, mesh.expert, where)
         EpDispatchExpertsParallel().install_forward(experts, mesh.expert)
         experts.forward = torch.compiler.disable(experts.forward)  # the number of tokens changes with each call
         if mesh.expert_fsdp is not None:
-            placement = partial(inside, mesh.expert_fsdp.shape[-1])
-            fully_shard(experts, mesh=mesh.expert_fsdp, shard_placement_fn=placement, **settings(train))
+            placement = partial(expert_sharding, mesh.expert_fsdp.shape[-1])
+            fully_shard(experts, mesh=mesh.expert_fsdp, shard_placement_fn=placement, **fsdp_arguments(train))
 
 
-def keep_own(experts: Any, group: DeviceMesh, where: str) -> None:
+def keep_local_experts(experts: Any, group: DeviceMesh, where: str) -> None:
     """Keep this rank's experts of a layer and drop the others.
 
     Raises:

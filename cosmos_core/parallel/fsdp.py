@@ -34,7 +34,7 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
-def settings(train: TrainConfig, *, casts: bool = True) -> dict[str, Any]:
+def fsdp_arguments(train: TrainConfig, *, casts: bool = True) -> dict[str, Any]:
     """Return the arguments of `fully_shard` from `[train]`; with `casts`, weights are gathered in `param_dtype`, the
     dtype in which autocast multiplies them."""
     param_dtype = getattr(torch, train.param_dtype) if casts and gathers_casts(train) else None
@@ -71,13 +71,13 @@ def apply_fsdp(root: nn.Module, model: nn.Module, mesh: Mesh, train: TrainConfig
     } - own_experts
 
     def placement(parameter: nn.Parameter) -> Shard | None:
-        return inside(shards, parameter) if parameter in tensor_parallel else None
+        return expert_sharding(shards, parameter) if parameter in tensor_parallel else None
 
     options: dict[str, Any] = {"mesh": mesh.fsdp, "ignored_params": own_experts, "shard_placement_fn": placement}
     frees = {"always": True, "never": False, "default": mesh.pipeline is None}[train.fsdp_reshard_after_forward]
     for block in blocks_of(model):
-        fully_shard(block, reshard_after_forward=frees, **options, **settings(train))
-    fully_shard(root, reshard_after_forward=False, **options, **settings(train, casts=False))
+        fully_shard(block, reshard_after_forward=frees, **options, **fsdp_arguments(train))
+    fully_shard(root, reshard_after_forward=False, **options, **fsdp_arguments(train, casts=False))
     register_fsdp_forward_method(root, "probe")
     for module in root.modules():
         if isinstance(module, FSDPModule):
@@ -99,7 +99,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return blocks
 
 
-def inside(num_shards: int, parameter: nn.Parameter) -> Shard:
+def expert_sharding(num_shards: int, parameter: nn.Parameter) -> Shard:
     """Return the sharding of an expert weight: within each expert if divisible, because a rank may have fewer experts
     than there are shards."""
     return Shard(0 if parameter.shape[1] % num_shards else 1)
@@ -134,7 +134,7 @@ def full_tensors(tensors: nn.Module | Mapping[str, Tensor]) -> Iterator[tuple[st
         about |= metadata
         for name in metadata:
             holders.setdefault(name, []).append(rank)
-    device = next((local(tensor).device for tensor in own_tensors.values()), torch.device("cpu"))
+    device = next((local_shard(tensor).device for tensor in own_tensors.values()), torch.device("cpu"))
     for name, (shape, dtype) in about.items():
         tensor = own_tensors.get(name)
         full = torch.empty(shape, dtype=dtype, device=device) if tensor is None else _full(tensor.detach())
@@ -148,7 +148,7 @@ def _full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def without_weights(model: ModuleT) -> ModuleT:
+def copy_without_weights(model: ModuleT) -> ModuleT:
     """Return a copy with parameters on the meta device. Call it before `apply_fsdp`, which changes the classes of
     modules."""
     memo: dict[int, object] = {
@@ -160,10 +160,10 @@ def without_weights(model: ModuleT) -> ModuleT:
 def fill(skeleton: ModuleT, model: nn.Module) -> ModuleT | None:
     """Return `skeleton` with the weights of the sharded `model` on the first rank's CPU; None on other ranks."""
     tensors = {name: tensor.to("cpu", copy=True) for name, tensor in full_tensors(model) if is_first()}
-    return _filled(skeleton, tensors) if is_first() else None
+    return _load_tensors(skeleton, tensors) if is_first() else None
 
 
-def _filled(skeleton: ModuleT, tensors: dict[str, Tensor]) -> ModuleT:
+def _load_tensors(skeleton: ModuleT, tensors: dict[str, Tensor]) -> ModuleT:
     names = names_in_one(skeleton)
     skeleton.load_state_dict(tensors, assign=True)
     for first, *tied in names:  # not tie_weights(), which does not handle a head wrapped by an adapter
@@ -181,7 +181,7 @@ def names_in_one(model: nn.Module) -> list[list[str]]:
     return list(names.values())
 
 
-def by_mesh(tensors: Iterable[T]) -> list[list[T]]:
+def group_by_mesh(tensors: Iterable[T]) -> list[list[T]]:
     """Return the tensors grouped by device mesh, because an operation cannot take tensors of different meshes."""
     groups: dict[DeviceMesh | None, list[T]] = {}
     for tensor in tensors:
@@ -191,7 +191,7 @@ def by_mesh(tensors: Iterable[T]) -> list[list[T]]:
 
 def total_norm(gradients: Iterable[Tensor]) -> Tensor:
     """Return the 2-norm over all gradients, with each element counted once, on every rank with a shard of them."""
-    norms = [torch.nn.utils.get_total_norm(alike) for alike in by_mesh(gradients)]
+    norms = [torch.nn.utils.get_total_norm(alike) for alike in group_by_mesh(gradients)]
     whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     return whole[0] if len(whole) == 1 else torch.nn.utils.get_total_norm(whole)
 
@@ -199,18 +199,18 @@ def total_norm(gradients: Iterable[Tensor]) -> Tensor:
 def scale_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
     """Scale gradients with norm `norm` down to `max_norm`; do nothing if `max_norm` is 0 or the norm is not finite."""
     if max_norm > 0 and torch.isfinite(norm):
-        for alike in by_mesh(parameters):
+        for alike in group_by_mesh(parameters):
             torch.nn.utils.clip_grads_with_norm_(alike, max_norm, norm)
 
 
-def bounds(tensor: Tensor) -> tuple[slice, ...]:
+def shard_bounds(tensor: Tensor) -> tuple[slice, ...]:
     """Return the slices of the full tensor that this rank's shard covers."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(slice(o, o + size) for o, size in zip(offsets, local(tensor).shape, strict=True))
+    return tuple(slice(o, o + size) for o, size in zip(offsets, local_shard(tensor).shape, strict=True))
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a tensor, or the tensor itself if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from cosmos_core.parallel.fsdp import bounds, full_tensors, local
+from cosmos_core.parallel.fsdp import full_tensors, local_shard, shard_bounds
 from cosmos_core.parallel.mesh import all_gather_object, any_on_ranks, broadcast_object, rank_number
 
 _ALIGNMENT = 64
 
 
-class Full(NamedTuple):
+class FullTensor(NamedTuple):
     """Shape and dtype of a full tensor, known before it is gathered."""
 
     shape: torch.Size
@@ -48,21 +48,21 @@ class Gatherer:
         for rank, names in enumerate(all_gather_object(list(tensors))):
             for name in names:
                 self._holders.setdefault(name, []).append(rank)
-        is_on_cpu = all(local(tensor).device.type == "cpu" for tensor in tensors.values())
+        is_on_cpu = all(local_shard(tensor).device.type == "cpu" for tensor in tensors.values())
         self._is_shared = not any_on_ranks(not is_on_cpu) and _is_one_machine()
         # Two buffers, because a loop over tensors still refers to the last tensor of a call during the next call.
         self._memories: list[_SharedMemory | None] = [None, None]
 
-    def full(self, wanted: Mapping[str, Full]) -> dict[str, Tensor]:
+    def full(self, requested: Mapping[str, FullTensor]) -> dict[str, Tensor]:
         """Return full tensors. Their memory is reused once there are no references to them."""
-        if self._is_shared and (memory := self._room(wanted)) is not None:
-            return self._through(memory, wanted)
-        tensors = dict(full_tensors({name: self.tensors[name] for name in wanted if name in self.tensors}))
-        return {name: tensors[name] for name in wanted}
+        if self._is_shared and (memory := self._shared_memory(requested)) is not None:
+            return self._gather_through(memory, requested)
+        tensors = dict(full_tensors({name: self.tensors[name] for name in requested if name in self.tensors}))
+        return {name: tensors[name] for name in requested}
 
-    def _room(self, wanted: Mapping[str, Full]) -> _SharedMemory | None:
+    def _shared_memory(self, requested: Mapping[str, FullTensor]) -> _SharedMemory | None:
         """Return unreferenced shared memory for these tensors, or None if a rank cannot map it."""
-        num_bytes = sum(_aligned(full.num_bytes) for full in wanted.values())
+        num_bytes = sum(_align(full.num_bytes) for full in requested.values())
         memory = self._memories.pop(0)
         # Also a barrier, so that a fast rank does not overwrite data that a slow one still reads.
         if any_on_ranks(memory is None or memory.size < num_bytes or memory.is_in_use):
@@ -72,14 +72,14 @@ class Gatherer:
         self._memories.append(memory)
         return memory
 
-    def _through(self, memory: _SharedMemory, wanted: Mapping[str, Full]) -> dict[str, Tensor]:
+    def _gather_through(self, memory: _SharedMemory, requested: Mapping[str, FullTensor]) -> dict[str, Tensor]:
         tensors, start = {}, 0
-        for name, full in wanted.items():
+        for name, full in requested.items():
             tensors[name] = memory.tensor(start, full)
-            start += _aligned(full.num_bytes)
+            start += _align(full.num_bytes)
             if self._writes(name):
                 tensor = self.tensors[name].detach()
-                tensors[name][bounds(tensor)].copy_(local(tensor))
+                tensors[name][shard_bounds(tensor)].copy_(local_shard(tensor))
         dist.barrier()
         return tensors
 
@@ -105,7 +105,7 @@ class _SharedMemory:
         """Return True if this rank still refers to a tensor in this memory."""
         return sys.getrefcount(self._view) > self._num_references  # each storage on the view holds a reference
 
-    def tensor(self, start: int, full: Full) -> Tensor:
+    def tensor(self, start: int, full: FullTensor) -> Tensor:
         """Return a tensor at byte offset `start`."""
         numel = full.shape.numel()
         if not numel:
@@ -143,5 +143,5 @@ def _is_one_machine() -> bool:
     return boot.is_file() and len(set(all_gather_object((boot.read_text(), os.uname().nodename)))) == 1
 
 
-def _aligned(num_bytes: int) -> int:
+def _align(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

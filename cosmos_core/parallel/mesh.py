@@ -57,7 +57,7 @@ class Mesh:
 
 def open_mesh(sizes: ParallelismConfig, device_type: str) -> Mesh | None:
     """Return the mesh of the process group; None if there is one rank."""
-    if is_alone():
+    if is_single_rank():
         return None
     num_shards, num_stages = abs(sizes.dp_shard_size) * sizes.cp_size, sizes.pp_size
     num_samples = sizes.dp_replicate_size * abs(sizes.dp_shard_size)
@@ -65,7 +65,7 @@ def open_mesh(sizes: ParallelismConfig, device_type: str) -> Mesh | None:
     def axes(**lengths: int) -> DeviceMesh:
         return init_device_mesh(device_type, tuple(lengths.values()), mesh_dim_names=tuple(lengths))
 
-    def sharded(mesh: DeviceMesh) -> DeviceMesh | None:
+    def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
         if sizes.dp_replicate_size > 1:
             return mesh["dp_replicate", "dp_shard"]
         return mesh["dp_shard"] if mesh["dp_shard"].size() > 1 else None
@@ -81,48 +81,48 @@ def open_mesh(sizes: ParallelismConfig, device_type: str) -> Mesh | None:
     return Mesh(
         sizes=sizes,
         data=rows["dp"],
-        fsdp=sharded(weights),
+        fsdp=fsdp_mesh(weights),
         context=rows["cp"] if sizes.cp_size > 1 else None,
         tensor=weights["tp"] if sizes.tp_size > 1 else None,
         pipeline=weights["pp"] if num_stages > 1 else None,
         expert=experts["ep"] if sizes.ep_size > 1 else None,
-        expert_fsdp=sharded(experts),
+        expert_fsdp=fsdp_mesh(experts),
     )
 
 
-def is_alone() -> bool:
+def is_single_rank() -> bool:
     """Return True if this is the only rank; a vLLM engine may have a process group of one."""
     return not dist.is_initialized() or dist.get_world_size() == 1
 
 
 def rank_number() -> int:
     """Return the global number of this rank, from 0."""
-    return 0 if is_alone() else dist.get_rank()
+    return 0 if is_single_rank() else dist.get_rank()
 
 
 def num_ranks() -> int:
     """Return the number of ranks in the process group."""
-    return 1 if is_alone() else dist.get_world_size()
+    return 1 if is_single_rank() else dist.get_world_size()
 
 
 def is_first() -> bool:
     """Return True on rank 0, which writes shared files."""
-    return is_alone() or dist.get_rank() == 0
+    return is_single_rank() or dist.get_rank() == 0
 
 
 def broadcast_object(value: T) -> T:
     """Return the value of rank 0 on every rank."""
-    return value if is_alone() else exchange.broadcast(value)
+    return value if is_single_rank() else exchange.broadcast(value)
 
 
 def all_gather_object(value: T) -> list[T]:
     """Return the values of all ranks, in rank order."""
-    return [value] if is_alone() else exchange.all_gather(value)
+    return [value] if is_single_rank() else exchange.all_gather(value)
 
 
 def any_on_ranks(flag: bool) -> bool:
     """Return True on all ranks if `flag` is true on any rank."""
-    if is_alone():
+    if is_single_rank():
         return flag
     maximum = torch.tensor(int(flag))
     dist.all_reduce(maximum, dist.ReduceOp.MAX)

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from cosmos_core.config.schema.parallelism import ParallelismConfig
 from cosmos_core.errors import ModelError
-from cosmos_core.parallel.fsdp import local, scale_gradients, total_norm
+from cosmos_core.parallel.fsdp import local_shard, scale_gradients, total_norm
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -30,7 +30,7 @@ _LAYERS = "layers"
 _PROBE_TOKENS = 3
 
 
-class Elsewhere(nn.Module):
+class StagePlaceholder(nn.Module):
     """Placeholder for a module of another stage: it returns its input, and has the attributes of the module."""
 
     def __init__(self, original: nn.Module) -> None:
@@ -47,7 +47,7 @@ class Elsewhere(nn.Module):
         return getattr(self.__dict__["original"], name)
 
 
-class _EmbeddingElsewhere(Elsewhere):
+class _EmbeddingPlaceholder(StagePlaceholder):
     """Placeholder for an embedding that returns deterministic hidden states per token, so that probes can run a stage
     alone."""
 
@@ -57,15 +57,15 @@ class _EmbeddingElsewhere(Elsewhere):
         return waves_BTH.to(weight.dtype)
 
 
-class _Witness(Elsewhere):
+class _RecordingPlaceholder(StagePlaceholder):
     """Placeholder for a layer that records the arguments in addition to hidden states."""
 
-    def __init__(self, original: nn.Module, given: list[dict[str, Any]]) -> None:
+    def __init__(self, original: nn.Module, recorded: list[dict[str, Any]]) -> None:
         super().__init__(original)
-        self.given = given
+        self.recorded = recorded
 
     def forward(self, hidden_BTH: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        self.given.append({**kwargs, **{str(i): value for i, value in enumerate(args)}})
+        self.recorded.append({**kwargs, **{str(i): value for i, value in enumerate(args)}})
         return hidden_BTH
 
 
@@ -92,7 +92,7 @@ def num_stages(model: PreTrainedModel, sizes: ParallelismConfig) -> int:
     return count
 
 
-def own_stages(model: PreTrainedModel, sizes: ParallelismConfig, rank: int) -> range:
+def stages_of_rank(model: PreTrainedModel, sizes: ParallelismConfig, rank: int) -> range:
     """Return the indices of the stages of one pipeline rank."""
     return range(rank, num_stages(model, sizes), sizes.pp_size)
 
@@ -106,15 +106,15 @@ def apply_pp(model: PreTrainedModel, sizes: ParallelismConfig, rank: int) -> Non
         ModelError: the model has no plan, or computes something outside its plan.
     """
     _check(model, f"policy.parallelism.pp_size = {sizes.pp_size}: {type(model).__name__}")
-    stages, total = own_stages(model, sizes, rank), num_stages(model, sizes)
-    _keep(model, model.base_model, stages, total, lambda module: module.to("meta"))
+    stages, total = stages_of_rank(model, sizes, rank), num_stages(model, sizes)
+    _replace_other_stages(model, model.base_model, stages, total, lambda module: module.to("meta"))
 
 
 def stage_of(model: PreTrainedModel, stage: int, sizes: ParallelismConfig) -> PreTrainedModel:
     """Return one stage of a model after `apply_pp`, sharing its modules and weights."""
-    twin, body = _twin(model), _twin(model.base_model)
+    twin, body = _shallow_copy(model), _shallow_copy(model.base_model)
     twin._modules[model.base_model_prefix] = body
-    _keep(twin, body, [stage], num_stages(model, sizes), lambda module: module)
+    _replace_other_stages(twin, body, [stage], num_stages(model, sizes), lambda module: module)
     return twin
 
 
@@ -124,14 +124,14 @@ def is_tied(model: PreTrainedModel) -> bool:
     return bool(head.weight is embedding.weight)
 
 
-def sum_tied(model: PreTrainedModel, pipeline: DeviceMesh) -> None:
+def sum_tied_gradients(model: PreTrainedModel, pipeline: DeviceMesh) -> None:
     """Add the gradients of the two copies of a tied weight, so that both ranks have the total."""
-    group, here, last = pipeline.get_group(), pipeline.get_local_rank(), pipeline.size() - 1
+    group, rank, last = pipeline.get_group(), pipeline.get_local_rank(), pipeline.size() - 1
     weight = model.get_output_embeddings().weight
-    if not is_tied(model) or here not in {0, last} or weight.grad is None:
+    if not is_tied(model) or rank not in {0, last} or weight.grad is None:
         return
-    own_gradient = local(weight.grad)
-    peer_gradient, peer = torch.empty_like(own_gradient), dist.get_global_rank(group, last - here)
+    own_gradient = local_shard(weight.grad)
+    peer_gradient, peer = torch.empty_like(own_gradient), dist.get_global_rank(group, last - rank)
     works = dist.batch_isend_irecv([
         dist.P2POp(dist.isend, own_gradient, peer, group), dist.P2POp(dist.irecv, peer_gradient, peer, group),
     ])  # fmt: skip
@@ -157,7 +157,7 @@ def clip_over_stages(model: PreTrainedModel, pipeline: DeviceMesh, max_norm: flo
     return float(norm)
 
 
-def _twin(module: M) -> M:
+def _shallow_copy(module: M) -> M:
     """Return a shallow copy of a module, whose children can be replaced without changing the module."""
     twin = copy.copy(module)
     twin._modules = dict(module._modules)
@@ -170,7 +170,7 @@ def _ends(model: PreTrainedModel) -> tuple[list[str], list[str]]:
     return names[: names.index(_LAYERS)], names[names.index(_LAYERS) + 1 :]
 
 
-def _keep(
+def _replace_other_stages(
     model: PreTrainedModel, body: nn.Module, stages: Sequence[int], total: int, drop: Callable[[nn.Module], nn.Module]
 ) -> None:
     """Replace modules of `model` and `body` that do not belong to these stages by placeholders; `drop` returns the
@@ -187,10 +187,10 @@ def _keep(
             assert module is not None
             if is_kept or (keeps_both and module in {head, embedding}):
                 continue
-            elsewhere = _EmbeddingElsewhere if module is embedding else Elsewhere
+            elsewhere = _EmbeddingPlaceholder if module is embedding else StagePlaceholder
             holder._modules[name] = elsewhere(drop(module))
     body._modules[_LAYERS] = nn.ModuleList(
-        layer if i in own_layers else Elsewhere(drop(layer)) for i, layer in enumerate(layers)
+        layer if i in own_layers else StagePlaceholder(drop(layer)) for i, layer in enumerate(layers)
     )
 
 
@@ -229,17 +229,17 @@ def _difference(model: PreTrainedModel, body: nn.Module, before: Sequence[str], 
     """Return a description of what the body computes outside its modules, or an empty string. Weights are not used,
     because they may be on the meta device."""
     device = next((buffer.device for buffer in body.buffers()), torch.device("cpu"))
-    embedding = _EmbeddingElsewhere(model.get_input_embeddings())
+    embedding = _EmbeddingPlaceholder(model.get_input_embeddings())
     ids_BT = torch.arange(_PROBE_TOKENS, device=device).unsqueeze(0)
     hidden_BTH = embedding(ids_BT)
     inputs = {"position_ids": ids_BT, "attention_mask": torch.ones_like(ids_BT), "use_cache": False}
     arguments: list[list[dict[str, Any]]] = []
     for start in ({"input_ids": ids_BT}, {"inputs_embeds": hidden_BTH}):
-        bare, layer_arguments = _twin(body), list[dict[str, Any]]()
+        bare, layer_arguments = _shallow_copy(body), list[dict[str, Any]]()
         for name in (*before, *after):
             module: Any = body._modules[name]
-            bare._modules[name] = embedding if module is embedding.original else Elsewhere(module)
-        bare._modules[_LAYERS] = nn.ModuleList(_Witness(layer, layer_arguments) for layer in _layers(body))
+            bare._modules[name] = embedding if module is embedding.original else StagePlaceholder(module)
+        bare._modules[_LAYERS] = nn.ModuleList(_RecordingPlaceholder(layer, layer_arguments) for layer in _layers(body))
         bare.eval()
         output = bare(**inputs, **start)
         if "inputs_embeds" in start and output.last_hidden_state is not hidden_BTH:

@@ -22,8 +22,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from transformers import PreTrainedModel
 
 from cosmos_core.errors import ModelError
-from cosmos_core.parallel.expert import keep_own
-from cosmos_core.parallel.fsdp import local
+from cosmos_core.parallel.expert import keep_local_experts
+from cosmos_core.parallel.fsdp import local_shard
 from cosmos_core.parallel.plan import check_features, check_heads, matches
 
 _EXPERTS = "moe_tp_experts"
@@ -39,11 +39,11 @@ class _PartialGradient(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         forward, group = module.forward, device_mesh.get_group()
 
-        def with_summed_gradients(*args: Any, **kwargs: Any) -> Any:
+        def forward_with_summed_gradients(*args: Any, **kwargs: Any) -> Any:
             with _weights(module, lambda weight: _SummedBackward.apply(weight, group)):
                 return forward(*args, **kwargs)
 
-        module.forward = with_summed_gradients  # type: ignore[method-assign]
+        module.forward = forward_with_summed_gradients  # type: ignore[method-assign]
         return module
 
 
@@ -57,10 +57,10 @@ class _SomeExperts(ParallelStyle):
         first = count * device_mesh.get_local_rank()
         module._is_expert_parallel = True  # the index `num_experts` means an expert on another rank
 
-        def of_these(hidden_NH: Tensor, chosen_NK: Tensor, weights_NK: Tensor) -> Tensor:
+        def forward_local_experts(hidden_NH: Tensor, chosen_NK: Tensor, weights_NK: Tensor) -> Tensor:
             is_other_NK = (chosen_NK < first) | (chosen_NK >= first + count)
             hidden_NH, weights_NK = (_SummedBackward.apply(each, group) for each in (hidden_NH, weights_NK))
-            with _weights(module, local):  # kernels do not support DTensor
+            with _weights(module, local_shard):  # kernels do not support DTensor
                 outputs_NH = forward(
                     hidden_NH,
                     (chosen_NK - first).masked_fill(is_other_NK, count),
@@ -69,7 +69,7 @@ class _SomeExperts(ParallelStyle):
             partial_NH = DTensor.from_local(outputs_NH, device_mesh, [Partial()], run_check=False)
             return partial_NH.redistribute(placements=[Replicate()]).to_local()
 
-        module.forward = torch.compiler.disable(of_these)
+        module.forward = torch.compiler.disable(forward_local_experts)
         result: nn.Module = module
         return result
 
@@ -110,13 +110,13 @@ def apply_tp(model: PreTrainedModel, mesh: DeviceMesh, *, with_experts: bool) ->
                 f"{style!r}, which this version cannot; set it to 1 and raise dp_shard_size"
             )
         if style == _EXPERTS:
-            keep_own(module, mesh, where)
+            keep_local_experts(module, mesh, where)
         for inner in _split_modules(module, style):
             check_features(model, name, inner, style, mesh.size())
             parallelize_module(inner, mesh, _STYLES[style]())
 
 
-def prove_split(model: PreTrainedModel, roots: Sequence[Any], mesh: DeviceMesh) -> None:
+def check_split(model: PreTrainedModel, roots: Sequence[Any], mesh: DeviceMesh) -> None:
     """Run a few tokens forward and backward to check that the model computes nothing outside its plan.
 
     Each rank has the same gradient for a weight that the plan does not split. The gradients differ if a weight was
@@ -159,7 +159,7 @@ def _differs(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
     axes = set(gradient.device_mesh.mesh_dim_names or ()) if isinstance(gradient, DTensor) else set()
     if axes & set(mesh.mesh_dim_names or ()):
         return False
-    gradient = local(gradient)
+    gradient = local_shard(gradient)
     if not gradient.numel():
         return False
     ends = torch.stack([gradient.amax(), -gradient.amin()])

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from cosmos_core.parallel.mesh import broadcast_object, is_first
 from cosmos_core.rewards.runner import ScoreGroups
-from cosmos_core.rollout.base import drawn_again
+from cosmos_core.rollout.base import reseed
 from cosmos_core.rollout.fleet import Fleet
 from cosmos_core.rollout.groups import Filter, StepGroups, check_scores, filtered_metrics, group_metrics, lag_metrics
 from cosmos_core.run.progress import Progress
@@ -101,10 +101,10 @@ class AsyncGroupSource:
         self.fleet.wake()
         self._is_awaited = True
         status: Status = "waiting"
-        kept: list[ScoredGroup] = []
+        kept_groups: list[ScoredGroup] = []
         sampled: list[ScoredGroup] = []
         while status != "whole":
-            status, kept, sampled = broadcast_object(self._looked_at(step) if is_first() else None)  # type: ignore[misc]
+            status, kept_groups, sampled = broadcast_object(self._poll_step(step) if is_first() else None)  # type: ignore[misc]
             if status == "stale":
                 self.resync(step)
             if status != "whole":
@@ -119,13 +119,13 @@ class AsyncGroupSource:
             self._position, self._step = self._position + len(sampled), step + 1
         if not sampled:
             return [], {}
-        self._sampled_per_kept = (self._sampled_per_kept + len(sampled) / max(1, len(kept))) / 2
+        self._sampled_per_kept = (self._sampled_per_kept + len(sampled) / max(1, len(kept_groups))) / 2
         before, self._told = self._told, (self._num_outdated, self.fleet.num_restarts)
-        return kept, {
+        return kept_groups, {
             **group_metrics(sampled),
             **(filtered_metrics(self.filter, sampled) if self.filter else {}),
             "time/wait": time.perf_counter() - start,
-            **lag_metrics(kept or sampled, step),
+            **lag_metrics(kept_groups or sampled, step),
             "rollout/outdated": float(self._told[0] - before[0]),
             "rollout/restarts": float(self._told[1] - before[1]),
         }
@@ -152,7 +152,7 @@ class AsyncGroupSource:
             self._thread = threading.Thread(target=self._run, daemon=True, name="rollouts")
             self._thread.start()
 
-    def _looked_at(self, step: int) -> tuple[Status, list[ScoredGroup], list[ScoredGroup]]:
+    def _poll_step(self, step: int) -> tuple[Status, list[ScoredGroup], list[ScoredGroup]]:
         """Return whether the groups of `step` are complete, with the groups to train on and all groups that were
         sampled."""
         with self._ready:
@@ -167,26 +167,26 @@ class AsyncGroupSource:
 
     def _groups_of(self, step: int) -> tuple[list[ScoredGroup], list[ScoredGroup]] | None:
         """Return the kept and the sampled groups of `step`; None if some are missing."""
-        kept: list[ScoredGroup] = []
+        kept_groups: list[ScoredGroup] = []
         sampled: list[ScoredGroup] = []
         num_needed = self.steps.count(step) if self._wanted is None else self._wanted
-        most = self.filter.most_sampled(num_needed) if self.filter else num_needed
-        while len(kept) < num_needed and len(sampled) < most:
+        most = self.filter.max_sampled_groups(num_needed) if self.filter else num_needed
+        while len(kept_groups) < num_needed and len(sampled) < most:
             position = self._position + len(sampled)
             scored = self._scored.get(position)
             if scored is None:
-                return None if position in self._pending or self.take(position, 1) else (kept, sampled)
+                return None if position in self._pending or self.take(position, 1) else (kept_groups, sampled)
             if step - scored.group.version > self.allowed:
-                self._ask_again(step, range(position, position + num_needed - len(kept)))
+                self._request_again(step, range(position, position + num_needed - len(kept_groups)))
                 return None
             sampled.append(scored)
             if self.filter is None or self.filter.keeps(scored):
-                kept.append(scored)
+                kept_groups.append(scored)
             if self.filter is not None and len(sampled) == num_needed:
                 check_scores(step, sampled, self.filter.metrics)
-        return kept, sampled
+        return kept_groups, sampled
 
-    def _ask_again(self, step: int, positions: Sequence[int]) -> None:
+    def _request_again(self, step: int, positions: Sequence[int]) -> None:
         """Request all groups at these positions again whose weights are too old for `step`.
 
         Does nothing until the engines have weights that are new enough.
@@ -198,9 +198,9 @@ class AsyncGroupSource:
             if scored is not None and step - scored.group.version > self.allowed:
                 del self._scored[position]
                 self._num_outdated += 1
-                self._pending[position] = self._asked(position, scored.group.prompt, is_urgent=True)
+                self._pending[position] = self._request_group(position, scored.group.prompt, is_urgent=True)
 
-    def _asked(self, position: int, prompt: Prompt, *, is_urgent: bool = False) -> Future[Group]:
+    def _request_group(self, position: int, prompt: Prompt, *, is_urgent: bool = False) -> Future[Group]:
         """Request the group at `position`, and return its future.
 
         Its seeds are those of the step that would use it if no group were dropped. A step that spans two epochs may
@@ -209,13 +209,13 @@ class AsyncGroupSource:
         step = self.steps.step_of(position)
         first = self.steps.first(step)
         times = sum(each.id == prompt.id for each in self.take(first, position - first))
-        return self.fleet.request(prompt, drawn_again(self.sampling, times), step, is_urgent=is_urgent)
+        return self.fleet.request(prompt, reseed(self.sampling, times), step, is_urgent=is_urgent)
 
     def _run(self) -> None:
         try:
             while not self._is_closed:
                 self._hand_out()
-                self._score_done()
+                self._score_finished()
         except BaseException as error:  # noqa: BLE001 - raised again in the training, which waits for this thread
             with self._ready:
                 self._problem = error
@@ -226,12 +226,12 @@ class AsyncGroupSource:
         with self._ready:
             if self.takes_turns and not self._is_awaited:
                 return
-            end = self._position + self._num_ahead()
+            end = self._position + self._max_prompts_ahead()
             for prompt in self.take(self._next, max(0, end - self._next)):
-                self._pending[self._next] = self._asked(self._next, prompt)
+                self._pending[self._next] = self._request_group(self._next, prompt)
                 self._next += 1
 
-    def _num_ahead(self) -> int:
+    def _max_prompts_ahead(self) -> int:
         """Return how many prompts after `_position` the engines may have been sent."""
         newest_step = self.fleet.version + self.allowed  # the last step that may train on groups of the current weights
         num_kept = self._num_groups(newest_step - self._step + 1)
@@ -243,14 +243,16 @@ class AsyncGroupSource:
         # Each dropped group must be replaced, or its step would never be complete.
         num_dropped = sum(not self.filter.keeps(scored) for scored in self._scored.values())
         num_expected = min(self.beyond, num_kept * (self._sampled_per_kept - 1))
-        most_sampled = self.filter.most_sampled(self._num_groups(self.most_steps)) if self.most_steps else math.inf
+        most_sampled = (
+            self.filter.max_sampled_groups(self._num_groups(self.most_steps)) if self.most_steps else math.inf
+        )
         return int(min(min(num_kept, most) + max(num_dropped, num_expected), most_sampled))
 
     def _num_groups(self, num_steps: int) -> int:
         """Return the number of groups that the next `num_steps` steps need."""
         return self.steps.first(self._step + num_steps) - self.steps.first(self._step)
 
-    def _score_done(self) -> None:
+    def _score_finished(self) -> None:
         """Wait briefly for finished groups and score them."""
         with self._ready:
             pending = dict(self._pending)

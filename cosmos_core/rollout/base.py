@@ -60,7 +60,7 @@ class EngineSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadReceipt:
     """Acknowledgement of a weight load."""
 
     version: int
@@ -99,7 +99,7 @@ class Engine(Protocol):
         """
         ...
 
-    def load_weights(self, version: int, buckets: Iterable[Bucket]) -> Loaded:
+    def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
         """Replace all weights, bucket by bucket, and clear all caches.
 
         Completions in flight continue with the new weights, whose tokens form a segment of their own.
@@ -130,14 +130,14 @@ class Engine(Protocol):
         ...
 
 
-class Around:
+class EngineWrapper:
     """Base class of engines that wrap another engine; subclasses override at least `submit` and `completed`."""
 
     def __init__(self, inner: Engine) -> None:
         self._inner = inner
         self.name, self.weight_format, self.ranks_per_engine = inner.name, inner.weight_format, inner.ranks_per_engine
 
-    def load_weights(self, version: int, buckets: Iterable[Bucket]) -> Loaded:
+    def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
         """See `Engine.load_weights`."""
         return self._inner.load_weights(version, buckets)
 
@@ -178,7 +178,7 @@ def request_seed(seed: int, step: int, prompt_id: int, k: int) -> int:
     return int.from_bytes(digest[:8], "big") >> 1  # 63 bits: vLLM and torch take a signed 64-bit integer
 
 
-def drawn_again(sampling: Sampling, times: int) -> Sampling:
+def reseed(sampling: Sampling, times: int) -> Sampling:
     """Return sampling settings for a prompt that its train step has sampled `times` times before.
 
     The seed changes, because seeds otherwise depend only on step and prompt.
@@ -266,7 +266,7 @@ class Receiver:
             self._names.update(name for name, _ in bucket)
             yield bucket
 
-    def loaded(self, version: int) -> Loaded:
+    def receipt(self, version: int) -> LoadReceipt:
         """Return the acknowledgement of the load whose tensors `tensors` or `buckets` has yielded.
 
         Raises:
@@ -277,4 +277,4 @@ class Receiver:
             raise StageFailed(f"weight sync: {len(missing)} tensors did not come, such as {min(missing)}")
         if unknown := self._names - self._expected:
             raise StageFailed(f"weight sync: {len(unknown)} tensors came for the first time, such as {min(unknown)}")
-        return Loaded(version, len(self._names))
+        return LoadReceipt(version, len(self._names))

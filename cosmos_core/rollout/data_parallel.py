@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cosmos_core.parallel.mesh import all_gather_object, num_ranks, rank_number
-from cosmos_core.rollout.base import Around
+from cosmos_core.rollout.base import EngineWrapper
 from cosmos_core.types import Group, Prompt, Sampling
 
 
-class DataParallel(Around):
+class DataParallel(EngineWrapper):
     """`Engine` whose methods all ranks call together, with the same prompts and the same weights."""
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:

@@ -78,7 +78,7 @@ class _Request:
 
 
 @dataclass
-class Member:
+class PooledEngine:
     """State of one engine on the first rank."""
 
     handle: Handle
@@ -121,11 +121,11 @@ class EnginePool:
         self._waiting: deque[_Request] = deque()
         self._pinned: deque[_Request] = deque()
         """Requests for one version of the weights; they come after all others."""
-        self._unheard: queue.SimpleQueue[tuple[Member, Description | None, ConnectionError]] = queue.SimpleQueue()
+        self._unheard: queue.SimpleQueue[tuple[PooledEngine, Description | None, ConnectionError]] = queue.SimpleQueue()
         """Members that did not receive a submission, with their description at that time and the error."""
         self._problem: Exception | None = None
         self.lock = threading.RLock()
-        self.known: dict[Handle, Member] = {}
+        self.engines: dict[Handle, PooledEngine] = {}
         self.is_loading = False
         """Whether engines are loading weights and so make no passes."""
         self.is_closed = False
@@ -159,17 +159,17 @@ class EnginePool:
                 (self._waiting.appendleft if is_urgent else self._waiting.append)(new_request)
         return new_request.group
 
-    def opened(self) -> list[Member]:
+    def open_engines(self) -> list[PooledEngine]:
         """Return the engines that are open."""
         with self.lock:
-            return [member for member in self.known.values() if member.description and not member.lost]
+            return [member for member in self.engines.values() if member.description and not member.lost]
 
-    def ready(self) -> list[Member]:
+    def loaded_engines(self) -> list[PooledEngine]:
         """Return the engines that have weights."""
         with self.lock:
-            return [member for member in self.known.values() if member.version is not None and not member.lost]
+            return [member for member in self.engines.values() if member.version is not None and not member.lost]
 
-    def lose(self, member: Member, description: Description | None, error: ConnectionError) -> None:
+    def lose(self, member: PooledEngine, description: Description | None, error: ConnectionError) -> None:
         """Stop using a member whose death another thread saw first.
 
         `description`: the member's description when the call was made, since the process may have been replaced since.
@@ -178,14 +178,14 @@ class EnginePool:
             if member.description is description and description is not None:
                 member.lost = error
 
-    def await_all(self, asked: Sequence[tuple[Member, Future[Any]]]) -> None:
+    def await_all(self, replies: Sequence[tuple[PooledEngine, Future[Any]]]) -> None:
         """Wait until each engine has replied or failed, reporting that the stage is alive meanwhile.
 
         An engine that neither replies nor makes a pass for `patience` seconds is killed.
         """
         start = time.monotonic()
-        moved = {id(member): (start, member.passes) for member, _ in asked}
-        while waiting := [(member, reply) for member, reply in asked if not reply.done()]:
+        moved = {id(member): (start, member.passes) for member, _ in replies}
+        while waiting := [(member, reply) for member, reply in replies if not reply.done()]:
             self.check()
             wait([reply for _, reply in waiting], timeout=POLL_SECONDS)
             self._beat()
@@ -206,7 +206,7 @@ class EnginePool:
                     while not self._unheard.empty():
                         self.lose(*self._unheard.get())
                     self._adopt()
-                    for member in list(self.known.values()):
+                    for member in list(self.engines.values()):
                         self._listen(member)
                     self._hand_out()
                 time.sleep(0.005)
@@ -214,7 +214,7 @@ class EnginePool:
             logger.exception("the thread that talks to the engines has ended")
             with self.lock:
                 self._problem = error
-                in_flight = (request for member in self.known.values() for request in member.in_flight.values())
+                in_flight = (request for member in self.engines.values() for request in member.in_flight.values())
                 for request in (*self._waiting, *self._pinned, *in_flight):
                     if not request.group.done():
                         request.group.set_exception(error)
@@ -223,25 +223,25 @@ class EnginePool:
         """Add new engines to the pool, and remove engines that were taken away."""
         present = list(self._handles())
         for handle in present:
-            if handle not in self.known:
-                member = self.known[handle] = Member(handle, moved=time.monotonic())
+            if handle not in self.engines:
+                member = self.engines[handle] = PooledEngine(handle, moved=time.monotonic())
                 self._open(member)
-        for handle in [handle for handle in self.known if handle not in present]:
-            self._put_back(self.known.pop(handle))
+        for handle in [handle for handle in self.engines if handle not in present]:
+            self._requeue(self.engines.pop(handle))
 
-    def _open(self, member: Member) -> None:
+    def _open(self, member: PooledEngine) -> None:
         member.description, member.version, member.passes, member.lost = None, None, 0, None
         member.moved = time.monotonic()
         member.reply = member.handle.ask("begin", self._session)
 
-    def _put_back(self, member: Member) -> None:
+    def _requeue(self, member: PooledEngine) -> None:
         """Put the requests of a member back at the front of their queues."""
         requests = list(reversed(member.in_flight.values()))
         self._waiting.extendleft(each for each in requests if each.version is None)
         self._pinned.extendleft(each for each in requests if each.version is not None)
         member.in_flight = {}
 
-    def _listen(self, member: Member) -> None:
+    def _listen(self, member: PooledEngine) -> None:
         now = time.monotonic()
         if member.reply is None:
             if now - member.moved > _RETRY_SECONDS:
@@ -259,7 +259,7 @@ class EnginePool:
             result = member.reply.result()
         except ConnectionError as error:
             is_on_its_way = isinstance(error, ConnectionRefusedError) and member.description is None
-            if is_on_its_way and (now - member.died < _OPEN_SECONDS or self.opened()):
+            if is_on_its_way and (now - member.died < _OPEN_SECONDS or self.open_engines()):
                 member.reply, member.moved = None, now
                 return
             self._replace(member, error)
@@ -280,7 +280,7 @@ class EnginePool:
                 return
         member.reply = member.handle.ask("completed", self._session, POLL_SECONDS)
 
-    def _replace(self, member: Member, error: ConnectionError) -> None:
+    def _replace(self, member: PooledEngine, error: ConnectionError) -> None:
         """Reopen a member whose process has died and is being replaced.
 
         Raises:
@@ -293,10 +293,10 @@ class EnginePool:
                 f"an engine died {member.num_deaths} times and gave nothing: {first_line(error)}"
             ) from error
         logger.warning("an engine died (%s); its %d groups go to others", first_line(error), len(member.in_flight))
-        self._put_back(member)
+        self._requeue(member)
         self._open(member)
 
-    def _deliver(self, member: Member, group: Group) -> None:
+    def _deliver(self, member: PooledEngine, group: Group) -> None:
         request = member.in_flight.pop((group.step, group.prompt.id, len(group.completions)), None)
         if request is not None:
             member.num_deaths = 0
@@ -304,7 +304,7 @@ class EnginePool:
 
     def _hand_out(self) -> None:
         """Send waiting requests to the least loaded engines."""
-        ready = self.ready()
+        ready = self.loaded_engines()
         self._hand_to(ready, self._waiting)
         if not self._pinned or self.is_loading:
             return
@@ -316,7 +316,7 @@ class EnginePool:
                 lost = self._pinned.popleft()
                 lost.group.set_exception(LostWeights(f"the engines with the weights of step {lost.version} have died"))
 
-    def _hand_to(self, ready: Sequence[Member], queue: deque[_Request]) -> None:
+    def _hand_to(self, ready: Sequence[PooledEngine], queue: deque[_Request]) -> None:
         while queue and ready:
             able = [member for member in ready if queue[0].key not in member.in_flight]
             member = min(able, key=lambda member: len(member.in_flight), default=None)
@@ -325,13 +325,13 @@ class EnginePool:
             most = min(self._most_groups - len(member.in_flight), -(-len(queue) // len(ready)))
             if not member.in_flight:
                 member.moved = time.monotonic()
-            batch = _taken(queue, most, member.in_flight)
+            batch = _take_batch(queue, most, member.in_flight)
             prompts, sampling, step = [request.prompt for request in batch], batch[0].sampling, batch[0].step
             submission = member.handle.ask("submit", self._session, prompts, sampling, step)
             submission.add_done_callback(partial(self._refuse, member, member.description, batch))
 
     def _refuse(
-        self, member: Member, description: Description | None, batch: Sequence[_Request], reply: Future[Any]
+        self, member: PooledEngine, description: Description | None, batch: Sequence[_Request], reply: Future[Any]
     ) -> None:
         """Pass on the error of a submission to its requests.
 
@@ -346,7 +346,7 @@ class EnginePool:
                     request.group.set_exception(error)
 
 
-def _taken(queue: deque[_Request], most: int, in_flight: dict[tuple[int, int, int], _Request]) -> list[_Request]:
+def _take_batch(queue: deque[_Request], most: int, in_flight: dict[tuple[int, int, int], _Request]) -> list[_Request]:
     """Move requests that can be submitted together from the queue into `in_flight`, and return them.
 
     All have one step and sampling, because some engines generate a submission as one batch.

@@ -17,9 +17,9 @@ import torch
 
 from cosmos_core.errors import BY_NAME, CosmosError, StageFailed, by_name
 from cosmos_core.parallel.mesh import broadcast_object, is_first
-from cosmos_core.rollout.base import Bucket, Loaded, WeightFormat
-from cosmos_core.rollout.engine_pool import POLL_SECONDS, EnginePool, Handle, Member
-from cosmos_core.rollout.replica import Description, packed
+from cosmos_core.rollout.base import Bucket, LoadReceipt, WeightFormat
+from cosmos_core.rollout.engine_pool import POLL_SECONDS, EnginePool, Handle, PooledEngine
+from cosmos_core.rollout.replica import Description, pack
 from cosmos_core.types import Group, Prompt, Sampling
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 class _Process(NamedTuple):
     """A member, with the description of the process that it had when a load began."""
 
-    member: Member
+    member: PooledEngine
     description: Description | None
 
     @property
@@ -70,9 +70,9 @@ class Fleet:
             CosmosError: an engine cannot be opened.
         """
         self._swap, self._takes_turns, self._beat = swap, takes_turns, beat
-        self._members = EnginePool(handles, most_groups, patience, beat)
+        self._pool = EnginePool(handles, most_groups, patience, beat)
         self._own: list[tuple[Prompt, Future[Group]]] = []
-        self._only_new = False
+        self._loads_only_new = False
         self.has_new = False
         """Whether the last load was the first load of some engine."""
         self.slept = 0
@@ -82,7 +82,7 @@ class Fleet:
         self.resync: Callable[[], object] = lambda: None
         """Sends the last published weights to engines that have none; called on all ranks together."""
         if is_first():
-            self._members.start()
+            self._pool.start()
         name, self.weight_format, failed = broadcast_object(self._first_description() if is_first() else None)  # type: ignore[misc]
         self._raise(failed)
         self.name = f"{name}, in processes of their own"
@@ -94,30 +94,30 @@ class Fleet:
 
         `version`: see `EnginePool.request`; the caller must not load other weights before the group is done.
         """
-        return self._members.request(prompt, sampling, step, is_urgent=is_urgent, version=version)
+        return self._pool.request(prompt, sampling, step, is_urgent=is_urgent, version=version)
 
     @property
     def is_stale(self) -> bool:
         """Return whether an engine has no weights yet and so cannot be sent prompts."""
-        return any(member.version is None for member in self._members.opened())
+        return any(member.version is None for member in self._pool.open_engines())
 
     @property
     def num_restarts(self) -> int:
         """Return the number of engines that died or hung since the start."""
-        return self._members.num_restarts
+        return self._pool.num_restarts
 
     def check(self) -> None:
         """Raise the error that ended the communication thread, if any."""
-        self._members.check()
+        self._pool.check()
 
     @contextmanager
-    def only_new(self) -> Iterator[None]:
+    def loading_new_engines(self) -> Iterator[None]:
         """Context manager in which loads reach only engines that have no weights yet."""
-        self._only_new = True
+        self._loads_only_new = True
         try:
             yield
         finally:
-            self._only_new = False
+            self._loads_only_new = False
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
         if is_first():
@@ -130,14 +130,14 @@ class Fleet:
         An engine that is restarted meanwhile gets the weights again.
         """
         while True:  # broadcast after each poll, so that no rank waits beyond the timeout of a collective
-            groups, failed, is_stale = broadcast_object(self._own_done() if is_first() else None)  # type: ignore[misc]
+            groups, failed, is_stale = broadcast_object(self._collect_submitted() if is_first() else None)  # type: ignore[misc]
             self._raise(failed)
             if groups is not None:
                 return groups
             if is_stale:
                 self.resync()
 
-    def load_weights(self, version: int, buckets: Iterable[Bucket]) -> Loaded:
+    def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
         """Load weights into every open engine, see `Engine.load_weights`; an engine that dies meanwhile is left out."""
         self._leave_memory()
         num_sent, loads = 0, self._begin_load(version) if is_first() else []
@@ -145,26 +145,26 @@ class Fleet:
         for bucket in buckets:
             num_sent += len(bucket)
             if loads:
-                value = loads[0].member.handle.put(packed(bucket))
+                value = loads[0].member.handle.put(pack(bucket))
                 loads = [reply.process for reply in self._ask(loads, "bucket", shared=value)]
         if is_first():
             self._end_load(version, loads, num_sent)
-        versions = [member.version for member in self._members.ready() if member.version is not None]
+        versions = [member.version for member in self._pool.loaded_engines() if member.version is not None]
         self.version, self.has_new = broadcast_object((min(versions, default=version), has_new))
         self.slept = 0
-        return Loaded(version, num_sent)
+        return LoadReceipt(version, num_sent)
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Return the log-probabilities of one engine; see `Engine.logprobs`."""
-        return next(iter(self.all_logprobs(token_ids)))
+        return next(iter(self.logprobs_per_engine(token_ids)))
 
-    def all_logprobs(self, token_ids: Sequence[int], version: int | None = None) -> list[list[float]]:
+    def logprobs_per_engine(self, token_ids: Sequence[int], version: int | None = None) -> list[list[float]]:
         """Return the log-probabilities of each engine that has weights, or that has weights of `version`."""
         logprobs: list[list[float]] = []
         if is_first():
-            members = [member for member in self._members.ready() if version in {None, member.version}]
+            members = [member for member in self._pool.loaded_engines() if version in {None, member.version}]
             replies = [member.handle.ask("logprobs", member.version, token_ids) for member in members]
-            self._members.await_all(list(zip(members, replies, strict=True)))
+            self._pool.await_all(list(zip(members, replies, strict=True)))
             for reply in replies:
                 with suppress(ConnectionError):  # the communication thread sees the same error
                     logprobs.append(reply.result())
@@ -186,7 +186,7 @@ class Fleet:
 
     def close(self) -> None:
         """End the communication; the process manager ends the engine processes. See `Engine.close`."""
-        self._members.is_closed = True
+        self._pool.is_closed = True
 
     def _raise(self, failed: tuple[str, str] | None) -> None:
         """Raise an error of the first rank on all ranks; on the first rank it is the original error if possible."""
@@ -197,12 +197,12 @@ class Fleet:
 
     # The methods below run on the first rank only.
 
-    def _own_done(self) -> tuple[list[Group] | None, tuple[str, str] | None, bool]:
+    def _collect_submitted(self) -> tuple[list[Group] | None, tuple[str, str] | None, bool]:
         """Return the submitted groups (None while some are missing), an error or None, and whether an engine needs
         weights."""
         try:
             wait([reply for _, reply in self._own], POLL_SECONDS, FIRST_EXCEPTION)
-            self._members.check()
+            self._pool.check()
             self._beat()
             done = [reply for _, reply in self._own if reply.done()]
             groups = [reply.result() for reply in done]
@@ -219,12 +219,12 @@ class Fleet:
     def _tell_all(self, method: str) -> None:
         if not (self._takes_turns and is_first()):
             return
-        self._ask([_Process(member, member.description) for member in self._members.ready()], method)
+        self._ask([_Process(member, member.description) for member in self._pool.loaded_engines()], method)
 
     def _first_description(self) -> tuple[str, WeightFormat, tuple[str, str] | None]:
         """Return the name and weight format of the first open engine, and an error or None."""
         try:
-            while not (members := self._members.opened()):
+            while not (members := self._pool.open_engines()):
                 self._beat()
                 self.check()
                 time.sleep(0.05)
@@ -236,36 +236,36 @@ class Fleet:
     def _ask(self, processes: Sequence[_Process], method: str, *arguments: Any, **keywords: Any) -> list[_Reply]:
         """Call a method of each process, and return the replies; processes that have died are marked and left out."""
         futures = [(process, process.member.handle.ask(method, *arguments, **keywords)) for process in processes]
-        self._members.await_all([(process.member, reply) for process, reply in futures])
+        self._pool.await_all([(process.member, reply) for process, reply in futures])
         replies = []
         for process, reply in futures:
             try:
                 replies.append(_Reply(process, reply.result()))
             except ConnectionError as error:
-                self._members.lose(*process, error)
+                self._pool.lose(*process, error)
         return replies
 
     def _begin_load(self, version: int) -> list[_Process]:
-        self._members.is_loading = True
-        members = [m for m in self._members.opened() if m.version is None or not self._only_new]
+        self._pool.is_loading = True
+        members = [m for m in self._pool.open_engines() if m.version is None or not self._loads_only_new]
         processes = [_Process(member, member.description) for member in members]
-        keywords = {"background": self._swap != "disabled", "patience": self._members.patience}
+        keywords = {"background": self._swap != "disabled", "patience": self._pool.patience}
         return [reply.process for reply in self._ask(processes, "begin_load", version, **keywords)]
 
     def _end_load(self, version: int, processes: Sequence[_Process], num_sent: int) -> None:
         keywords = {"background": self._swap != "disabled", "waits": self._swap == "generation"}
         try:
             for process, loaded in self._ask(processes, "end_load", version, **keywords):
-                if loaded != Loaded(version, num_sent):
+                if loaded != LoadReceipt(version, num_sent):
                     raise StageFailed(
                         f"weight sync: an engine acknowledges {loaded.num_tensors} tensors of version "
                         f"{loaded.version}, not {num_sent} of version {version}"
                     )
-                with self._members.lock:
+                with self._pool.lock:
                     if process.is_alive:
                         process.member.version, process.member.moved = version, time.monotonic()
         finally:
-            with self._members.lock:
-                self._members.is_loading = False
-                for member in self._members.known.values():
+            with self._pool.lock:
+                self._pool.is_loading = False
+                for member in self._pool.engines.values():
                     member.moved = time.monotonic()

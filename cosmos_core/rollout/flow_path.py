@@ -18,7 +18,7 @@ from torch import Tensor
 from cosmos_core.data.order import shuffled
 from cosmos_core.models import flow
 from cosmos_core.models.flow_steps import Dpm2, Levels, euler, log_prob, transition
-from cosmos_core.types import Drawn, FlowSampling, Window
+from cosmos_core.types import DiffusionSample, FlowSampling, Window
 
 if TYPE_CHECKING:
     from cosmos_core.models.diffusion import DiffusionModel
@@ -49,21 +49,21 @@ class Path:
     num_given_B: Tensor | None = None
     """Number of conditioning frames of each sample, or None."""
 
-    def drawn(self, b: int, pixels: Tensor, sigmas_N: Tensor, version: int) -> Drawn:
+    def to_sample(self, b: int, pixels: Tensor, sigmas_N: Tensor, version: int) -> DiffusionSample:
         """Return sample `b` of the path in the form that a completion holds."""
 
-        def of_steps(kept: Sequence[Tensor]) -> Tensor | None:
-            return torch.stack([each[b] for each in kept]) if kept else None
+        def stack_steps(tensors: Sequence[Tensor]) -> Tensor | None:
+            return torch.stack([each[b] for each in tensors]) if tensors else None
 
-        return Drawn(
+        return DiffusionSample(
             pixels,
             self.latents[b].clone(),
             tuple(sigmas_N.tolist()),
             version,
             self.steps,
-            of_steps(self.before),
-            of_steps(self.after),
-            of_steps(self.means),
+            stack_steps(self.before),
+            stack_steps(self.after),
+            stack_steps(self.means),
             tuple(each[b].item() for each in self.log_probs),
             0 if self.num_given_B is None else int(self.num_given_B[b]),
         )
@@ -96,13 +96,13 @@ def _first(window: Window, seed: int, step: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class ConditioningFrames:
     """Conditioning frames: the first frames of each sample, which are clean from the start and not trained on."""
 
     latents: Tensor
     num_B: Tensor
 
-    def put(self, x: Tensor) -> Tensor:
+    def insert(self, x: Tensor) -> Tensor:
         """Return latents in which the conditioning frames are inserted."""
         return torch.where(self.is_learned(x), x, self.latents.to(x))
 
@@ -112,7 +112,7 @@ class Given:
         return (frames_F[None] >= self.num_B.to(x.device)[:, None])[:, None, :, None, None]
 
 
-def num_given(bounds: tuple[int, int], most: int, seed: int, step: int, prompt_id: int) -> int:
+def num_conditioning_frames(bounds: tuple[int, int], most: int, seed: int, step: int, prompt_id: int) -> int:
     """Return the number of conditioning frames for rollouts of a prompt in a train step, at most `most`."""
     low, high = (min(bound, most) for bound in bounds)
     return low + int(shuffled(high - low + 1, seed, step, prompt_id, _GIVEN)[0])
@@ -125,7 +125,7 @@ def denoise(  # noqa: PLR0913 - the parameters of a sampler
     sampling: FlowSampling,
     generators: Sequence[torch.Generator] = (),
     stochastic: range = range(0),
-    given: Given | None = None,
+    conditioning: ConditioningFrames | None = None,
 ) -> Path:
     """Return the sampling path from noise to clean latents.
 
@@ -138,7 +138,7 @@ def denoise(  # noqa: PLR0913 - the parameters of a sampler
         stochastic: the stochastic steps.
         given: conditioning frames; None: none.
     """
-    put = given.put if given else lambda x: x
+    put = conditioning.insert if conditioning else lambda x: x
     x, solver = put(noise.float()), Dpm2(sigmas_N)
     path = Path(x, tuple(i for i in stochastic if i in sampling.trained_on), [], [], [], [])
     for i in range(len(sigmas_N) - 1):
@@ -149,20 +149,20 @@ def denoise(  # noqa: PLR0913 - the parameters of a sampler
         solver.restart()
         levels = Levels(sigmas_N[i], sigmas_N[i + 1], sigmas_N[1])
         step = transition(sampling.kernel, x, v, levels, sampling.eta)
-        drawn = torch.stack([torch.randn(x.shape[1:], generator=generator) for generator in generators])
-        next_x = put(step.mean + step.std.to(x) * drawn.to(x))
+        step_noise = torch.stack([torch.randn(x.shape[1:], generator=generator) for generator in generators])
+        next_x = put(step.mean + step.std.to(x) * step_noise.to(x))
         if i in path.steps:
             path.before.append(x.cpu())
             path.after.append(next_x.cpu())
-            path.log_probs.append(log_prob(step, next_x, given.is_learned(x) if given else None).cpu())
+            path.log_probs.append(log_prob(step, next_x, conditioning.is_learned(x) if conditioning else None).cpu())
             if sampling.keeps_means:
                 path.means.append(step.mean.cpu())
         x = next_x
-    kept = (path.before, path.after, path.means, path.log_probs)
-    return Path(put(x).cpu(), path.steps, *kept, given.num_B if given else None)
+    kept_steps = (path.before, path.after, path.means, path.log_probs)
+    return Path(put(x).cpu(), path.steps, *kept_steps, conditioning.num_B if conditioning else None)
 
 
-def guided(velocity: Velocity, unconditional: Velocity, rule: Callable[..., Any], scale: float) -> Velocity:
+def apply_guidance(velocity: Velocity, unconditional: Velocity, rule: Callable[..., Any], scale: float) -> Velocity:
     """Return the velocity of classifier-free guidance; for a scale of at most 1, the velocity of the prompt alone."""
     if scale <= 1:
         return velocity

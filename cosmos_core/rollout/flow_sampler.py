@@ -18,19 +18,19 @@ import torch
 from torch import Tensor
 
 from cosmos_core.errors import ConfigError, DataError
-from cosmos_core.rollout.base import Bucket, EngineSettings, Loaded, WeightFormat, request_seed
+from cosmos_core.rollout.base import Bucket, EngineSettings, LoadReceipt, WeightFormat, request_seed
 from cosmos_core.rollout.flow_path import (
     SHARED_NOISE,
-    Given,
+    ConditioningFrames,
     Path,
+    apply_guidance,
     denoise,
-    guided,
-    num_given,
+    num_conditioning_frames,
     stochastic_steps,
     table_of,
 )
 from cosmos_core.rollout.flow_source import FlowSource
-from cosmos_core.types import Completion, Drawn, Group, Prompt, Sampling
+from cosmos_core.types import Completion, DiffusionSample, Group, Prompt, Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,19 +75,19 @@ class FlowSamplerEngine:
         prompts, sampling, step = self._waiting.popleft()
         rows = [_Row(prompt, k) for prompt in prompts for k in range(sampling.num_completions)]
         rows_per_rank = len(prompts) * min(self._most_of_group or sampling.num_completions, sampling.num_completions)
-        drawn: list[Drawn] = []
+        samples: list[DiffusionSample] = []
         for start in range(0, len(rows), rows_per_rank * self._num_ranks):
-            drawn += self._of_forms(rows[start : start + rows_per_rank * self._num_ranks], sampling, step)
+            samples += self._sample_by_form(rows[start : start + rows_per_rank * self._num_ranks], sampling, step)
         count = sampling.num_completions
         return [
-            Group(prompt, tuple(map(_completion, drawn[p * count : (p + 1) * count])), step)
+            Group(prompt, tuple(map(_make_completion, samples[p * count : (p + 1) * count])), step)
             for p, prompt in enumerate(prompts)
         ]
 
-    def load_weights(self, version: int, buckets: Iterable[Bucket]) -> Loaded:
+    def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
         """Record the version, see `Engine.load_weights`; no tensors are sent, because the modules are the trainer's."""
         self._version = version
-        return Loaded(version, 0)
+        return LoadReceipt(version, 0)
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Raise an error: a diffusion model has no tokens. See `Engine.logprobs`."""
@@ -106,7 +106,7 @@ class FlowSamplerEngine:
     def _num_ranks(self) -> int:
         return self._source.mesh.data.size() if self._source.mesh else 1
 
-    def _of_forms(self, rows: Sequence[_Row], sampling: Sampling, step: int) -> list[Drawn]:
+    def _sample_by_form(self, rows: Sequence[_Row], sampling: Sampling, step: int) -> list[DiffusionSample]:
         """Return the samples of these rows on all ranks, in their order.
 
         Rows are grouped by the shapes of their embeddings, because embeddings from a dataset may differ in their number
@@ -115,12 +115,12 @@ class FlowSamplerEngine:
         forms: dict[tuple[Any, ...], list[int]] = {}
         for i, row in enumerate(rows):
             forms.setdefault(_form(row.prompt.embedding), []).append(i)
-        drawn: dict[int, Drawn] = {}
+        samples: dict[int, DiffusionSample] = {}
         for indices in forms.values():
-            drawn |= zip(indices, self._of_ranks([rows[i] for i in indices], sampling, step), strict=True)
-        return [drawn[i] for i in range(len(rows))]
+            samples |= zip(indices, self._sample_on_ranks([rows[i] for i in indices], sampling, step), strict=True)
+        return [samples[i] for i in range(len(rows))]
 
-    def _of_ranks(self, rows: Sequence[_Row], sampling: Sampling, step: int) -> list[Drawn]:
+    def _sample_on_ranks(self, rows: Sequence[_Row], sampling: Sampling, step: int) -> list[DiffusionSample]:
         """Return the samples of these rows on all ranks, in their order.
 
         A rank without a row of its own samples the first row, so that all ranks take part in each call of the denoiser.
@@ -134,7 +134,9 @@ class FlowSamplerEngine:
         of_ranks = mesh.all_gather_object(samples)
         return [of_ranks[i % self._num_ranks][i // self._num_ranks] for i in range(len(rows))]
 
-    def _given(self, rows: Sequence[_Row], sampling: Sampling, step: int, shape: Sequence[int]) -> Given | None:
+    def _conditioning_frames(
+        self, rows: Sequence[_Row], sampling: Sampling, step: int, shape: Sequence[int]
+    ) -> ConditioningFrames | None:
         """Return the conditioning frames of the samples, or None.
 
         Raises:
@@ -142,7 +144,7 @@ class FlowSamplerEngine:
         """
         assert sampling.flow is not None
         most_frames = min(self._source.model.max_given, shape[1] - 1) if len(shape) == 4 else 0
-        clips = [row.prompt.given for row in rows]
+        clips = [row.prompt.conditioning_clip for row in rows]
         if not most_frames or not sampling.flow.given_frames[1] or any(clip is None for clip in clips):
             return None
         if wrong := next((clip for clip in clips if tuple(clip.shape) != tuple(shape)), None):
@@ -152,11 +154,11 @@ class FlowSamplerEngine:
                 f"policy.diffusers.flow_rl.max_conditional_frames to 0"
             )
         bounds = sampling.flow.given_frames
-        counts = [num_given(bounds, most_frames, sampling.seed, step, row.prompt.id) for row in rows]
+        counts = [num_conditioning_frames(bounds, most_frames, sampling.seed, step, row.prompt.id) for row in rows]
         device = self._source.device
-        return Given(torch.stack(clips).to(device), torch.tensor(counts, device=device))
+        return ConditioningFrames(torch.stack(clips).to(device), torch.tensor(counts, device=device))
 
-    def _draw(self, rows: Sequence[_Row], sampling: Sampling, step: int) -> list[Drawn]:
+    def _draw(self, rows: Sequence[_Row], sampling: Sampling, step: int) -> list[DiffusionSample]:
         """Return the samples of `rows`, computed on this rank."""
         assert sampling.flow is not None
         settings, model = sampling.flow, self._source.model
@@ -168,30 +170,30 @@ class FlowSamplerEngine:
         if settings.same_noise:
             starts = [_generator(sampling.seed, step, row.prompt.id, SHARED_NOISE) for row in rows]
             noise = torch.stack([torch.randn(shape, generator=generator) for generator in starts])
-        text = _stacked([row.prompt.embedding for row in rows], self._source.device)
-        null = _stacked([self._source.null_text or {}] * len(rows), self._source.device)
+        text = _stack_embeddings([row.prompt.embedding for row in rows], self._source.device)
+        null = _stack_embeddings([self._source.null_text or {}] * len(rows), self._source.device)
         steps = stochastic_steps(settings, sampling.seed, step)
-        frames = self._given(rows, sampling, step, shape)
+        frames = self._conditioning_frames(rows, sampling, step, shape)
         num_given_B = frames.num_B if frames else None
 
         def sample(predict: Callable[..., Tensor]) -> Path:
-            velocity = guided(
+            velocity = apply_guidance(
                 lambda x, sigma_B: predict(x, sigma_B, text, num_given_B),
                 lambda x, sigma_B: predict(x, sigma_B, null, num_given_B),
-                model.guided,
+                model.apply_guidance,
                 settings.guidance_scale,
             )
             return denoise(velocity, noise.to(self._source.device), sigmas_N, settings, generators, steps, frames)
 
         with self._source.weights(settings.weights), torch.no_grad():
             path = model.pipeline_with_logprob(sample, self._source.predict)
-            pixels = decoded(model, path.latents)
+            pixels = decode_latents(model, path.latents)
         if num_frames == 1 and pixels.ndim == 5:
             pixels = pixels[:, 0]
-        return [path.drawn(b, pixels[b].clone(), sigmas_N, self._version) for b in range(len(rows))]
+        return [path.to_sample(b, pixels[b].clone(), sigmas_N, self._version) for b in range(len(rows))]
 
 
-def decoded(model: Any, latents: Tensor) -> Tensor:
+def decode_latents(model: Any, latents: Tensor) -> Tensor:
     """Decode latents to uint8 pixels, see `to_bytes`; on a GPU one by one, because a VAE needs gigabytes for each
     sample."""
     size = 1 if latents.is_cuda else len(latents)
@@ -204,8 +206,8 @@ def to_bytes(pixels: Tensor) -> Tensor:
     return scaled.movedim(1, -1).contiguous()
 
 
-def _completion(drawn: Drawn) -> Completion:
-    return Completion((), "stop", "", drawn=drawn)
+def _make_completion(sample: DiffusionSample) -> Completion:
+    return Completion((), "stop", "", diffusion_sample=sample)
 
 
 def _generator(seed: int, step: int, prompt_id: int, k: int) -> torch.Generator:
@@ -216,6 +218,6 @@ def _form(text: Mapping[str, Tensor]) -> tuple[Any, ...]:
     return tuple((name, tuple(text[name].shape)) for name in sorted(text))
 
 
-def _stacked(texts: Sequence[dict[str, Tensor]], device: torch.device) -> dict[str, Tensor]:
+def _stack_embeddings(texts: Sequence[dict[str, Tensor]], device: torch.device) -> dict[str, Tensor]:
     """Stack embeddings of equal shape along a batch dimension."""
     return {name: torch.stack([text[name] for text in texts]).to(device) for name in texts[0]}

@@ -19,7 +19,7 @@ from cosmos_core.errors import RewardError
 from cosmos_core.parallel.mesh import num_ranks
 from cosmos_core.rewards.base import all_invalid
 from cosmos_core.rewards.runner import ScoreGroups
-from cosmos_core.rollout.base import Engine, drawn_again, generate
+from cosmos_core.rollout.base import Engine, generate, reseed
 from cosmos_core.run.progress import Progress
 from cosmos_core.types import Completion, Group, JsonValue, Prompt, Sampling, ScoredGroup
 
@@ -98,14 +98,14 @@ class SyncGroupSource:
         """Generate and score the groups of train step `step`, or the first `num_groups` of them."""
         start = time.perf_counter()
         self.engine.wake()
-        groups = self.generated(self.prompts(step)[:num_groups], step, self.sampling)
+        groups = self.generate_groups(self.prompts(step)[:num_groups], step, self.sampling)
         self.rest(step)
         seconds = time.perf_counter() - start
         scored = self.scored(groups)
         times = _times(scored, seconds, time.perf_counter() - start)
         return scored, group_metrics(scored) | times | lag_metrics(scored, step)
 
-    def generated(self, prompts: Sequence[Prompt], step: int, sampling: Sampling) -> list[Group]:
+    def generate_groups(self, prompts: Sequence[Prompt], step: int, sampling: Sampling) -> list[Group]:
         """Generate the groups of these prompts, and return them in the order of the prompts."""
         num_prompts = self.batch_size * num_ranks()
         self.progress.phase("generate")
@@ -150,7 +150,7 @@ class Filter:
         values = {tuple(score.metrics[name] for name in self.metrics) or score.value for score in with_metrics}
         return len(values) > 1
 
-    def most_sampled(self, num_groups: int) -> float:
+    def max_sampled_groups(self, num_groups: int) -> float:
         """Return how many groups a train step of `num_groups` groups may sample."""
         return num_groups * (1 + self.max_retries) if self.max_retries else float("inf")
 
@@ -184,45 +184,45 @@ class FilteredGroupSource:
         """
         num_requested = self.num_groups if num_groups is None else num_groups
         most_rounds = self.filter.max_retries if self.filter else 0
-        kept: list[ScoredGroup] = []
+        kept_groups: list[ScoredGroup] = []
         sampled: list[ScoredGroup] = []
         num_rounds, seconds, start = 0, 0.0, time.perf_counter()
         times = Counter[int]()
         # saved at the end of the step: a run that stops within the step takes the same prompts again
-        drawn = self._drawn
+        num_taken = self._drawn
         self.sync.engine.wake()
-        while len(kept) < num_requested and not 0 < most_rounds < num_rounds:
-            prompts = self.take(drawn, num_requested - len(kept))
+        while len(kept_groups) < num_requested and not 0 < most_rounds < num_rounds:
+            prompts = self.take(num_taken, num_requested - len(kept_groups))
             if not prompts:
                 break
-            drawn += len(prompts)
+            num_taken += len(prompts)
             round_start = time.perf_counter()
-            groups = self._generated(prompts, step, times)
+            groups = self._generate_groups(prompts, step, times)
             seconds += time.perf_counter() - round_start
             scored = self.sync.scored(groups)
             sampled += scored
             check_scores(step, sampled, self.filter.metrics if self.filter else ())
-            kept += [group for group in scored if self.filter is None or self.filter.keeps(group)]
+            kept_groups += [group for group in scored if self.filter is None or self.filter.keeps(group)]
             num_rounds += 1
-        if self.filter and len(kept) < num_requested and not self.take(drawn, 1):
+        if self.filter and len(kept_groups) < num_requested and not self.take(num_taken, 1):
             logger.warning(
                 "step %d: the prompts of all epochs have ended with %d of %d groups of use",
                 step + 1,
-                len(kept),
+                len(kept_groups),
                 num_requested,
             )
-        self._drawn = drawn
+        self._drawn = num_taken
         self.sync.rest(step)
         if not sampled:
             return [], {}
-        return kept, {
+        return kept_groups, {
             **group_metrics(sampled),
             **_times(sampled, seconds, time.perf_counter() - start),
-            **lag_metrics(kept or sampled, step),
+            **lag_metrics(kept_groups or sampled, step),
             **(filtered_metrics(self.filter, sampled) | {"rollout/rounds": float(num_rounds)} if self.filter else {}),
         }
 
-    def _generated(self, prompts: Sequence[Prompt], step: int, times: Counter[int]) -> list[Group]:
+    def _generate_groups(self, prompts: Sequence[Prompt], step: int, times: Counter[int]) -> list[Group]:
         """Return the groups of these prompts, in their order.
 
         `times` counts how often the step has sampled each prompt, as at a boundary of epochs; a repeated prompt gets
@@ -234,9 +234,9 @@ class FilteredGroupSource:
             times[prompt.id] += 1
         groups_by_index: dict[int, Group] = {}
         for number, indices in batches.items():
-            sampling = drawn_again(self.sync.sampling, number)
+            sampling = reseed(self.sync.sampling, number)
             groups_by_index |= zip(
-                indices, self.sync.generated([prompts[i] for i in indices], step, sampling), strict=True
+                indices, self.sync.generate_groups([prompts[i] for i in indices], step, sampling), strict=True
             )
         return [groups_by_index[i] for i in range(len(prompts))]
 
@@ -311,7 +311,7 @@ def lag_metrics(groups: Sequence[ScoredGroup], step: int) -> dict[str, float]:
 
 def _times(groups: Sequence[ScoredGroup], generating: float, all_seconds: float) -> dict[str, float]:
     completions = [completion for scored in groups for completion in scored.group.completions]
-    is_drawn = completions[0].drawn is not None
+    is_drawn = completions[0].diffusion_sample is not None
     name, count = ("samples", len(completions)) if is_drawn else ("tokens", sum(c.num_sampled for c in completions))
     return {
         "time/generate": generating,
@@ -325,7 +325,7 @@ def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     scores = [score for group in groups for score in group.scores]
     values = np.array([score.value for score in scores if score.value is not None], dtype=np.float64)
     completions = [completion for group in groups for completion in group.group.completions]
-    lengths = [completion.num_sampled for completion in completions if completion.drawn is None]
+    lengths = [completion.num_sampled for completion in completions if completion.diffusion_sample is None]
     metrics = {"reward/invalid": float(len(scores) - len(values))}
     if lengths:
         metrics |= {

@@ -25,11 +25,11 @@ from cosmos_core.errors import StageFailed
 from cosmos_core.models.hf import load_model
 from cosmos_core.models.lora import add_adapter_like, is_adapter_alone
 from cosmos_core.models.scorer import Scorer
-from cosmos_core.parallel.mesh import is_alone
+from cosmos_core.parallel.mesh import is_single_rank
 from cosmos_core.rollout.base import (
     Bucket,
     EngineSettings,
-    Loaded,
+    LoadReceipt,
     Receiver,
     WeightFormat,
     check_prompts,
@@ -54,7 +54,7 @@ class HfEngine:
     ranks_per_engine = 1
 
     def __init__(self, settings: EngineSettings) -> None:
-        is_same = is_alone() and not settings.is_apart
+        is_same = is_single_rank() and not settings.is_apart
         is_adapter = is_adapter_alone(settings.model)
         self.weight_format: WeightFormat = "shared" if is_same else "adapter" if is_adapter else "module"
         self._model = settings.model if is_same else _replica(settings)
@@ -80,12 +80,12 @@ class HfEngine:
             return []
         prompts, sampling, step = self._waiting.popleft()
         groups_by_index: dict[int, Group] = {}
-        for indices in _alike(prompts):
-            batch = self._completed([prompts[i] for i in indices], sampling, step)
+        for indices in _group_batchable(prompts):
+            batch = self._generate_batch([prompts[i] for i in indices], sampling, step)
             groups_by_index |= dict(zip(indices, batch, strict=True))
         return [groups_by_index[i] for i in range(len(prompts))]
 
-    def _completed(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:
+    def _generate_batch(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:
         """Return the groups of prompts, generated as one batch or with a limited number of completions per group at a
         time."""
         count, chunk_size = sampling.num_completions, self._most_of_group or sampling.num_completions
@@ -118,19 +118,19 @@ class HfEngine:
         """Discard all queued prompts."""
         self._waiting.clear()
 
-    def load_weights(self, version: int, buckets: Iterable[Bucket]) -> Loaded:
+    def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
         """Copy weights into the replica, see `Engine.load_weights`; no tensors are sent if the module is the
         trainer's."""
         self._version = version
         if self.weight_format == "shared":
-            return Loaded(version, 0)
+            return LoadReceipt(version, 0)
         state = self._model.state_dict()
         with torch.no_grad():
             for name, tensor in self._receiver.tensors(buckets):
                 if name not in state or state[name].shape != tensor.shape:
                     raise StageFailed(f"weight sync: {name} of shape {tuple(tensor.shape)} is not in the replica")
                 state[name].copy_(tensor)
-        return self._receiver.loaded(version)
+        return self._receiver.receipt(version)
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         input_ids = torch.tensor([list(token_ids)], device=self._model.device)
@@ -164,18 +164,18 @@ class HfEngine:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return tokens RT, log-probabilities RT and lengths R; entries beyond the length of a row are undefined."""
         device, k = self._model.device, len(ks)
-        input_ids_PT, mask_PT = self._left_padded(prompts)
+        input_ids_PT, mask_PT = self._pad_left(prompts)
         budget_B = (self._max_model_len - mask_PT.sum(-1)).clamp(max=sampling.max_tokens).repeat_interleave(k)
         uniforms_RT = _uniforms(prompts, sampling, step, ks).to(device)
         positions_PT = (mask_PT.cumsum(-1) - 1).clamp(min=0)
-        shown = self._shown(prompts, input_ids_PT)
-        cache = _roomy(DynamicCache(config=self._model.config))
+        shown = self._image_inputs(prompts, input_ids_PT)
+        cache = _preallocate_layers(DynamicCache(config=self._model.config))
         placed = {"attention_mask": mask_PT, **(shown or {"position_ids": positions_PT})}
         logits_PV = self._forward(input_ids_PT, cache, placed)
         cache.batch_repeat_interleave(k)  # the prompt of a group is computed once
         logits_BV, mask_BT = logits_PV.repeat_interleave(k, 0), mask_PT.repeat_interleave(k, 0)
         positions_B = positions_PT[:, -1].repeat_interleave(k)
-        seen_BV = _seen(input_ids_PT, mask_PT, logits_PV.shape[-1]).repeat_interleave(k, 0)
+        seen_BV = _token_mask(input_ids_PT, mask_PT, logits_PV.shape[-1]).repeat_interleave(k, 0)
         stop_ids = torch.tensor(self._stop_ids, dtype=torch.long, device=device)
 
         rows_B = torch.arange(len(budget_B), device=device)
@@ -183,9 +183,9 @@ class HfEngine:
         logprobs_RT, lengths_R = torch.zeros_like(tokens_RT, dtype=torch.float32), budget_B.clone()
         alive_B = torch.ones_like(budget_B, dtype=torch.bool)
         # A model that computes positions of images itself keeps state for each row.
-        may_shrink = not shown and all(type(layer) is _RoomyLayer for layer in cache.layers)
+        may_shrink = not shown and all(type(layer) is _PreallocatedLayer for layer in cache.layers)
         for t in range(tokens_RT.shape[1]):
-            logprobs_BV = processed_logprobs(logits_BV, seen_BV, sampling)
+            logprobs_BV = process_logits(logits_BV, seen_BV, sampling)
             is_greedy = sampling.temperature == 0
             tokens_B = logprobs_BV.argmax(-1) if is_greedy else sample_tokens(logprobs_BV, uniforms_RT[rows_B, t])
             tokens_RT[rows_B, t] = tokens_B
@@ -211,7 +211,7 @@ class HfEngine:
             logits_BV = self._forward(tokens_B.unsqueeze(-1), cache, placed)
         return tokens_RT, logprobs_RT, lengths_R
 
-    def _left_padded(self, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
+    def _pad_left(self, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
         width = max(len(prompt.token_ids) for prompt in prompts)
         pad = self._tokenizer.pad_token_id or 0
         rows = [[pad] * (width - len(p.token_ids)) + list(p.token_ids) for p in prompts]
@@ -219,7 +219,7 @@ class HfEngine:
         device = self._model.device
         return torch.tensor(rows, device=device), torch.tensor(mask, device=device)
 
-    def _shown(self, prompts: Sequence[Prompt], input_ids_PT: Tensor) -> dict[str, Tensor]:
+    def _image_inputs(self, prompts: Sequence[Prompt], input_ids_PT: Tensor) -> dict[str, Tensor]:
         """Return the images of prompts as model inputs; the model computes the positions of such rows itself."""
         if not prompts[0].images:
             return {}
@@ -241,7 +241,7 @@ class HfEngine:
         return output.logits[:, -1]
 
 
-class _RoomyLayer(DynamicLayer):
+class _PreallocatedLayer(DynamicLayer):
     """Cache layer with preallocated room, so that appending a token does not copy the earlier keys and values."""
 
     _rooms: tuple[Tensor, Tensor] | None = None
@@ -253,7 +253,7 @@ class _RoomyLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         if self._rooms is None or self._rooms[0].shape[-2] < length + more:
             size = length + more + max(_LEAST_ROOM, length // 4)
-            self._rooms = _with_room(self.keys, key_states, size), _with_room(self.values, value_states, size)
+            self._rooms = _allocate(self.keys, key_states, size), _allocate(self.values, value_states, size)
         keys, values = (room[..., : length + more, :] for room in self._rooms)
         keys[..., length:, :], values[..., length:, :] = key_states, value_states
         self.keys, self.values = keys, values
@@ -270,7 +270,7 @@ class _RoomyLayer(DynamicLayer):
         self._rooms = None
 
 
-def _with_room(before: Tensor | None, states: Tensor, size: int) -> Tensor:
+def _allocate(before: Tensor | None, states: Tensor, size: int) -> Tensor:
     """Return a tensor for `size` tokens that begins with the tokens of `before`."""
     room = states.new_empty(*states.shape[:-2], size, states.shape[-1])
     if before is not None and before.numel():
@@ -278,13 +278,13 @@ def _with_room(before: Tensor | None, states: Tensor, size: int) -> Tensor:
     return room
 
 
-def _roomy(cache: DynamicCache) -> DynamicCache:
+def _preallocate_layers(cache: DynamicCache) -> DynamicCache:
     """Replace the plain attention layers of a cache; sliding windows and fixed-size states stay."""
-    cache.layers = [_RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    cache.layers = [_PreallocatedLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
 
 
-def _alike(prompts: Sequence[Prompt]) -> list[list[int]]:
+def _group_batchable(prompts: Sequence[Prompt]) -> list[list[int]]:
     """Return the indices of prompts that can share a batch.
 
     Prompts of text share one batch. Prompts with images share a batch if they need no padding, because with padding the
@@ -310,7 +310,7 @@ def _replica(settings: EngineSettings) -> PreTrainedModel:
     return replica.requires_grad_(False)
 
 
-def processed_logprobs(logits_BV: Tensor, seen_BV: Tensor, sampling: Sampling) -> Tensor:
+def process_logits(logits_BV: Tensor, seen_BV: Tensor, sampling: Sampling) -> Tensor:
     """Return log-probabilities after repetition penalty, temperature, top-k and top-p, in vLLM's order: BV, float32.
 
     `seen_BV` marks the tokens of the prompt and the completion so far. Their positive logits are divided by the
@@ -346,7 +346,7 @@ def _uniforms(prompts: Sequence[Prompt], sampling: Sampling, step: int, ks: rang
     return torch.stack(rows)
 
 
-def _seen(input_ids_PT: Tensor, mask_PT: Tensor, vocab_size: int) -> Tensor:
+def _token_mask(input_ids_PT: Tensor, mask_PT: Tensor, vocab_size: int) -> Tensor:
     """Return a mask PV of the vocabulary entries that each prompt contains, without padding."""
     counts_PV = torch.zeros(len(input_ids_PT), vocab_size, dtype=mask_PT.dtype, device=input_ids_PT.device)
     return counts_PV.scatter_add_(-1, input_ids_PT, mask_PT) > 0

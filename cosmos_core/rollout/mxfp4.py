@@ -31,30 +31,30 @@ def has_mxfp4(config: PretrainedConfig) -> bool:
     return str(getattr(method, "value", method)) == FORMAT
 
 
-def with_mxfp4(bucket: Bucket) -> Bucket:
+def quantize_bucket(bucket: Bucket) -> Bucket:
     """Return a bucket whose experts are stored as in such a checkpoint: `NAME_blocks`, `NAME_scales`."""
     quantized_bucket: Bucket = []
     for name, tensor in bucket:
         if name.endswith(_EXPERTS):
-            blocks, scales = quantized(tensor.transpose(-1, -2))
+            blocks, scales = quantize(tensor.transpose(-1, -2))
             quantized_bucket += [(f"{name}_blocks", blocks), (f"{name}_scales", scales)]
         else:
             quantized_bucket.append((name, tensor))
     return quantized_bucket
 
 
-def quantized(weight_EOI: Tensor) -> tuple[Tensor, Tensor]:
+def quantize(weight_EOI: Tensor) -> tuple[Tensor, Tensor]:
     """Return the nearest MXFP4 weight as blocks and scales.
 
     Blocks are uint8 E x O x N x 16 with two values in each byte, the first in the lower half. Scales are uint8 E x O x
     N, the exponents plus 127.
     """
     # one expert at a time, since intermediate codes are as large as floats
-    experts = [_quantized(weight_OI) for weight_OI in weight_EOI]
+    experts = [_quantize_expert(weight_OI) for weight_OI in weight_EOI]
     return torch.stack([blocks for blocks, _ in experts]), torch.stack([scales for _, scales in experts])
 
 
-def _quantized(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
+def _quantize_expert(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     values = weight_OI.float().unflatten(-1, (-1, _BLOCK))
     largest_ON = values.abs().amax(-1)
     exponents_ON = torch.frexp(largest_ON).exponent - 1 - _LARGEST_EXPONENT

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from cosmos_core.errors import StageFailed
-from cosmos_core.models.lora import adapted_layers, merged, plain_names
-from cosmos_core.parallel.gather import Full, Gatherer
+from cosmos_core.models.lora import adapted_layers, merge_adapter, plain_names
+from cosmos_core.parallel.gather import FullTensor, Gatherer
 from cosmos_core.rollout.base import Bucket, Engine, WeightFormat, storage_of
 from cosmos_core.rollout.fleet import Fleet
 
@@ -74,7 +74,7 @@ class WeightPublisher:
         start = time.perf_counter()
         num_sent = num_bytes = 0
 
-        def counted() -> Iterator[Bucket]:
+        def count_buckets() -> Iterator[Bucket]:
             nonlocal num_sent, num_bytes
             assert self._weights is not None
             for bucket in self._weights.buckets():
@@ -90,7 +90,7 @@ class WeightPublisher:
         if self._weights is None:
             self._weights = _Weights(self.model, self.whole, self.engine.weight_format, self.bucket_bytes)
         slept = getattr(self.engine, "slept", 0)
-        loaded = self.engine.load_weights(version, counted())
+        loaded = self.engine.load_weights(version, count_buckets())
         if (loaded.version, loaded.num_tensors) != (version, num_sent):
             raise StageFailed(
                 f"weight sync: the engine acknowledges {loaded.num_tensors} tensors of version {loaded.version}, not "
@@ -116,12 +116,14 @@ class WeightPublisher:
         """Compare the log-probabilities of the trainer with those of each engine that has these weights."""
         token_ids = probe_tokens(self.model.config.get_text_config().vocab_size)
         expected = self.probe_logprobs(token_ids).detach().cpu().float()
-        engine_logprobs = self.engine.all_logprobs(token_ids, version) if isinstance(self.engine, Fleet) else None
+        engine_logprobs = (
+            self.engine.logprobs_per_engine(token_ids, version) if isinstance(self.engine, Fleet) else None
+        )
         for logprobs in [self.engine.logprobs(token_ids)] if engine_logprobs is None else engine_logprobs:
             self._compare(expected, torch.tensor(logprobs), version)
 
-    def _compare(self, expected: Tensor, found: Tensor, version: int) -> None:
-        difference = (expected - found).abs().mean().item()
+    def _compare(self, expected: Tensor, actual: Tensor, version: int) -> None:
+        difference = (expected - actual).abs().mean().item()
         if not difference <= self._tolerance:  # written so that NaN fails too
             raise StageFailed(
                 f"weight sync: engine and trainer differ by {difference:.3g} nats per token, more than "
@@ -149,7 +151,7 @@ class _Unit:
     splitting fused experts also needs several tensors.
     """
 
-    tensors: dict[str, Full] = field(default_factory=dict)
+    tensors: dict[str, FullTensor] = field(default_factory=dict)
     """Tensors to gather, by key in the state dict."""
     plain: dict[str, str] = field(default_factory=dict)
     """State-dict key of each name without an adapter; tied weights have two names and one key."""
@@ -170,7 +172,7 @@ class _Weights:
         self._model, self._form = model, form
         units = _factors(whole or model) if form == "adapter" else _units(whole or model)
         # On a mesh, one half of a bucket is read while the other half is gathered.
-        self._units = _packed(units, bucket_bytes if whole is None else bucket_bytes // 2)
+        self._units = _pack_buckets(units, bucket_bytes if whole is None else bucket_bytes // 2)
         most_bytes = max(sum(unit.num_bytes for unit in units) for units in self._units)
         self._gatherer = Gatherer(model.state_dict(keep_vars=True), most_bytes) if whole is not None else None
 
@@ -192,7 +194,7 @@ class _Weights:
         weights: dict[str, Tensor] = {}
         for unit in units:
             for name, layer in unit.adapted.items():
-                full |= _merged(name, layer, None if self._gatherer is None else full)
+                full |= _merge_layer(name, layer, None if self._gatherer is None else full)
             weights |= {name: full[key] for name, key in unit.plain.items()}
         return list((revert_weight_conversion(self._model, weights) if self._form == "checkpoint" else weights).items())
 
@@ -211,7 +213,7 @@ def _units(whole: PreTrainedModel) -> list[_Unit]:
             unit = unit_of[first]
         else:
             unit = units.setdefault(layer.rpartition(".")[0] if layer else _parent(name or key), _Unit())
-            unit.tensors[key] = Full(state[key].shape, state[key].dtype)
+            unit.tensors[key] = FullTensor(state[key].shape, state[key].dtype)
         unit_of[key] = unit
         if layer:
             unit.adapted[layer] = layers[layer]
@@ -224,7 +226,7 @@ def _factors(whole: PreTrainedModel) -> list[_Unit]:
     """Return a unit for each factor of the adapter, under its key in the state dict."""
     state, names = whole.state_dict(keep_vars=True), plain_names(whole)
     factors = [key for key, name in names.items() if not name]
-    return [_Unit({key: Full(state[key].shape, state[key].dtype)}, {key: key}) for key in factors]
+    return [_Unit({key: FullTensor(state[key].shape, state[key].dtype)}, {key: key}) for key in factors]
 
 
 def _parent(name: str) -> str:
@@ -232,7 +234,7 @@ def _parent(name: str) -> str:
     return name.rpartition(".")[0].rpartition(".")[0]
 
 
-def _packed(units: Sequence[_Unit], bucket_bytes: int) -> list[list[_Unit]]:
+def _pack_buckets(units: Sequence[_Unit], bucket_bytes: int) -> list[list[_Unit]]:
     """Group units into buckets of at most `bucket_bytes`, in their order."""
     buckets: list[list[_Unit]] = []
     room = 0
@@ -245,7 +247,7 @@ def _packed(units: Sequence[_Unit], bucket_bytes: int) -> list[list[_Unit]]:
     return buckets
 
 
-def _merged(name: str, layer: Any, full: dict[str, Tensor] | None) -> dict[str, Tensor]:
+def _merge_layer(name: str, layer: Any, full: dict[str, Tensor] | None) -> dict[str, Tensor]:
     """Return the weights of a layer with its adapter merged.
 
     `full`: gathered tensors, if the layer itself is on the meta device.
@@ -254,5 +256,5 @@ def _merged(name: str, layer: Any, full: dict[str, Tensor] | None) -> dict[str, 
         layer = copy.deepcopy(layer)
         layer_state = {key: full[f"{name}.{key}"] for key in layer.state_dict()}
         layer.load_state_dict(layer_state, assign=True)
-    with merged(layer):
+    with merge_adapter(layer):
         return {f"{name}.base_layer.{key}": p.data for key, p in layer.get_base_layer().named_parameters()}

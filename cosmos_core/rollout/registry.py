@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from cosmos_core.parallel.mesh import is_alone
+from cosmos_core.parallel.mesh import is_single_rank
 from cosmos_core.registry import import_thing, is_import_path
 from cosmos_core.rollout.base import Engine, EngineSettings
 from cosmos_core.rollout.data_parallel import DataParallel
@@ -30,7 +30,7 @@ def make_engine(settings: EngineSettings) -> Engine:
     """
     if settings.flow is not None:  # the engine distributes samples over the ranks itself
         name = settings.rollout.backend
-        return _called(name if is_import_path(name) else _path(name), settings)
+        return _make(name if is_import_path(name) else _path(name), settings)
     text_config = settings.model.config.get_text_config()
     positions = getattr(text_config, "max_position_embeddings", None) or settings.max_model_len
     if positions < settings.max_model_len:
@@ -38,30 +38,30 @@ def make_engine(settings: EngineSettings) -> Engine:
             "rollout: sequences end at the model's %d positions, not at %d", positions, settings.max_model_len
         )
         settings = replace(settings, max_model_len=positions)
-    engine = _own_engine(settings)
+    engine = _make_local_engine(settings)
     if settings.rollout.multi_turn_config.enable:
         engine = Turns(engine, settings)
-    return engine if is_alone() else DataParallel(engine)
+    return engine if is_single_rank() else DataParallel(engine)
 
 
-def _own_engine(settings: EngineSettings) -> Engine:
+def _make_local_engine(settings: EngineSettings) -> Engine:
     name = settings.rollout.backend
     if is_import_path(name):
-        return _called(name, settings)
+        return _make(name, settings)
     try:
-        return _called(_path(name), settings)
+        return _make(_path(name), settings)
     except ImportError as error:
         if name == _FALLBACK:
             raise
         reason = " ".join(str(error).split())
         logger.warning("rollout.backend = %r cannot be imported (%s); using %r in its place", name, reason, _FALLBACK)
-    return _called(_path(_FALLBACK), settings)
+    return _make(_path(_FALLBACK), settings)
 
 
 def _path(name: str) -> str:
     return f"cosmos_core.rollout.{name}:{name.title().replace('_', '')}Engine"
 
 
-def _called(path: str, settings: EngineSettings) -> Engine:
+def _make(path: str, settings: EngineSettings) -> Engine:
     engine: Engine = import_thing(path)(settings)
     return engine

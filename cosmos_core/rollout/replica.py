@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from cosmos_core.errors import StageFailed
-from cosmos_core.rollout.base import Bucket, Engine, Loaded, WeightFormat, storage_of
+from cosmos_core.rollout.base import Bucket, Engine, LoadReceipt, WeightFormat, storage_of
 from cosmos_core.types import Group, Prompt, Sampling
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class Description(NamedTuple):
     pid: int
 
 
-class Packed(NamedTuple):
+class PackedBucket(NamedTuple):
     """A bucket as one array, which processes share without a copy."""
 
     data: np.ndarray[Any, np.dtype[np.uint8]]
@@ -48,7 +48,7 @@ class Packed(NamedTuple):
     """Name, dtype, shape, first byte and end byte of each tensor."""
 
 
-_ABANDONED = Packed(np.empty(0, np.uint8), [])
+_ABANDONED = PackedBucket(np.empty(0, np.uint8), [])
 """Placeholder for a bucket: no further bucket will come."""
 _ALIGNMENT = 16  # bytes; a view of a byte array as a wider dtype must be aligned to the element size
 
@@ -57,9 +57,9 @@ _ALIGNMENT = 16  # bytes; a view of a byte array as a wider dtype must be aligne
 class _Load:
     """A weight load in progress."""
 
-    buckets: queue.Queue[Packed | None]
+    buckets: queue.Queue[PackedBucket | None]
     """Buckets to load; None: the load is complete."""
-    done: Future[Loaded]
+    done: Future[LoadReceipt]
     seconds: float
     """Time limit for the next bucket to arrive or to be loaded."""
     is_taken: bool = False
@@ -149,12 +149,12 @@ class Replica:
         if not background:
             self._commands.put(lambda engine: self._take(engine, load, version))
 
-    def bucket(self, packed: Packed) -> None:
+    def bucket(self, packed: PackedBucket) -> None:
         """Receive the next bucket."""
-        load = self._begun()
+        load = self._current_load()
         load.buckets.put(packed, timeout=load.seconds)
 
-    def end_load(self, version: int, *, background: bool, waits: bool) -> Loaded:
+    def end_load(self, version: int, *, background: bool, waits: bool) -> LoadReceipt:
         """End the load after the last bucket, and wait until all weights are loaded.
 
         `waits`: load only when no request is in flight any more.
@@ -162,14 +162,14 @@ class Replica:
         Raises:
             StageFailed: see `Engine.load_weights`.
         """
-        load = self._begun()
+        load = self._current_load()
         load.buckets.put(None, timeout=load.seconds)
         if background:
             load.is_taken = True
             self._commands.put(lambda engine: self._take(engine, load, version, drained=waits))
         return load.done.result()
 
-    def _begun(self) -> _Load:
+    def _current_load(self) -> _Load:
         """Return the load in progress.
 
         Raises:
@@ -248,7 +248,7 @@ class Replica:
             load.done.set_exception(error)
 
 
-def packed(bucket: Bucket) -> Packed:
+def pack(bucket: Bucket) -> PackedBucket:
     """Return a bucket as one array in host memory; tied weights are stored once."""
     index, size = [], 0
     starts: dict[Hashable, int] = {}
@@ -257,14 +257,14 @@ def packed(bucket: Bucket) -> Packed:
         end = start + tensor.numel() * tensor.element_size()
         index.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start, end))
         size = max(size, -(-end // _ALIGNMENT) * _ALIGNMENT)
-    bucket_array = Packed(np.empty(size, np.uint8), index)
-    for (_, tensor), (_, view) in zip(bucket, unpacked(bucket_array), strict=True):
+    bucket_array = PackedBucket(np.empty(size, np.uint8), index)
+    for (_, tensor), (_, view) in zip(bucket, unpack(bucket_array), strict=True):
         if starts.pop(storage_of(tensor), None) is not None:
             view.copy_(tensor.detach())
     return bucket_array
 
 
-def unpacked(bucket: Packed) -> Bucket:
+def unpack(bucket: PackedBucket) -> Bucket:
     """Return the tensors of a bucket as views of its memory, which must not be written to."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
@@ -285,4 +285,4 @@ def _buckets(load: _Load) -> Iterator[Bucket]:
     while (bucket := load.buckets.get(timeout=load.seconds)) is not None:
         if bucket.data is _ABANDONED.data:
             raise StageFailed("weight sync: the trainer has gone")
-        yield unpacked(bucket)
+        yield unpack(bucket)

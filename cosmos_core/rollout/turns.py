@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from cosmos_core.data.chat import ToolText, chat_of, open_tools
 from cosmos_core.parallel.mesh import num_ranks
-from cosmos_core.rollout.base import Around, EngineSettings, stop_token_ids
+from cosmos_core.rollout.base import EngineSettings, EngineWrapper, stop_token_ids
 from cosmos_core.tools.base import ToolCall, ToolResult, parse_calls
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Segment, Turn
 
@@ -69,7 +69,7 @@ class _Conversation:
         self.group.done[self.k] = Completion(tuple(self.segments), reason, text, tuple(self.turns))
 
 
-class Turns(Around):
+class Turns(EngineWrapper):
     """Multi-turn `Engine`, with `step` and `abort` if the inner engine has them.
 
     Conversations continue with new weights, also within a turn.
@@ -84,7 +84,7 @@ class Turns(Around):
         self._first: dict[tuple[int, int], list[Sampling]] = defaultdict(list)
         self._continued: dict[int, _Conversation] = {}
         if hasattr(inner, "step"):
-            self.step: Callable[[], list[Group]] = lambda: self._gone_on(inner.step())
+            self.step: Callable[[], list[Group]] = lambda: self._continue_groups(inner.step())
         if hasattr(inner, "abort"):
             self.abort = self._abort
         self._runner = open_tools(config, num_workers=max(1, len(os.sched_getaffinity(0)) // num_ranks()))
@@ -100,7 +100,7 @@ class Turns(Around):
 
     def completed(self) -> list[Group]:
         while groups := self._inner.completed():
-            if done := self._gone_on(groups):
+            if done := self._continue_groups(groups):
                 return done
         return []
 
@@ -108,11 +108,11 @@ class Turns(Around):
         self._runner.close()
         super().close()
 
-    def _gone_on(self, groups: Sequence[Group]) -> list[Group]:
+    def _continue_groups(self, groups: Sequence[Group]) -> list[Group]:
         """Continue the conversations whose turns have ended; return the groups that are done."""
-        ended = [pair for group in groups for pair in self._taken(group)]
+        ended = [pair for group in groups for pair in self._add_turns(group)]
         unfinished = {id(conversation.group): conversation.group for conversation, _ in ended}
-        self._go_on([conversation for conversation, is_over in ended if not is_over])
+        self._submit_next_turns([conversation for conversation, is_over in ended if not is_over])
         return [whole for group in unfinished.values() if (whole := group.whole()) is not None]
 
     def _abort(self) -> None:
@@ -122,19 +122,19 @@ class Turns(Around):
         self._first.clear()
         self._continued.clear()
 
-    def _taken(self, group: Group) -> list[tuple[_Conversation, bool]]:
+    def _add_turns(self, group: Group) -> list[tuple[_Conversation, bool]]:
         """Return the conversations whose turns are in `group`, with these turns added, and whether each has ended."""
         conversation = self._continued.pop(group.prompt.id, None)
         if conversation is not None:
-            return [(conversation, self._add(conversation, group.completions[0]))]
+            return [(conversation, self._add_turn(conversation, group.completions[0]))]
         samplings = self._first[group.prompt.id, group.step]
         unfinished = _Unfinished(group.prompt, samplings.pop(0), group.step)
         if not samplings:
             del self._first[group.prompt.id, group.step]
         started = [_Conversation(unfinished, k) for k in range(len(group.completions))]
-        return [(each, self._add(each, turn)) for each, turn in zip(started, group.completions, strict=True)]
+        return [(each, self._add_turn(each, turn)) for each, turn in zip(started, group.completions, strict=True)]
 
-    def _add(self, conversation: _Conversation, turn: Completion) -> bool:
+    def _add_turn(self, conversation: _Conversation, turn: Completion) -> bool:
         """Add a turn of the policy; return whether the conversation has ended."""
         room = conversation.room
         is_cut = turn.finish_reason == "length" or turn.num_sampled > room
@@ -157,7 +157,7 @@ class Turns(Around):
         ids = [token for segment in turn for token in segment.token_ids]
         return parse_calls(str(self._tokenizer.decode(ids, skip_special_tokens=False)))
 
-    def _go_on(self, conversations: Sequence[_Conversation]) -> None:
+    def _submit_next_turns(self, conversations: Sequence[_Conversation]) -> None:
         """Call the tools of these conversations, and submit their next turns."""
         results = iter(self._runner.results([call for each in conversations for call in each.calls]))
         prompts_by_settings: dict[tuple[Sampling, int], list[tuple[Prompt, int]]] = defaultdict(list)
@@ -176,10 +176,10 @@ class Turns(Around):
             each = replace(sampling, num_completions=1, max_tokens=longest)
             self._inner.submit([prompt for prompt, _ in prompts], each, step)
 
-    def _next_prompt(self, conversation: _Conversation, told: Sequence[tuple[str, ToolResult]]) -> Prompt | None:
+    def _next_prompt(self, conversation: _Conversation, results: Sequence[tuple[str, ToolResult]]) -> Prompt | None:
         """Add the results of tools, and return the prompt of the next turn; None if no room is left for a turn."""
-        conversation.turns += [Turn("tool", result.text, result.is_error) for _, result in told]
-        ids = self._text.ids(told)
+        conversation.turns += [Turn("tool", result.text, result.is_error) for _, result in results]
+        ids = self._text.ids(results)
         group = conversation.group
         all_ids = (*group.prompt.token_ids, *conversation.token_ids, *ids)
         if len(ids) >= conversation.room or len(all_ids) >= self._max_model_len:
@@ -204,10 +204,10 @@ def turn_id(prompt_id: int, step: int, k: int, turn: int, attempt: int = 0) -> i
 
 def _first_tokens(segments: Sequence[Segment], count: int) -> list[Segment]:
     """Return the first `count` tokens of sampled segments; an empty turn is one empty segment, which has a version."""
-    kept = []
+    shortened = []
     for segment in segments:
         ids = segment.token_ids[: max(0, count)]
         count -= len(ids)
         if ids:
-            kept.append(Segment(ids, True, segment.logprobs[: len(ids)], segment.version))
-    return kept or [Segment((), True, (), segments[0].version)]
+            shortened.append(Segment(ids, True, segment.logprobs[: len(ids)], segment.version))
+    return shortened or [Segment((), True, (), segments[0].version)]

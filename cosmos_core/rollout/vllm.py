@@ -2,7 +2,7 @@
 (`replica`).
 
 In the trainer's process, weights are passed by reference and no child process can outlive the stage. An engine in a
-separate process may have ranks of its own (`vllm_ranks`). `process_kept` undoes what vLLM changes in its process.
+separate process may have ranks of its own (`vllm_ranks`). `restore_process` undoes what vLLM changes in its process.
 vLLM's own weight transfer (NCCL, CUDA IPC) is not used. Code for GPUs only (sleep levels, CUDA graphs) was never run on
 one, and prompts with images were never run at all.
 """
@@ -24,11 +24,11 @@ from cosmos_core.data.images import open_image
 from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.imports import without_collection
 from cosmos_core.models.hf import load_config
-from cosmos_core.parallel.mesh import is_alone
+from cosmos_core.parallel.mesh import is_single_rank
 from cosmos_core.rollout.base import (
     Bucket,
     EngineSettings,
-    Loaded,
+    LoadReceipt,
     Receiver,
     WeightFormat,
     check_prompts,
@@ -36,11 +36,11 @@ from cosmos_core.rollout.base import (
     request_seed,
     stop_token_ids,
 )
-from cosmos_core.rollout.mxfp4 import FORMAT, has_mxfp4, with_mxfp4
+from cosmos_core.rollout.mxfp4 import FORMAT, has_mxfp4, quantize_bucket
 from cosmos_core.rollout.sample_tokens import use_uniform_sampling
 from cosmos_core.rollout.vllm_adapter import adapter_of
-from cosmos_core.rollout.vllm_memory import drop_name, own_names
-from cosmos_core.rollout.vllm_process import process_group_kept, process_kept
+from cosmos_core.rollout.vllm_memory import drop_name, unique_names
+from cosmos_core.rollout.vllm_process import keep_process_group, restore_process
 from cosmos_core.rollout.vllm_ranks import end_together, forget_weights, has_ranks, load_on_ranks, ranks_arguments
 from cosmos_core.types import Completion, Group, Prompt, Sampling
 
@@ -94,13 +94,13 @@ class VllmEngine:
         self.slept: Literal[0, 1, 2] = 0
         """Level of the deepest sleep since the last load; 0: none."""
         self._receiver = Receiver()
-        self._as_held: Callable[[Bucket], Bucket] = with_mxfp4 if _holds_mxfp4(settings) else list
+        self._as_held: Callable[[Bucket], Bucket] = quantize_bucket if _holds_mxfp4(settings) else list
         self._in_flight: dict[str, tuple[_Unfinished, int]] = {}
         self._ended_aside: list[Group] = []
         self.weight_format: WeightFormat = "checkpoint"
         self._owns_process_group = not torch.distributed.is_initialized()
         _set_environment()
-        with process_kept():
+        with restore_process():
             self._vllm = _import_vllm()
             _check_head_size(settings.model, settings.folder)
             self._adapter = adapter_of(settings)
@@ -108,7 +108,7 @@ class VllmEngine:
                 self.weight_format = "adapter"
             try:
                 arguments = self._adapter.arguments if self._adapter else {}
-                with nullcontext() if is_alone() or self._has_ranks else own_names():
+                with nullcontext() if is_single_rank() or self._has_ranks else unique_names():
                     self._llm = self._vllm.LLM(**_engine_arguments(settings), **arguments)
             except ValueError as error:
                 reason = " ".join(str(error).split())[:400]
@@ -119,7 +119,7 @@ class VllmEngine:
                 self._llm.collective_rpc(use_uniform_sampling)
             if self._has_ranks:
                 end_together(self._llm)
-            elif not is_alone():
+            elif not is_single_rank():
                 drop_name()
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
@@ -131,7 +131,7 @@ class VllmEngine:
         parameters = [
             self._parameters(sampling, request_seed(sampling.seed, step, g.prompt.id, k)) for g, k in requests
         ]
-        with process_kept():
+        with restore_process():
             if not self._in_flight:
                 self._llm.reset_prefix_cache()  # earlier requests must not influence which kernels run
             ids = self._llm.enqueue(tokens, parameters, lora_request=self._request, use_tqdm=False)
@@ -149,36 +149,36 @@ class VllmEngine:
         done, self._ended_aside = self._ended_aside, []
         if self._in_flight and not done:
             # In a separate process there is nothing to preserve, and this code runs once per token.
-            with nullcontext() if self._is_apart else process_kept():
-                done = [group for output in self._llm.llm_engine.step() for group in self._ended(output)]
+            with nullcontext() if self._is_apart else restore_process():
+                done = [group for output in self._llm.llm_engine.step() for group in self._add_completion(output)]
         return done
 
     def abort(self) -> None:
         """Discard all requests in flight."""
-        with process_kept():
+        with restore_process():
             self._llm.llm_engine.abort_request(list(self._in_flight))
         self._in_flight, self._ended_aside = {}, []
 
-    def load_weights(self, version: int, buckets: Iterable[Bucket]) -> Loaded:
+    def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
         """Load weights, see `Engine.load_weights`; tied weights must be sent under both names.
 
         vLLM keeps the tensors of a layer until it has all of them. Keys and values of requests in flight are computed
         again, so that each token is sampled from the distribution of one version.
         """
         self._wake(_WEIGHTS)
-        with process_kept():
+        with restore_process():
             if self._adapter is None:
                 self._reload(buckets)
             else:
                 self._adapter.load(self._llm, self._receiver.tensors(buckets))
         self._wake(_KV_CACHE)  # not earlier: a load needs memory in addition to the weights
-        with process_kept():
+        with restore_process():
             self._llm.reset_prefix_cache(reset_running_requests=bool(self._in_flight))
             for state in self._llm.llm_engine.output_processor.request_states.values():
                 group, k = self._in_flight[state.external_req_id]
                 group.earlier.setdefault(k, []).append((state.detokenizer.num_output_tokens(), self._version))
         self._version, self.slept = version, 0
-        return self._receiver.loaded(version)
+        return self._receiver.receipt(version)
 
     def _reload(self, buckets: Iterable[Bucket]) -> None:
         """Replace all weights; a failed load is discarded, since vLLM would treat the next load as its remainder."""
@@ -197,7 +197,7 @@ class VllmEngine:
         """Return the log-probabilities of tokens, see `Engine.logprobs`; requests in flight continue meanwhile."""
         parameters = self._vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         prompt = self._vllm.TokensPrompt(prompt_token_ids=list(token_ids))
-        with process_kept():
+        with restore_process():
             [probe] = self._llm.enqueue([prompt], parameters, lora_request=self._request, use_tqdm=False)
             request: Any = None
             while request is None:
@@ -205,7 +205,7 @@ class VllmEngine:
                     if output.request_id == probe.partition("-")[0]:
                         request = output
                     else:
-                        self._ended_aside += self._ended(output)
+                        self._ended_aside += self._add_completion(output)
         scored = zip(token_ids[1:], request.prompt_logprobs[1:], strict=True)
         return [logprobs[token].logprob for token, logprobs in scored]
 
@@ -233,7 +233,7 @@ class VllmEngine:
             self._asleep.remove(name)
 
     def close(self) -> None:
-        with nullcontext() if self._owns_process_group else process_group_kept():
+        with nullcontext() if self._owns_process_group else keep_process_group():
             self._llm.llm_engine.engine_core.shutdown()
         del self._llm
 
@@ -242,7 +242,7 @@ class VllmEngine:
         """Return the adapter request that generation requests carry, or None."""
         return self._adapter.request if self._adapter else None
 
-    def _ended(self, request: Any) -> Iterator[Group]:
+    def _add_completion(self, request: Any) -> Iterator[Group]:
         """Add the completion of a finished request to its group, and yield the group if it is complete."""
         if not request.finished:
             return
@@ -335,7 +335,7 @@ def _engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "tensor_parallel_size": rollout.parallelism.tp_size,
         "enforce_eager": rollout.enforce_eager or not has_gpu,  # CUDA graphs need a GPU
         # If the trainer has a process group, the engine of each rank creates groups of its own.
-        "distributed_executor_backend": "uni" if is_alone() else "external_launcher",
+        "distributed_executor_backend": "uni" if is_single_rank() else "external_launcher",
         "logprobs_mode": "processed_logprobs",  # of the distribution that tokens are sampled from
         "generation_config": "vllm",  # else the model's sampling defaults would apply where the recipe sets nothing
         "skip_tokenizer_init": True,

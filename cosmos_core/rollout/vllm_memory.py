@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 
 @contextmanager
-def own_names() -> Iterator[None]:
+def unique_names() -> Iterator[None]:
     """Context manager that gives the shared memory of the ranks' engine a unique name while the engine starts."""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
@@ -25,10 +25,10 @@ def own_names() -> Iterator[None]:
     dist.broadcast_object_list(token)
     original = _CPUSHMDistributed.make_group_name
 
-    def own_name(communicator: Any) -> str:
+    def unique_name(communicator: Any) -> str:
         return f"{token[0]}-{original(communicator).lstrip('/')}"
 
-    _CPUSHMDistributed.make_group_name = staticmethod(own_name)  # type: ignore[method-assign]
+    _CPUSHMDistributed.make_group_name = staticmethod(unique_name)  # type: ignore[method-assign]
     try:
         yield
     finally:

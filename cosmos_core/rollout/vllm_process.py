@@ -13,7 +13,7 @@ import torch
 
 
 @contextmanager
-def process_group_kept() -> Iterator[None]:
+def keep_process_group() -> Iterator[None]:
     """Keep the trainer's process group, which an engine would destroy together with its own when it shuts down."""
     destroy = torch.distributed.destroy_process_group
     torch.distributed.destroy_process_group = lambda group=None: group and destroy(group)
@@ -24,7 +24,7 @@ def process_group_kept() -> Iterator[None]:
 
 
 @contextmanager
-def process_kept() -> Iterator[None]:
+def restore_process() -> Iterator[None]:
     """Undo what vLLM does to its process: random states, threads, signal handlers, environment.
 
     It seeds every generator at the start and advances torch's global generator in each step. It replaces

@@ -13,7 +13,7 @@ from typing import Any
 
 from cosmos_core.parent import die_with_parent
 from cosmos_core.rollout.base import Bucket, EngineSettings
-from cosmos_core.rollout.replica import Packed, packed, unpacked
+from cosmos_core.rollout.replica import PackedBucket, pack, unpack
 from cosmos_core.rollout.vllm_memory import drop_name
 
 _ENVIRONMENT = {
@@ -46,7 +46,7 @@ def load_on_ranks(llm: Any, buckets: Iterable[Bucket]) -> None:
     """Replace the weights of all ranks; each rank loads its shards of them."""
     llm.collective_rpc("begin_weights")
     for bucket in buckets:
-        llm.collective_rpc("take_weights", args=(packed(bucket),))
+        llm.collective_rpc("take_weights", args=(pack(bucket),))
     llm.collective_rpc("end_weights")
 
 
@@ -78,12 +78,12 @@ class RankExtension:
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(self.model_runner.get_model())
 
-    def take_weights(self, bucket: Packed) -> None:
+    def take_weights(self, bucket: PackedBucket) -> None:
         """Load the next bucket."""
         from vllm.config import set_current_vllm_config
 
         with set_current_vllm_config(self.vllm_config):
-            self.model_runner.get_model().load_weights(unpacked(bucket))
+            self.model_runner.get_model().load_weights(unpack(bucket))
 
     def end_weights(self) -> None:
         """Finish the load."""

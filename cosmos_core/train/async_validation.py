@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, NamedTuple
 
-from cosmos_core.cluster.group import RanksAgain
+from cosmos_core.cluster.group import RanksMustRestart
 from cosmos_core.errors import BY_NAME, CosmosError, by_name
 from cosmos_core.parallel.mesh import broadcast_object, is_first
 from cosmos_core.rollout.engine_pool import LostWeights
@@ -76,7 +76,7 @@ class AsyncValidation:
         """Call `on_end` if the running validation has ended.
 
         Raises:
-            RanksAgain: all engines with the validated weights have died.
+            RanksMustRestart: all engines with the validated weights have died.
             CosmosError: the validation failed.
         """
         if self.step is None:
@@ -89,7 +89,7 @@ class AsyncValidation:
         if problem is not None:
             name, message = problem
             if name == LostWeights.__name__:
-                raise RanksAgain(f"validation of step {step}: {message}")
+                raise RanksMustRestart(f"validation of step {step}: {message}")
             raise BY_NAME[name](message)
         self.on_end(Ended(step, metrics))
 

@@ -34,7 +34,7 @@ from cosmos_core.models.prove import rehearse_export
 from cosmos_core.models.row_limits import check_rows
 from cosmos_core.models.sharded_load import init_on_meta
 from cosmos_core.models.source import check_weights
-from cosmos_core.models.teacher import look_at_teacher
+from cosmos_core.models.teacher import check_teacher
 from cosmos_core.parallel.pipeline import apply_pp
 from cosmos_core.registry import suggestion
 from cosmos_core.rewards.exchange import ping, service_of
@@ -86,7 +86,7 @@ def run(stage: Stage) -> Outcome:
             lines += _narrowed(config, stage.recipe.train.param_dtype)
         teacher = stage.recipe.teacher_of(stage.kind)
         if teacher and source_of(teacher.model_name_or_path) is None:
-            lines.append(look_at_teacher(teacher, stage.recipe, tokenizer))
+            lines.append(check_teacher(teacher, stage.recipe, tokenizer))
         rewards = look_at_rewards(stage)
         lines += rewards
         if rewards:

@@ -20,7 +20,7 @@ from cosmos_core.rewards.base import metric_names
 from cosmos_core.run.stage import CHECKED_PROMPTS, Stage
 from cosmos_core.train.diffusion_setup import REFERENCE_KEYS
 from cosmos_core.train.measure import open_rewards
-from cosmos_core.types import Completion, Drawn, Group, JsonValue, Prompt, ScoredGroup, Segment
+from cosmos_core.types import Completion, DiffusionSample, Group, JsonValue, Prompt, ScoredGroup, Segment
 
 SPLITS = ("train", "validation")
 _NUM_PROMPTS = 2
@@ -110,4 +110,4 @@ def _text(text: str) -> Completion:
 
 def _drawing(shape: tuple[int, ...]) -> Completion:
     pixels = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    return Completion((), "stop", "", drawn=Drawn(pixels, None, (), 0))
+    return Completion((), "stop", "", diffusion_sample=DiffusionSample(pixels, None, (), 0))

@@ -63,7 +63,7 @@ class CompletionLog:
 
     def _write(self, step: int, groups: Sequence[ScoredGroup]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        is_drawn = groups[0].group.completions[0].drawn is not None
+        is_drawn = groups[0].group.completions[0].diffusion_sample is not None
         num_groups, count = (_NUM_DRAWN_GROUPS, _NUM_DRAWN) if is_drawn else (_NUM_GROUPS, _NUM_COMPLETIONS)
         chosen = [(scored, _spread(scored, count)) for scored in _chosen(groups)[:num_groups]]
         lines = [_line(step, scored, k) for scored, at in chosen for k in at]
@@ -187,7 +187,7 @@ def _shape(completions: Sequence[Completion]) -> dict[str, float]:
 
     The entropy is estimated as the mean of -log p of the sampled tokens.
     """
-    texts = [each for each in completions if each.drawn is None and each.num_sampled]
+    texts = [each for each in completions if each.diffusion_sample is None and each.num_sampled]
     if not texts:
         return {}
     logprobs = np.concatenate([each.logprobs for each in texts])

@@ -11,7 +11,7 @@ from typing import Any
 
 from cosmos_core.algorithms.base import Algorithm, Loss, Update
 from cosmos_core.algorithms.diffusion_sft import flow_loss
-from cosmos_core.algorithms.flow_credit import noise_of
+from cosmos_core.algorithms.flow_credit import make_noise
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.flow_sample import FlowSample, seed_of
 from cosmos_core.data.lazy import LazySequence
@@ -60,7 +60,7 @@ class DrawnPrompts(LazySequence[Prompt]):
             reference,
             embedding=dict(entry.text),
             metadata=dict(entry.metadata),
-            given=self._clips[index].mean.float() if self._clips is not None else None,
+            conditioning_clip=self._clips[index].mean.float() if self._clips is not None else None,
         )
 
 
@@ -145,7 +145,7 @@ def data_term(rows: MediaRows, recipe: Recipe, trainer: Trainer) -> Callable[[in
         result = []
         for i in batch_positions(seed, step, size, len(rows), shuffles).tolist():
             sample = draws.sample(rows[i], seed_of(seed, step, i, _DATA))
-            noise = noise_of(sample.latents.shape, request_seed(sampling.seed, step, rows[i].row, start))
+            noise = make_noise(sample.latents.shape, request_seed(sampling.seed, step, rows[i].row, start))
             result += [replace(sample, sigma=level, noise=noise, weight=1.0) for level in levels]
         return result
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from cosmos_core.algorithms.base import Update
 from cosmos_core.algorithms.data_term import sft_term
-from cosmos_core.algorithms.kto import mismatched
+from cosmos_core.algorithms.kto import swap_responses
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.supervised import SupervisedConfig
 from cosmos_core.data.balance import BalancedSteps, Budget
@@ -299,7 +299,7 @@ def labelled_samples(
     `reference` holds the log-probabilities of both under the reference policy, shape (rows, 2).
     """
     own = [sequence_sample(rows, i) for i in positions]
-    both = [sample for pair in zip(own, mismatched(own, max_tokens), strict=True) for sample in pair]
+    both = [sample for pair in zip(own, swap_responses(own, max_tokens), strict=True) for sample in pair]
     logprobs = np.zeros(len(both)) if reference is None else reference[list(positions)].ravel()
     return [replace(sample, reference_logprob=float(value)) for sample, value in zip(both, logprobs, strict=True)]
 

@@ -133,7 +133,7 @@ class Generation:
 
     def resync(self, version: int) -> dict[str, float]:
         """Send the current weights, as version `version`, to the engines of a fleet that have none, and probe them."""
-        with self.fleet.only_new():
+        with self.fleet.loading_new_engines():
             return self._publisher.publish(version)
 
     def _probe_logprobs(self, token_ids: Sequence[int]) -> Tensor:

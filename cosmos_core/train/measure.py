@@ -113,7 +113,7 @@ def completion_metrics(groups: Sequence[ScoredGroup], full_reward: float | None)
         scores = [score for group in groups for score in group.scores]
         raise all_invalid(f"all {num_completions} held-out completions have an invalid reward", scores)
     completions = [completion for group in groups for completion in group.group.completions]
-    lengths = [completion.num_sampled for completion in completions if completion.drawn is None]
+    lengths = [completion.num_sampled for completion in completions if completion.diffusion_sample is None]
     correctness: dict[str, float] = {}
     if full_reward is not None:
         accuracy = float((values >= full_reward - 1e-9).mean())

@@ -28,7 +28,7 @@ class Utilization:
         """Count the FLOPs of an update and of its data term."""
         for each in (update, update.data):
             if each is not None:
-                self._counted += self._flops.of([self._cost(sample) for sample in each.samples])
+                self._counted += self._flops.total([self._cost(sample) for sample in each.samples])
 
     def reached(self, seconds: float) -> float:
         """Return the utilization since the last call, which was `seconds` ago, as a fraction."""

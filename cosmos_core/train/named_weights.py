@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from cosmos_core.checkpoint.state import FOLLOWING
-from cosmos_core.parallel.fsdp import local
+from cosmos_core.parallel.fsdp import local_shard
 
 
 class NamedWeights:
@@ -93,5 +93,5 @@ def _exchange(one: Tensor, other: Tensor) -> None:
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    one, other = local(one), local(other)
+    one, other = local_shard(one), local_shard(other)
     return torch.equal(one.to(other.dtype), other)

@@ -15,7 +15,7 @@ import torch
 
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.errors import ConfigError
-from cosmos_core.parallel.fsdp import by_mesh, local, scale_gradients, total_norm
+from cosmos_core.parallel.fsdp import group_by_mesh, local_shard, scale_gradients, total_norm
 from cosmos_core.registry import suggestion
 from cosmos_core.train.muon import MuonWithAdamW, hidden_matrices
 
@@ -40,7 +40,7 @@ def build_optimizer(
     matrices = hidden_matrices(whole or model) if train.optm_name == "Muon" else None
     for path, trained in _parameters_by_path(model, rates).items():
         common = {"lr": rates[path], "initial_lr": rates[path], "path": path}
-        for same_mesh in by_mesh(trained):
+        for same_mesh in group_by_mesh(trained):
             groups += [
                 {**common, "params": [p for p in same_mesh if p.ndim > 1], "weight_decay": train.optm_weight_decay},
                 {**common, "params": [p for p in same_mesh if p.ndim <= 1], "weight_decay": 0.0},
@@ -148,7 +148,7 @@ def forget_moments(optimizer: torch.optim.Optimizer) -> None:
     for state in optimizer.state.values():
         for value in state.values():
             if isinstance(value, torch.Tensor):
-                local_value = local(value)
+                local_value = local_shard(value)
                 # 8-bit moments do not implement `zero_`
                 local_value.copy_(torch.zeros(local_value.shape, device=local_value.device))
 

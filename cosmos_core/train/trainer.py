@@ -21,7 +21,7 @@ from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.errors import ConfigError, ProgramError
 from cosmos_core.models.base import MicroBatch, ModelAdapter, Wants
 from cosmos_core.parallel.mesh import all_gather_object
-from cosmos_core.parallel.pipeline import clip_over_stages, sum_tied
+from cosmos_core.parallel.pipeline import clip_over_stages, sum_tied_gradients
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.named_weights import NamedWeights
 from cosmos_core.train.optim import build_optimizer, clip_gradients, forget_moments, set_learning_rate
@@ -213,7 +213,7 @@ class Trainer:
         """
 
         def on_outputs(batch: Any, outputs: dict[str, Tensor]) -> Tensor | None:
-            outputs = adapter.joined(batch, outputs)
+            outputs = adapter.gather_outputs(batch, outputs)
             if batch.samples:
                 return consume(adapter.micro_batch(batch, outputs))
             zero = next(iter(outputs.values())).new_zeros(())
@@ -224,7 +224,7 @@ class Trainer:
             batch = adapter.collate([samples[i] for i in plan.indices], plan.indices, samples[plan.filler])
             return adapter.expect(batch, known) if known and batch.samples else batch
 
-        wants = adapter.usual_wants if wants is None else wants
+        wants = adapter.default_wants if wants is None else wants
         rows_at_once = size or self._train.train_policy.mini_batch
         plans = self._plans(adapter, samples, adapter.runner.rows(rows_at_once), is_planned=size is None)
         empty = Plan((), _cheapest(adapter, samples, range(len(samples))))
@@ -240,7 +240,7 @@ class Trainer:
         those without samples are empty.
         """
         ordered = sorted(range(len(samples)), key=lambda i: -adapter.cost(samples[i]))
-        planned = [adapter.planned(sample) for sample in samples]
+        planned = [adapter.assigned_batch(sample) for sample in samples]
         if is_planned and None not in planned:
             together: dict[Any, list[int]] = {}
             for i in ordered:
@@ -278,7 +278,7 @@ class Trainer:
         mesh, model, most = self.adapter.mesh, self.adapter.model, self._train.optm_grad_norm_clip
         if not (mesh and mesh.pipeline):
             return clip_gradients(model.parameters(), most)
-        sum_tied(model, mesh.pipeline)
+        sum_tied_gradients(model, mesh.pipeline)
         return clip_over_stages(model, mesh.pipeline, most)
 
 

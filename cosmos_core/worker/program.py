@@ -80,7 +80,7 @@ def run_program(stage: Stage) -> None:
     stage.progress.phase("start")
     size = stage.recipe.policy.parallelism.world_size if stage.kind.has_mesh else 1
     if size == 1 and not _has_engines(stage):
-        _introduce(stage, [measure(LIBRARIES)])
+        _report_hardware(stage, [measure(LIBRARIES)])
     program = _program(stage.entry)
     try:
         inspect.signature(program).bind(stage, **stage.config.arguments)
@@ -88,7 +88,7 @@ def run_program(stage: Stage) -> None:
         raise ConfigError(f"stage {stage.name!r}: arguments do not fit {stage.entry}: {error}") from error
     engines = _engines(stage)
     if size > 1 or engines is not None:
-        group = importlib.import_module("cosmos_core.cluster.group").WorkerGroup(size, beside=engines)
+        group = importlib.import_module("cosmos_core.cluster.group").WorkerGroup(size, actors=engines)
         outcome = group.run(partial(run_rank, stage.path, program), lambda: stage.stop_requested, stage.progress.beat)
     else:
         outcome = _run(stage, program)
@@ -120,7 +120,7 @@ def _engines(stage: Stage) -> Any:
     )
 
 
-def run_rank(path: Path, program: Callable[..., Outcome], told: Any) -> Outcome:
+def run_rank(path: Path, program: Callable[..., Outcome], messages: Any) -> Outcome:
     """Run the program of a stage on one rank of a group; only the first rank logs below warnings and writes shared
     files."""
     from cosmos_core.parallel.mesh import all_gather_object, is_first
@@ -130,15 +130,15 @@ def run_rank(path: Path, program: Callable[..., Outcome], told: Any) -> Outcome:
     stage = load_stage(path)
 
     def listen() -> None:
-        told.wait()
+        messages.wait()
         stage.stop_requested = True
 
     threading.Thread(target=listen, daemon=True).start()
-    stage.engines = told.actors
+    stage.engines = messages.actors
     facts = all_gather_object(asdict(measure(LIBRARIES)))
     with telling_of_full_disk(path):
         if is_first():
-            _introduce(stage, [Facts(**each) for each in facts])
+            _report_hardware(stage, [Facts(**each) for each in facts])
             return _run(stage, program)
         with tempfile.TemporaryDirectory() as scratch:
             stage.progress = Progress(Path(scratch) / "progress.json")
@@ -146,13 +146,13 @@ def run_rank(path: Path, program: Callable[..., Outcome], told: Any) -> Outcome:
             return program(stage, **stage.config.arguments)
 
 
-def _called(program: Callable[..., Outcome], stage: Stage) -> Outcome:
+def _call_program(program: Callable[..., Outcome], stage: Stage) -> Outcome:
     """Call the program of a stage; an error in a user's own function is reported with its file and line.
 
     Raises:
         ConfigError: the function does not return an outcome, or raises an error that is not transient.
     """
-    what = f"stage {stage.name!r}: {stage.config.entry}"
+    stage_description = f"stage {stage.name!r}: {stage.config.entry}"
     try:
         outcome = program(stage, **stage.config.arguments)
     except CosmosError:
@@ -161,14 +161,16 @@ def _called(program: Callable[..., Outcome], stage: Stage) -> Outcome:
         if not stage.config.entry or is_transient(error):
             raise
         reason = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{what} raised {reason} ({location_of(error, program)}); traceback in the log") from error
+        raise ConfigError(
+            f"{stage_description} raised {reason} ({location_of(error, program)}); traceback in the log"
+        ) from error
     if not isinstance(outcome, Outcome):
         returned = "nothing" if outcome is None else f"a {type(outcome).__name__}"
-        raise ConfigError(f"{what} returned {returned}; return a cosmos_core.types.Outcome")
+        raise ConfigError(f"{stage_description} returned {returned}; return a cosmos_core.types.Outcome")
     return outcome
 
 
-def _introduce(stage: Stage, facts: Sequence[Facts]) -> None:
+def _report_hardware(stage: Stage, facts: Sequence[Facts]) -> None:
     """Write and log the hardware on which the stage runs, and the numeric precision of a training."""
     write_json(stage.path / FACTS, [asdict(each) for each in facts])
     train = stage.recipe.train
@@ -182,7 +184,7 @@ def _run(stage: Stage, program: Callable[..., Outcome]) -> Outcome:
     stage.metrics.watchers.append(steps.tell)
     try:
         with attached(stage):
-            return _called(program, stage)
+            return _call_program(program, stage)
     finally:
         steps.flush()
 
@@ -207,16 +209,16 @@ def _listen_for_stop(stage: Stage) -> None:
 def _give_up(path: Path, error: CosmosError) -> int:
     level = logging.WARNING if isinstance(error, Preempted) else logging.ERROR
     logger.log(level, "%s", error, exc_info=error.__cause__)
-    return _say(path, error, by_name(error)[0], str(error))
+    return _report(path, error, by_name(error)[0], str(error))
 
 
 def _crash(path: Path, error: Exception) -> int:
     traceback.print_exc()
     kind = StageFailed if is_transient(error) else ProgramError
-    return _say(path, error, kind.__name__, f"{type(error).__name__}: {error}")
+    return _report(path, error, kind.__name__, f"{type(error).__name__}: {error}")
 
 
-def _say(path: Path, error: Exception, kind: str, message: str) -> int:
+def _report(path: Path, error: Exception, kind: str, message: str) -> int:
     try:
         write_json(path / "error.json", {"type": kind, "message": masked(" ".join(message.split()))})
     except OSError:

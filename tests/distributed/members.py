@@ -113,4 +113,4 @@ if __name__ == "__main__":
     is_shared = "shared" in sys.argv[2:]
     processes = int((sys.argv[3:] or ["1"])[0])
     beside = ActorGroup(Beside, lambda: 2, shares_gpus=True, processes=processes) if is_shared else None
-    print(WorkerGroup(int(sys.argv[1]), beside=beside).run(shared_gpus if is_shared else own_gpus))  # noqa: T201
+    print(WorkerGroup(int(sys.argv[1]), actors=beside).run(shared_gpus if is_shared else own_gpus))  # noqa: T201

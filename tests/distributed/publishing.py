@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cosmos_core.models.hf import load_model, named_weights
-from cosmos_core.models.lora import merged, plain_state
+from cosmos_core.models.lora import merge_adapter, plain_state
 from cosmos_core.rollout import publish
 from tests.distributed.loading import split, trained
 
@@ -23,7 +23,7 @@ BUCKET_BYTES = 20_000
 def expected_weights(model: PreTrainedModel, form: str) -> dict[str, Tensor]:
     if form == "checkpoint":
         return dict(named_weights(model))
-    with merged(model):
+    with merge_adapter(model):
         return plain_state(model)
 
 

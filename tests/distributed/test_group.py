@@ -22,9 +22,9 @@ from torch import Tensor
 
 from configs.demo import arithmetic
 from cosmos_core.cluster.actors import ActorGroup, _Host
-from cosmos_core.cluster.group import WorkerGroup, interface_to, threads_of
-from cosmos_core.cluster.join import joined
-from cosmos_core.cluster.placement import bundles
+from cosmos_core.cluster.group import WorkerGroup, interface_to, num_threads
+from cosmos_core.cluster.join import join_cluster
+from cosmos_core.cluster.placement import resource_bundles
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import prepare
@@ -102,8 +102,8 @@ def assert_like(done: Stage, alone: dict[str, Any]) -> None:
 def test_what_computes_beside_the_ranks_has_half_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     cases = ((2, 1, 1), (8, 1, 1), (16, 2, 4), (2, 2, 2), (4, 1, 0))
-    assert [threads_of(*case, overlaps=True) for case in cases] == [(2, 1), (8, 4), (4, 2), (1, 1), (4, 4)]
-    assert [threads_of(*case, overlaps=False) for case in cases] == [(2, 2), (8, 8), (4, 4), (1, 1), (4, 4)]
+    assert [num_threads(*case, overlaps=True) for case in cases] == [(2, 1), (8, 4), (4, 2), (1, 1), (4, 4)]
+    assert [num_threads(*case, overlaps=False) for case in cases] == [(2, 2), (8, 8), (4, 4), (1, 1), (4, 4)]
     before = torch.get_num_threads()
     try:
         assert _Host(torch.get_num_threads, 3).call("__int__", (), {}) == 3
@@ -190,16 +190,16 @@ def test_a_machine_outside_of_the_cluster_joins_it_with_its_token_and_leaves_it(
         said = subprocess.run([ray, "status", f"--address={address}"], capture_output=True, text=True).stdout
         return said.partition("Active:")[2].partition("Pending:")[0].count("node_")
 
-    with joined():
+    with join_cluster():
         assert num_nodes() == 1, "the head is here"
-    with joined(lambda address: False):
+    with join_cluster(lambda address: False):
         wait_until(lambda: num_nodes() == 2, 60, "it is a node")
         assert facts_of_workers(["torch"], is_group=True).gpus == ("GPU", "GPU"), "it has none to offer"
     wait_until(lambda: num_nodes() == 1, 60, "it has left")
     monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
     with (
         pytest.raises(StageFailed, match=r"cannot join the cluster: .*RAY_AUTH_TOKEN must be"),
-        joined(lambda a: False),
+        join_cluster(lambda a: False),
     ):
         pass
 
@@ -222,9 +222,9 @@ def test_ranks_and_an_engine_have_room_or_are_refused(size: int, beside: Any, th
     ray, actors = SimpleNamespace(cluster_resources=lambda: there), ActorGroup(dict, lambda: 1, **beside)
     if isinstance(found, str):
         with pytest.raises(ConfigError, match=found):
-            bundles(ray, size, actors if beside else None, is_embedded=False)
+            resource_bundles(ray, size, actors if beside else None, is_embedded=False)
     else:
-        assert bundles(ray, size, actors if beside else None, is_embedded=False) == found
+        assert resource_bundles(ray, size, actors if beside else None, is_embedded=False) == found
 
 
 @pytest.mark.parametrize("launcher", ["local", "ray"])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from cosmos_core.algorithms.distillation import ask_teacher
+from cosmos_core.algorithms.distillation import score_with_teacher
 from cosmos_core.algorithms.grpo import Grpo
 from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.config.schema.recipe import Recipe
@@ -173,7 +173,7 @@ def test_it_changes_the_rows_that_a_teacher_is_given(
         trainer = with_teacher(recipe, model, tmp_path)
         trainer.evaluate(samples(1), weights="teacher")  # the first call looks at the head too
         passes = Passes(trainer._models["teacher"].model)
-        ask_teacher(recipe.distillation, samples(), trainer, LOGPROBS)
+        score_with_teacher(recipe.distillation, samples(), trainer, LOGPROBS)
         found.append(passes.rows)
     assert found[1] == expected != found[0]
 

@@ -58,7 +58,8 @@ def groups_of(recipe: Recipe, sampling: Sampling, step: int = 0) -> list[Group]:
     settings = EngineSettings(None, None, "", recipe.rollout, 1, torch.float32, flow=source)  # type: ignore[arg-type]
     given = torch.ones(3, sampling.flow.num_frames, 4, 4) if sampling.flow else None
     prompts = [
-        Prompt(i, (), str(i), "", embedding={"colour": torch.full((3,), 0.1 * i)}, given=given) for i in range(2)
+        Prompt(i, (), str(i), "", embedding={"colour": torch.full((3,), 0.1 * i)}, conditioning_clip=given)
+        for i in range(2)
     ]
     return generate(FlowSamplerEngine(settings), prompts, sampling, step)
 
@@ -69,7 +70,7 @@ def drawn(recipe: Recipe, sampling: Sampling) -> list[Any]:
     for step in range(4):
         for group in groups_of(recipe, sampling, step):
             for completion in group.completions:
-                each = completion.drawn
+                each = completion.diffusion_sample
                 assert each is not None
                 tensors = (each.latents, each.before, each.means)
                 found += [each.sigmas, each.steps, *(None if t is None else t.flatten().tolist() for t in tensors)]

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from cosmos_core.models import open_causal_lm
-from cosmos_core.models.kernels import convert
+from cosmos_core.models.kernels import convert_to_fp8
 from cosmos_core.train import setup
 from tests.effects.change import SFT, Change, changes, stage_of
 from tests.unit.tiny_model import save_tiny_model
@@ -42,7 +42,7 @@ def test_it_changes_the_linear_layers(
     change: Change, expected: list[Any], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("torchao", reason="needs the package torchao")
-    monkeypatch.setattr(open_causal_lm, "use_fp8", partial(convert, emulate=True))
+    monkeypatch.setattr(open_causal_lm, "use_fp8", partial(convert_to_fp8, emulate=True))
     found: list[Any] = []
     for side in (change.before, change.after):
         model = setup.open_trainer(stage_of(tmp_path / "stage", side, model=folder)).adapter.model

@@ -18,7 +18,7 @@ from cosmos_core.cluster.group import WorkerGroup
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.models import offload
 from cosmos_core.models.hf import load_model
-from cosmos_core.models.teacher import computing
+from cosmos_core.models.teacher import teacher_settings
 from cosmos_core.parallel.mesh import open_mesh
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.feeds import rows_per_step
@@ -37,7 +37,7 @@ def sharding(recipes: list[Recipe], folder: Path, stop: threading.Event) -> list
     for recipe in recipes:
         model: Any = load_model(str(folder), dtype=torch.float32)
         mesh = open_mesh(recipe.policy.parallelism, "cpu")
-        train = computing(recipe.distillation, recipe.train) if recipe.teacher else recipe.train
+        train = teacher_settings(recipe.distillation, recipe.train) if recipe.teacher else recipe.train
         trainer_of(model, train, 0, Progress(folder / f"progress_{dist.get_rank()}.json"), mesh)
         group = model.model.layers[0]._get_fsdp_state()._fsdp_param_group
         found.append(

@@ -56,7 +56,7 @@ def test_it_changes_how_far_engines_run_ahead(change: Change, expected: dict[str
 def test_it_changes_the_engines_beside_the_ranks(change: Change, expected: tuple[int, int], tmp_path: Path) -> None:
     def count(recipe: Recipe, folder: Path) -> int:
         group = worker._engines(stage_of(folder, recipe, kind="rl"))
-        return 0 if group is None else group.wanted()
+        return 0 if group is None else group.target_size()
 
     assert (count(change.before, tmp_path / "before"), count(change.after, tmp_path / "after")) == expected
 
@@ -83,7 +83,7 @@ def test_the_rewards_of_validation_know_its_own_limit(tmp_path: Path, monkeypatc
 def test_an_engine_with_ranks_of_its_own_takes_what_they_take(tmp_path: Path) -> None:
     spread = Change("rollout.parallelism.tp_size", 4, APART).after
     group = worker._engines(stage_of(tmp_path, spread, kind="rl"))
-    assert (group.wanted(), group.processes) == (1, 4)
+    assert (group.target_size(), group.processes) == (1, 4)
 
 
 @changes(

@@ -12,9 +12,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from cosmos_core.cluster.group import WorkerGroup
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.models.pipelined import Pipelined
+from cosmos_core.models.pipelined import PipelineRunner
 from cosmos_core.parallel.mesh import open_mesh
-from cosmos_core.parallel.pipeline import Elsewhere, apply_pp
+from cosmos_core.parallel.pipeline import StagePlaceholder, apply_pp
 from tests.effects.change import SFT, Change, changes
 
 BASE = {**SFT, "policy.parallelism.pp_size": 2, "train.train_policy.mini_batch": 4}
@@ -37,9 +37,9 @@ def facts(recipes: list[Recipe], stop: threading.Event) -> list[dict[str, Any]]:
                         num_key_value_heads=2, head_dim=4)
         )  # fmt: skip
         apply_pp(model, mesh.sizes, mesh.pipeline.get_local_rank())
-        stages, size = Pipelined(model, recipe.train, mesh, torch.float32), recipe.train.train_policy.mini_batch
+        stages, size = PipelineRunner(model, recipe.train, mesh, torch.float32), recipe.train.train_policy.mini_batch
         own = [
-            [i for i, layer in enumerate(stage.model.model.layers) if not isinstance(layer, Elsewhere)]
+            [i for i, layer in enumerate(stage.model.model.layers) if not isinstance(layer, StagePlaceholder)]
             for stage in stages.roots
         ]
         schedule = type(stages._schedule(2, 4, lambda _, number: torch.zeros(()))).__name__

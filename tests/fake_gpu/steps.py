@@ -36,7 +36,7 @@ from cosmos_core.run.progress import Progress
 from cosmos_core.train.estimate import _pretend_data
 from cosmos_core.train.memory import _LiveBytes, step_memory
 from cosmos_core.train.trainer import Trainer
-from cosmos_core.types import Drawn, Prompt
+from cosmos_core.types import DiffusionSample, Prompt
 from tests.effects.change import recipe
 
 LAYERS, LENGTH, FP8_PRODUCT = 3, 512, "fp8 mm"
@@ -167,7 +167,7 @@ def traced_denoiser(chosen: Recipe, name: str, folder: Path, kernels: Kernels) -
         shapes = {"prompt_embeds": (85, 32), "pooled_prompt_embeds": (32,)}
         rollouts = [
             FlowRollout(
-                Drawn(None, torch.zeros(4, 8, 8), times, 0),
+                DiffusionSample(None, torch.zeros(4, 8, 8), times, 0),
                 Prompt(i, (), "", "", embedding={key: torch.zeros(shape) for key, shape in shapes.items()}),
                 1.0 - i % 2 * 2, i,
             )

@@ -362,7 +362,7 @@ def drawn_apart() -> Iterator[None]:
             raise AssertionError(found)
         return [torch.from_numpy(image) for image in found]
 
-    prove_pipeline._fresh = fresh
+    prove_pipeline._draw_in_interpreter = fresh
     yield
     here.close()
     os.waitpid(child, 0)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from cosmos_core.cluster.rank import Told
+from cosmos_core.cluster.rank import Messages
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import DiskFull
@@ -190,7 +190,7 @@ def test_a_rank_of_several_that_finds_the_disk_full_says_so(tmp_path: Path, monk
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.raises(DiskFull, match=f"^disk full: No space left on device: {stage.path}; free space and resume$"):
-        program.run_rank(stage.path, fill, Told())
+        program.run_rank(stage.path, fill, Messages())
 
 
 def test_a_disk_that_is_read_only_is_one_line_too(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from cosmos_core.models.flow import flow_schedule
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.rollout_feed import training_sampling
 from cosmos_core.train.trainer import Trainer
-from cosmos_core.types import Drawn, Prompt
+from cosmos_core.types import DiffusionSample, Prompt
 from tests import tiny_pipelines
 
 DEVICE = torch.device("cuda")
@@ -90,7 +90,7 @@ def test_nft_repeats_to_the_bit(tmp_path: Path) -> None:
         for step in range(3):
             rollouts = [
                 FlowRollout(
-                    Drawn(None, sample.latents, tuple(flow_schedule(4, 3.0).tolist()), step),
+                    DiffusionSample(None, sample.latents, tuple(flow_schedule(4, 3.0).tolist()), step),
                     Prompt(i, (), "", "", embedding=dict(sample.text)), 1.0 - i % 2 * 2, 10 * step + i,
                 )
                 for i, sample in enumerate(drawn(8))

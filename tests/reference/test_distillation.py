@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cosmos_core.algorithms.distillation import distilled, future, jensen_shannon, with_rest
+from cosmos_core.algorithms.distillation import append_rest, discounted_sums, jensen_shannon, teacher_terms
 from cosmos_core.config.schema.distillation import DistillationConfig
 
 V, S = 3, 3
@@ -52,7 +52,7 @@ def test_with_the_rest_as_one_event_the_teacher_is_where_the_gradient_ends(beta:
     for offset, is_there in ((0.0, True), (0.3, False)):
         logits_V = (teacher_V + offset * torch.arange(9)).requires_grad_()
         student_K = logits_V.log_softmax(-1)[ids]
-        value = jensen_shannon(with_rest(student_K), with_rest(teacher_V[ids]), beta)
+        value = jensen_shannon(append_rest(student_K), append_rest(teacher_V[ids]), beta)
         (gradient,) = torch.autograd.grad(value, logits_V)
         assert (gradient.abs().max().item() < 1e-12) == is_there
         assert (value.item() < 1e-12) == is_there
@@ -62,7 +62,7 @@ def test_where_k_tokens_have_all_the_mass_value_and_gradient_are_finite() -> Non
     teacher_K = torch.tensor([0.0, -200.0], dtype=torch.float32)
     student_K = torch.tensor([-1e-9, -30.0], requires_grad=True)
     for beta in (0.0, 0.5, 1.0):
-        value = jensen_shannon(with_rest(student_K), with_rest(teacher_K), beta)
+        value = jensen_shannon(append_rest(student_K), append_rest(teacher_K), beta)
         (gradient,) = torch.autograd.grad(value, student_K)
         assert torch.isfinite(value) and torch.isfinite(gradient).all()
 
@@ -70,8 +70,8 @@ def test_where_k_tokens_have_all_the_mass_value_and_gradient_are_finite() -> Non
 def test_the_future_of_a_token_is_a_discounted_sum() -> None:
     values_BS = torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0]], dtype=torch.float64)
     expected = [sum(DISCOUNT ** (j - i) * (j + 1) for j in range(i + 1, 5)) for i in range(5)]
-    assert future(values_BS, DISCOUNT)[0].tolist() == pytest.approx(expected, rel=1e-12)
-    assert future(values_BS, 0.0)[0].tolist() == [0.0] * 5
+    assert discounted_sums(values_BS, DISCOUNT)[0].tolist() == pytest.approx(expected, rel=1e-12)
+    assert discounted_sums(values_BS, 0.0)[0].tolist() == [0.0] * 5
 
 
 class Chain:
@@ -96,9 +96,9 @@ def expected_gradient(settings: DistillationConfig) -> Tensor:
         chosen = torch.tensor(tokens).unsqueeze(-1)
         policy_S, teacher_S = (each.gather(-1, chosen).squeeze(-1) for each in (policy_SV, teacher_SV))
         if settings.top_k:
-            found = distilled(settings, policy_SV[None, :, : V - 1], teacher_SV[None, :, : V - 1], ones, ones)
+            found = teacher_terms(settings, policy_SV[None, :, : V - 1], teacher_SV[None, :, : V - 1], ones, ones)
         else:
-            found = distilled(settings, policy_S[None], teacher_S[None], ones, ones)
+            found = teacher_terms(settings, policy_S[None], teacher_S[None], ones, ones)
         loss = torch.zeros((), dtype=torch.float64)
         if found.advantages_BS is not None:
             loss = loss - (found.advantages_BS[0] * policy_S).sum()
@@ -142,7 +142,7 @@ def test_without_a_discount_each_token_answers_for_itself() -> None:
 def test_what_nobody_drew_answers_for_itself_alone_and_what_is_not_learned_for_nothing() -> None:
     policy_BS, teacher_BS = torch.tensor([[3.0, 5.0, 7.0, 9.0]]).double(), torch.ones(1, 4).double()
     mask_BS, drawn_BS = torch.tensor([[1, 1, 1, 0]]), torch.tensor([[0, 1, 1, 0]])
-    found = distilled(config(kl_discount_factor=0.5), policy_BS, teacher_BS, mask_BS, drawn_BS)
+    found = teacher_terms(config(kl_discount_factor=0.5), policy_BS, teacher_BS, mask_BS, drawn_BS)
     assert found.advantages_BS is not None
     assert found.advantages_BS[0].tolist() == [-2.0, -(4.0 + 0.5 * 6.0), -6.0, 0.0]
     assert found.metrics["teacher/reverse_kl"].tolist() == [12.0, 3.0]

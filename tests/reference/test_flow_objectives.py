@@ -109,7 +109,7 @@ def test_the_loss_of_flow_grpo_is_that_of_the_paper(name: str, guarded: bool) ->
     inputs, _, known = step_inputs(name, guarded)
     settings = RatioSettings(1e-3, 2e-3, is_guarded=guarded)
     terms = flow_grpo_loss(inputs, settings)
-    found, reference = inputs.found, inputs.reference
+    found, reference = inputs.transition, inputs.reference
     assert reference is not None
     for b in range(3):
         std, rate = found.std[b].item(), found.rate[b].item()
@@ -139,7 +139,7 @@ def test_given_frames_are_no_part_of_any_mean() -> None:
     assert reference is not None and inputs.old_mean is not None
     settings = RatioSettings(1e-3, 2e-3, is_guarded=True)
     learned = StepInputs(
-        inputs.found._replace(mean=inputs.found.mean[..., 1:]),
+        inputs.transition._replace(mean=inputs.transition.mean[..., 1:]),
         inputs.later[..., 1:],
         log_prob(known["old"], inputs.later, mask),
         inputs.advantages_B,

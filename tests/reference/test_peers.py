@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cosmos_core.algorithms.aggregate import weighted_sum
-from cosmos_core.algorithms.correction import Correction, importance_weights, self_normalised
+from cosmos_core.algorithms.correction import Correction, importance_weights, self_normalise
 from cosmos_core.algorithms.grpo import Grpo
 from cosmos_core.algorithms.objectives.base import PolicySettings
 from cosmos_core.algorithms.policy_loss import PolicyInputs, policy_loss
@@ -85,7 +85,7 @@ def test_rejection_of_sequences_by_k3_equals_verl(mean: float | None, most: floa
 def test_self_normalised_weights_equal_verl(rule: str, seed: int) -> None:
     old_BT, rollout_BT, _, mask_BT = random_batch(seed)
     old_BT = old_BT.detach()
-    correction = self_normalised(Correction(rule, high=1.5), zip(old_BT, rollout_BT, mask_BT, strict=True))
+    correction = self_normalise(Correction(rule, high=1.5), zip(old_BT, rollout_BT, mask_BT, strict=True))
     weights_BT, metrics = importance_weights(old_BT, rollout_BT, mask_BT, correction)
     log_ratio_BT = (old_BT - rollout_BT) * mask_BT
     if rule == "truncate":

@@ -14,7 +14,7 @@ import torch
 
 from cosmos_core.errors import DataError
 from cosmos_core.rollout.async_groups import AsyncGroupSource, steps_of
-from cosmos_core.rollout.base import Bucket, Loaded, WeightFormat
+from cosmos_core.rollout.base import Bucket, LoadReceipt, WeightFormat
 from cosmos_core.rollout.fleet import Fleet
 from cosmos_core.rollout.groups import StepGroups
 from cosmos_core.rollout.replica import Replica
@@ -55,10 +55,10 @@ class Drawing:
         segment = Segment((self.version,), True, (-1.0,), self.version)
         return [Group(prompt, (Completion((segment,), "stop", ""),) * sampling.num_completions, step)]
 
-    def load_weights(self, version: int, buckets: Iterable[Bucket]) -> Loaded:
+    def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
         self.weights = {name: tensor.clone() for bucket in buckets for name, tensor in bucket}
         self.version = version
-        return Loaded(version, len(self.weights))
+        return LoadReceipt(version, len(self.weights))
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         return [float(self.weights["a"].flatten()[0])] * (len(token_ids) - 1)

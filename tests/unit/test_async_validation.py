@@ -12,10 +12,10 @@ import pytest
 
 from cosmos_core.checkpoint.best import Best
 from cosmos_core.checkpoint.save import Checkpointer
-from cosmos_core.cluster.group import RanksAgain
+from cosmos_core.cluster.group import RanksMustRestart
 from cosmos_core.data.prepared import open_sequences
 from cosmos_core.errors import CosmosError, DataError, DiskFull, Preempted, StageFailed
-from cosmos_core.parallel.exchange import _packed, _unpacked
+from cosmos_core.parallel.exchange import _from_bytes, _to_bytes
 from cosmos_core.rollout.engine_pool import LostWeights
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
@@ -123,7 +123,7 @@ class Full(DiskFull):
 @pytest.mark.parametrize(
     ("error", "raised", "message"),
     [
-        (LostWeights("the engines have died"), RanksAgain, "validation of step 4: the engines have died"),
+        (LostWeights("the engines have died"), RanksMustRestart, "validation of step 4: the engines have died"),
         (DataError("no answer"), DataError, "no answer"),
         (Full("no room"), DiskFull, "no room"),
         (KeyError("text"), StageFailed, "validation of step 4: KeyError: 'text'"),
@@ -133,7 +133,7 @@ class Full(DiskFull):
 def test_every_rank_raises_what_ended_a_validation_on_the_first(
     error: Exception, raised: type[CosmosError], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(async_validation, "broadcast_object", lambda value: _unpacked(_packed(value)))
+    monkeypatch.setattr(async_validation, "broadcast_object", lambda value: _from_bytes(_to_bytes(value)))
     reply: Future[Group] = Future()
     reply.set_exception(error)
     fleet: Any = SimpleNamespace(version=4, is_stale=False, request=lambda *_, **__: reply)

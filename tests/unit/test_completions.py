@@ -18,7 +18,7 @@ from cosmos_core.errors import ConfigError
 from cosmos_core.observe.completions import shown
 from cosmos_core.run.directory import PIPELINE
 from cosmos_core.train.completions import CompletionLog
-from cosmos_core.types import Completion, Drawn, Group, Prompt, Score, ScoredGroup, Segment
+from cosmos_core.types import Completion, DiffusionSample, Group, Prompt, Score, ScoredGroup, Segment
 
 
 def completion(text: str, ids: Sequence[int], logprob: float = -1.0) -> Completion:
@@ -90,9 +90,11 @@ def test_the_command_shows_a_step_in_the_order_that_is_asked_for(tmp_path: Path)
 
 def drawn_group(prompt: int, count: int, frames: int) -> ScoredGroup:
     shape = (frames, 16, 16, 3) if frames else (16, 16, 3)
-    drawn = [Drawn(torch.full(shape, 10 * k, dtype=torch.uint8), None, (1.0, 0.0), 0) for k in range(count)]
+    drawn = [DiffusionSample(torch.full(shape, 10 * k, dtype=torch.uint8), None, (1.0, 0.0), 0) for k in range(count)]
     group = Group(
-        Prompt(prompt, (), f"prompt {prompt}", ""), tuple(Completion((), "stop", "", drawn=d) for d in drawn), 0
+        Prompt(prompt, (), f"prompt {prompt}", ""),
+        tuple(Completion((), "stop", "", diffusion_sample=d) for d in drawn),
+        0,
     )
     return ScoredGroup(group, tuple(Score(prompt + k / 10) for k in range(count)))
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cosmos_core.algorithms.aggregate import means
 from cosmos_core.algorithms.correction import Correction, importance_weights
-from cosmos_core.rollout.hf import processed_logprobs
+from cosmos_core.rollout.hf import process_logits
 from cosmos_core.types import Sampling
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, -0.5, -1.0, -2.0], dtype=torch.float64)
@@ -56,7 +56,7 @@ def expected_gradient(drawn_V: Tensor, weights_V: Tensor) -> Tensor:
 def sampled_by(sampling: Sampling) -> Tensor:
     """The engine's log-probability of each token; the first two are in the prompt."""
     seen = torch.tensor([[True, True, False, False, False, False]])
-    return processed_logprobs(LOGITS.unsqueeze(0), seen, sampling)[0].double()
+    return process_logits(LOGITS.unsqueeze(0), seen, sampling)[0].double()
 
 
 def weights_of(engine_V: Tensor, cap: float = math.inf) -> Tensor:

@@ -15,9 +15,9 @@ from torch import Tensor
 from cosmos_core.config.schema.diffusers import DiffusersConfig
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.errors import ConfigError, ModelError
-from cosmos_core.models.cosmos_predict import GIVEN_LEVEL, Unguarded, substitute_torchvision
+from cosmos_core.models.cosmos_predict import GIVEN_LEVEL, GuardrailPlaceholder, substitute_torchvision
 from cosmos_core.models.diffusion import DiffusionModel
-from cosmos_core.models.families import known_pipelines, open_family
+from cosmos_core.models.families import open_family, pipeline_modules
 from cosmos_core.models.pipeline_folder import INDEX, PipelineFolder
 from cosmos_core.observe.record import loading_line
 from tests import tiny_pipelines
@@ -41,7 +41,7 @@ def opened(folder: Path, **diffusers: Any) -> DiffusionModel:
 
 def pipeline_of(family: DiffusionModel) -> Any:
     """The pipeline as a user has it."""
-    extra = {"safety_checker": Unguarded()} if family.max_given else {}
+    extra = {"safety_checker": GuardrailPlaceholder()} if family.max_given else {}
     substitute_torchvision()
     pipeline = family.folder.pipeline_class.from_pretrained(family.folder.path, **extra)
     pipeline.set_progress_bar_config(disable=True)
@@ -146,7 +146,7 @@ def test_given_frames_come_clean_have_velocity_0_and_their_own_level(tmp_path: P
     assert velocity[1, :, :2].abs().max() == 0
     assert velocity[1, :, 2].abs().max() > 0
     assert all(value.abs().max() == 0 for value in family.dropped_text(text).values())
-    assert torch.equal(family.guided(latents, noise, 0.0), latents)
+    assert torch.equal(family.apply_guidance(latents, noise, 0.0), latents)
 
 
 def test_a_pipeline_that_is_none_or_of_no_family_is_one_line(tmp_path: Path) -> None:
@@ -274,7 +274,7 @@ def test_the_loading_line_loads_a_pipeline_without_a_t5(tmp_path: Path) -> None:
 
 
 def test_every_family_is_found_by_the_name_of_its_pipeline() -> None:
-    assert known_pipelines() == {
+    assert pipeline_modules() == {
         "StableDiffusion3Pipeline": "sd3", "SanaPipeline": "sana", "SanaVideoPipeline": "sana_video",
         "Cosmos2_5_PredictBasePipeline": "cosmos_predict",
     }  # fmt: skip

@@ -25,23 +25,23 @@ def test_the_weights_of_a_dense_model_cost_what_the_counter_counts(tied: bool) -
     # The counter counts the whole square of attention in place of its causal half.
     square = 2 * 6.0 * LENGTH * LENGTH * SIZES["num_hidden_layers"] * SIZES["num_attention_heads"] * SIZES["head_dim"]
     flops = TrainFlops(model)
-    assert flops.of([LENGTH]) == flops.of_token * LENGTH + square / 2
+    assert flops.total([LENGTH]) == flops.flops_per_token * LENGTH + square / 2
     # The first layer's input needs no gradient where embeddings are looked up, but they are trained: all is counted.
-    assert counter.get_total_flops() == pytest.approx(flops.of_token * LENGTH + square, rel=1e-9)
+    assert counter.get_total_flops() == pytest.approx(flops.flops_per_token * LENGTH + square, rel=1e-9)
 
 
 def test_frozen_weights_cost_no_gradient_of_their_own() -> None:
     model = LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=48))
-    all_trained = TrainFlops(model).of_token
+    all_trained = TrainFlops(model).flops_per_token
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    assert TrainFlops(model).of_token == pytest.approx(all_trained * 4 / 6)
+    assert TrainFlops(model).flops_per_token == pytest.approx(all_trained * 4 / 6)
 
 
 def test_of_experts_those_that_a_token_is_sent_to_count() -> None:
     def of_token(chosen: int) -> float:
         config = Qwen3MoeConfig(**SIZES, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=chosen)
-        return TrainFlops(Qwen3MoeForCausalLM(config)).of_token
+        return TrainFlops(Qwen3MoeForCausalLM(config)).flops_per_token
 
     experts = 6.0 * SIZES["num_hidden_layers"] * 3 * SIZES["hidden_size"] * 16
     assert of_token(2) - of_token(1) == pytest.approx(experts)

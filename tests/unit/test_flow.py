@@ -13,7 +13,7 @@ from cosmos_core.models import flow
 def test_latents_velocity_and_estimates_agree_with_each_other() -> None:
     x0, noise = torch.randn(2, 3, 4, 4, dtype=torch.float64), torch.randn(2, 3, 4, 4, dtype=torch.float64)
     sigma_B = torch.tensor([0.25, 0.9], dtype=torch.float64)
-    x, v = flow.at_noise_level(x0, noise, sigma_B), flow.velocity(x0, noise)
+    x, v = flow.noisy_latents(x0, noise, sigma_B), flow.velocity(x0, noise)
     assert torch.allclose(x[1], 0.1 * x0[1] + 0.9 * noise[1], atol=1e-15)
     assert torch.allclose(flow.clean_estimate(x, v, sigma_B), x0, atol=1e-14)
     assert torch.allclose(flow.noise_estimate(x, v, sigma_B), noise, atol=1e-14)

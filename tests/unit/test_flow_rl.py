@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cosmos_core.algorithms.base import equal_batches
-from cosmos_core.algorithms.flow_credit import CreditSettings, FlowRollout, Watch, flow_advantages
+from cosmos_core.algorithms.flow_credit import CreditSettings, FlowRollout, RewardMonitor, flow_advantages
 from cosmos_core.algorithms.flow_rl import FlowRl
 from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.config.schema.policy import PolicyConfig
@@ -27,7 +27,7 @@ from cosmos_core.rollout.flow_source import FlowSource
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.rollout_feed import training_sampling
 from cosmos_core.train.trainer import Trainer
-from cosmos_core.types import Drawn, Group, Prompt, Score, ScoredGroup
+from cosmos_core.types import DiffusionSample, Group, Prompt, Score, ScoredGroup
 from tests import tiny_pipelines
 from tests.unit.trainers import NoView
 
@@ -104,7 +104,7 @@ class Run:
 
 
 def scored(group: Group) -> ScoredGroup:
-    values = [c.drawn.pixels[..., 0].float().mean().item() / 255 for c in group.completions]  # type: ignore[union-attr]
+    values = [c.diffusion_sample.pixels[..., 0].float().mean().item() / 255 for c in group.completions]  # type: ignore[union-attr]
     return ScoredGroup(group, tuple(Score(value, {"red": value}) for value in values))
 
 
@@ -155,7 +155,7 @@ def test_frames_that_are_given_are_given_in_training_too(trainer_type: str, tmp_
     run = Run("cosmos_predict", tmp_path / "model", trainer_type, sample={"solver": "flow"},
               flow_rl={"min_conditional_frames": 1, "max_conditional_frames": 1})  # fmt: skip
     clip = torch.randn(run.family.latent_shape(32, 32, 5))
-    run.prompts = [replace(prompt, given=clip) for prompt in run.prompts]
+    run.prompts = [replace(prompt, conditioning_clip=clip) for prompt in run.prompts]
     groups = generate(run.engine, run.prompts, run.sampling, 0)
     samples, _ = run.algorithm.credit([scored(group) for group in groups])
     assert all(torch.equal(sample.latents[:, :1], clip[:, :1]) for sample in samples)
@@ -208,7 +208,7 @@ def test_the_old_policy_follows_as_in_the_reference_implementation(kind: int, pe
         def follow(self, weights: str, fraction: float) -> None:
             fractions.append(fraction)
 
-    drawn = Drawn(torch.zeros(1), torch.zeros(2), (1.0, 0.5, 0.0), 0)
+    drawn = DiffusionSample(torch.zeros(1), torch.zeros(2), (1.0, 0.5, 0.0), 0)
     rollouts = [FlowRollout(drawn, Prompt(0, (), "", "", embedding={}), 1.0, k) for k in range(4)]
     algorithm, resumed = make_algorithm(recipe), make_algorithm(recipe)
     for step in range(300):
@@ -242,7 +242,7 @@ def test_nft_asks_at_the_noise_levels_of_the_sampler(family: str, tmp_path: Path
 
     run.family.nft_prepare_transformer_input = remembered  # type: ignore[method-assign]
     groups = generate(run.engine, run.prompts, run.sampling, 0)
-    table = groups[0].completions[0].drawn.sigmas[:-1]  # type: ignore[union-attr]
+    table = groups[0].completions[0].diffusion_sample.sigmas[:-1]  # type: ignore[union-attr]
     asked = set(seen)  # as the network gets them
     assert asked == set(torch.tensor(table).tolist()) and len(asked) == 4
     samples, _ = run.algorithm.credit([scored(group) for group in groups])
@@ -357,7 +357,7 @@ def test_an_alarm_is_raised_when_samples_become_alike_or_a_watched_reward_falls(
         group = Group(Prompt(0, (), "", ""), completions, 0)
         return [ScoredGroup(group, tuple(Score(reward, {"judge": judge}) for _ in drawn))]
 
-    watch = Watch(0.5, ["judge"], num_first=1)
+    watch = RewardMonitor(0.5, ["judge"], num_first=1)
     assert watch.metrics(groups(1.0, 0.5, 0.9))["watch/alarm"] == 0.0
     assert watch.metrics(groups(0.8, 0.9, 0.8)) == {
         "watch/diversity": pytest.approx(0.8), "watch/relative_diversity": pytest.approx(0.8),
@@ -365,16 +365,17 @@ def test_an_alarm_is_raised_when_samples_become_alike_or_a_watched_reward_falls(
     }  # fmt: skip
     assert watch.metrics(groups(0.4, 0.9, 0.8))["watch/alarm"] == 1.0
     assert "diversity 1 at first, 0.4 now" in caplog.text
-    other = Watch(0.5, ["judge"], num_first=1)
+    other = RewardMonitor(0.5, ["judge"], num_first=1)
     other.load_state_dict(watch.state_dict())
     assert other.metrics(groups(0.9, 0.9, 0.3))["watch/alarm"] == 1.0
     assert other.metrics(groups(0.9, 0.4, 0.3))["watch/alarm"] == 0.0  # nothing is gained by it
 
 
 def _completion(latents: Tensor) -> Any:
-    from cosmos_core.types import Completion, Drawn
+    from cosmos_core.types import Completion, DiffusionSample
 
-    return Completion((), "stop", "", drawn=Drawn(torch.zeros(1, 1, 3, dtype=torch.uint8), latents, (1.0, 0.0), 0))
+    pixels = torch.zeros(1, 1, 3, dtype=torch.uint8)
+    return Completion((), "stop", "", diffusion_sample=DiffusionSample(pixels, latents, (1.0, 0.0), 0))
 
 
 @pytest.mark.parametrize(

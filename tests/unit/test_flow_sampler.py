@@ -18,8 +18,8 @@ from cosmos_core.errors import ConfigError
 from cosmos_core.models import flow
 from cosmos_core.models.flow_steps import Levels, log_prob, transition
 from cosmos_core.rollout.base import EngineSettings, generate
-from cosmos_core.rollout.flow_path import Given, denoise, num_given, stochastic_steps
-from cosmos_core.rollout.flow_sampler import FlowSamplerEngine, decoded, to_bytes
+from cosmos_core.rollout.flow_path import ConditioningFrames, denoise, num_conditioning_frames, stochastic_steps
+from cosmos_core.rollout.flow_sampler import FlowSamplerEngine, decode_latents, to_bytes
 from cosmos_core.rollout.flow_source import FlowSource
 from cosmos_core.types import FlowSampling, Group, Prompt, Sampling, Window
 
@@ -42,7 +42,7 @@ class Toy:
     def decode(self, latents: Tensor) -> Tensor:
         return latents
 
-    def guided(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
+    def apply_guidance(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
         return unconditional + scale * (conditional - unconditional)
 
     def pipeline_with_logprob(self, sample: Callable[..., Any], predict: Callable[..., Tensor], *args: Any) -> Any:
@@ -67,7 +67,7 @@ class Denoiser:
         self.sigmas.append(sigma_B.tolist())
         target = text["colour"].reshape(len(latents), 3, *[1] * (latents.ndim - 2))
         velocity = (latents - target) / sigma_B.float().reshape(-1, *[1] * (latents.ndim - 1))
-        return velocity if num_given_B is None else Given(torch.zeros(()), num_given_B).put(velocity)
+        return velocity if num_given_B is None else ConditioningFrames(torch.zeros(()), num_given_B).insert(velocity)
 
     @contextmanager
     def weights(self, name: str) -> Iterator[None]:
@@ -95,7 +95,7 @@ def sampling(**settings: Any) -> Sampling:
 
 
 def latents(groups: list[Group]) -> Tensor:
-    return torch.stack([completion.drawn.latents for group in groups for completion in group.completions])
+    return torch.stack([completion.diffusion_sample.latents for group in groups for completion in group.completions])
 
 
 @pytest.mark.parametrize("settings", [{}, {"solver": "dpm2"}, {"kernel": "cps"}, {"num_frames": 3}])
@@ -106,7 +106,7 @@ def test_each_prompt_gets_images_of_its_own_colour(settings: dict[str, Any]) -> 
         assert len(group.completions) == 4
         for completion in group.completions:
             shape = (3, 4, 4, 3) if "num_frames" in settings else (4, 4, 3)
-            pixels = completion.drawn.pixels
+            pixels = completion.diffusion_sample.pixels
             expected = ((torch.tensor(COLOURS[group.prompt.text]) + 1) * 127.5).expand(shape)
             assert pixels.dtype == torch.uint8 and torch.equal(pixels.float(), expected)
             if "num_frames" not in settings:
@@ -117,8 +117,8 @@ def test_samples_do_not_depend_on_the_batch_that_they_are_drawn_in() -> None:
     whole = generate(engine(Denoiser()), prompts(), sampling(kernel="flow", trained_on=(0, 2)), step=3)
     one = generate(engine(Denoiser(), mini_batch=1), prompts()[1:2], sampling(kernel="flow", trained_on=(0, 2)), 3)
     for ours, other in zip(whole[1].completions, one[0].completions, strict=True):
-        assert torch.allclose(ours.drawn.before, other.drawn.before, atol=1e-6)
-        assert ours.drawn.log_probs == pytest.approx(other.drawn.log_probs, abs=1e-6)
+        assert torch.allclose(ours.diffusion_sample.before, other.diffusion_sample.before, atol=1e-6)
+        assert ours.diffusion_sample.log_probs == pytest.approx(other.diffusion_sample.log_probs, abs=1e-6)
 
 
 def test_texts_of_other_numbers_of_tokens_are_drawn_in_batches_of_their_own() -> None:
@@ -139,13 +139,13 @@ def test_each_completion_step_and_seed_has_noise_of_its_own() -> None:
     first = generate(engine(Denoiser()), prompts(), sampling(**kept), step=0)
     again = generate(engine(Denoiser()), prompts(), sampling(**kept), step=0)
     later = generate(engine(Denoiser()), prompts(), sampling(**kept), step=1)
-    starts = [c.drawn.before[0] for group in (*first, *later) for c in group.completions]
+    starts = [c.diffusion_sample.before[0] for group in (*first, *later) for c in group.completions]
     assert len({tuple(start.flatten().tolist()) for start in starts}) == len(starts)
     assert torch.equal(latents(first), latents(again))
     shared = generate(engine(Denoiser()), prompts(), sampling(**kept, same_noise=True), step=0)
     for group in shared:
-        assert len({tuple(c.drawn.before[0].flatten().tolist()) for c in group.completions}) == 1
-        assert len({tuple(c.drawn.after[0].flatten().tolist()) for c in group.completions}) == 4
+        assert len({tuple(c.diffusion_sample.before[0].flatten().tolist()) for c in group.completions}) == 1
+        assert len({tuple(c.diffusion_sample.after[0].flatten().tolist()) for c in group.completions}) == 4
 
 
 def test_the_denoiser_is_asked_at_the_levels_of_the_table_under_the_named_weights() -> None:
@@ -153,7 +153,7 @@ def test_the_denoiser_is_asked_at_the_levels_of_the_table_under_the_named_weight
     groups = generate(engine(denoiser), prompts(), sampling(weights="old"), step=0)
     table = flow.euler_schedule(5, 3.0).tolist()
     assert [levels[0] for levels in denoiser.sigmas] == table[:-1]
-    assert groups[0].completions[0].drawn.sigmas == tuple(table)
+    assert groups[0].completions[0].diffusion_sample.sigmas == tuple(table)
     assert denoiser.used == ["old"]
 
 
@@ -164,7 +164,7 @@ def test_what_is_kept_of_a_step_gives_its_log_probability_again(kernel: str) -> 
     [group, *_] = generate(engine(denoiser), prompts(), sampling(**settings), step=0)
     table = flow.euler_schedule(5, 3.0)
     for completion in group.completions:
-        drawn = completion.drawn
+        drawn = completion.diffusion_sample
         assert drawn.steps == (0, 1, 3)
         for n, i in enumerate(drawn.steps):
             x = drawn.before[n][None]
@@ -213,13 +213,15 @@ def test_guidance_asks_for_the_empty_prompt_too() -> None:
     null = {"colour": torch.zeros(3)}
     groups = generate(engine(Denoiser(), null_text=null), prompts(), sampling(guidance_scale=0.5 + 1), step=0)
     expected = torch.tensor(COLOURS["green"]) * 1.5
-    assert torch.allclose(groups[1].completions[0].drawn.latents, expected.reshape(3, 1, 1).expand(3, 4, 4), atol=1e-4)
+    assert torch.allclose(
+        groups[1].completions[0].diffusion_sample.latents, expected.reshape(3, 1, 1).expand(3, 4, 4), atol=1e-4
+    )
     with pytest.raises(ConfigError, match="empty prompt"):
         generate(engine(Denoiser()), prompts(), sampling(guidance_scale=2.0), step=0)
 
 
 def test_given_frames_are_no_part_of_a_log_probability() -> None:
-    asked = [replace(prompts()[0], given=torch.rand(3, 4, 4, 4))]
+    asked = [replace(prompts()[0], conditioning_clip=torch.rand(3, 4, 4, 4))]
     settings = {
         "num_frames": 4,
         "given_frames": (2, 2),
@@ -231,7 +233,7 @@ def test_given_frames_are_no_part_of_a_log_probability() -> None:
     [group] = generate(engine(Denoiser(), is_video=True), asked, sampling(**settings), 0)
     table = flow.euler_schedule(5, 3.0)
     for completion in group.completions:
-        drawn = completion.drawn
+        drawn = completion.diffusion_sample
         zero = torch.zeros_like(drawn.before)
         std = transition("flow", zero, zero, Levels(table[1], table[2], table[1]), 0.5).std.item()
         squared = (drawn.after - drawn.means)[0, :, 2:].square().mean().item()
@@ -242,23 +244,23 @@ def test_given_frames_are_no_part_of_a_log_probability() -> None:
 @pytest.mark.parametrize("kernel", ["", "flow"])
 def test_given_frames_stay_as_they_are_and_the_others_are_drawn(kernel: str) -> None:
     clip = torch.rand(3, 4, 4, 4)
-    asked = [replace(prompt, given=clip) for prompt in prompts()]
+    asked = [replace(prompt, conditioning_clip=clip) for prompt in prompts()]
     settings = {"num_frames": 4, "given_frames": (1, 5), "kernel": kernel, "trained_on": (0, 1), "solver": "dpm2"}
     counts = set()
     for step in range(4):
         groups = generate(engine(Denoiser(), is_video=True), asked, sampling(**settings), step)
         for group in groups:
-            [count] = {completion.drawn.num_given for completion in group.completions}
+            [count] = {completion.diffusion_sample.num_given for completion in group.completions}
             counts.add(count)
             for completion in group.completions:
-                latents = completion.drawn.latents
+                latents = completion.diffusion_sample.latents
                 assert torch.allclose(latents[:, :count], clip[:, :count], atol=1e-5)
                 colour = torch.tensor(COLOURS[group.prompt.text]).reshape(3, 1, 1, 1)
                 assert torch.allclose(latents[:, count:], colour.expand_as(latents[:, count:]), atol=1e-4)
     assert counts == {1, 2}  # the network takes no more
-    assert num_given((0, 0), 2, 0, 0, 0) == 0
+    assert num_conditioning_frames((0, 0), 2, 0, 0, 0) == 0
     other = generate(engine(Denoiser(), is_video=True), prompts(), sampling(**settings), 0)
-    assert all(completion.drawn.num_given == 0 for group in other for completion in group.completions)
+    assert all(completion.diffusion_sample.num_given == 0 for group in other for completion in group.completions)
 
 
 class OnGpu(torch.Tensor):
@@ -277,4 +279,4 @@ def test_samples_are_decoded_one_by_one_on_a_gpu(kind: type[torch.Tensor], sizes
 
     latents = torch.linspace(-1, 1, 3 * 4 * 2 * 2).reshape(3, 4, 2, 2)
     model = SimpleNamespace(decode=decode)
-    assert torch.equal(decoded(model, latents.as_subclass(kind)), to_bytes(latents[:, :3])) and seen == sizes
+    assert torch.equal(decode_latents(model, latents.as_subclass(kind)), to_bytes(latents[:, :3])) and seen == sizes

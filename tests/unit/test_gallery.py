@@ -17,7 +17,7 @@ from cosmos_core.observe import gallery, sections
 from cosmos_core.observe.gallery import Drawing
 from cosmos_core.observe.record import Sample
 from cosmos_core.train.measure import SAMPLES, add_samples
-from cosmos_core.types import Completion, Drawn, Group, Prompt, Score, ScoredGroup
+from cosmos_core.types import Completion, DiffusionSample, Group, Prompt, Score, ScoredGroup
 
 RED, GREEN = (200, 0, 0), (0, 200, 0)
 
@@ -29,7 +29,8 @@ def plain(color, frames=0, size=8) -> np.ndarray:
 
 def group_of(number: int, *pixels: np.ndarray, rewards=(0.25, None)) -> ScoredGroup:
     completions = tuple(
-        Completion((), "stop", "", drawn=Drawn(torch.from_numpy(each), None, (1.0, 0.0), 0)) for each in pixels
+        Completion((), "stop", "", diffusion_sample=DiffusionSample(torch.from_numpy(each), None, (1.0, 0.0), 0))
+        for each in pixels
     )
     group = Group(Prompt(number, (), f"prompt {number}", ""), completions, 0)
     return ScoredGroup(group, tuple(Score(reward) for reward in rewards[: len(pixels)]))

@@ -18,7 +18,7 @@ from cosmos_core.config.schema.precision import FP8Config
 from cosmos_core.errors import ConfigError
 from cosmos_core.facts import Facts
 from cosmos_core.models.hf import load_model
-from cosmos_core.models.kernels import convert, use_flash_attention, use_fp8, use_liger, without_fp8
+from cosmos_core.models.kernels import convert_to_fp8, remove_fp8, use_flash_attention, use_fp8, use_liger
 from cosmos_core.run import inputs
 from cosmos_core.run.inputs import check_inputs, kernel_packages
 from tests.unit import test_config_load
@@ -40,7 +40,7 @@ def test_fp8_is_near_and_leaves_names_weights_and_the_head(model: PreTrainedMode
     exact.square().mean().backward()
     gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
-    convert(model, FP8Config(enable_fp8=True, quant_recipe=scales), emulate=True)
+    convert_to_fp8(model, FP8Config(enable_fp8=True, quant_recipe=scales), emulate=True)
     kinds = {name: type(module).__name__ for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     assert kinds.pop("lm_head") == "Linear" and set(kinds.values()) == {"Float8Linear"} and len(kinds) == 14
     logits = model(input_ids=IDS, use_cache=False).logits
@@ -48,7 +48,7 @@ def test_fp8_is_near_and_leaves_names_weights_and_the_head(model: PreTrainedMode
     logits.square().mean().backward()
     for name, parameter in model.named_parameters():
         assert torch.cosine_similarity(parameter.grad.flatten(), gradients[name].flatten(), dim=0) > 0.9, name
-    assert without_fp8(model) is model
+    assert remove_fp8(model) is model
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in state.items())
     assert model.state_dict().keys() == state.keys()
     assert torch.equal(model(input_ids=IDS, use_cache=False).logits, exact)

@@ -27,7 +27,7 @@ from cosmos_core.errors import ConfigError, Preempted, StageFailed
 from cosmos_core.models.export import export_model
 from cosmos_core.models.freeze import choose_trained
 from cosmos_core.models.hf import load_model, load_tokenizer, named_weights
-from cosmos_core.models.lora import add_adapter, merged, plain_state, save_adapter
+from cosmos_core.models.lora import add_adapter, merge_adapter, plain_state, save_adapter
 from cosmos_core.models.prove import prove_export
 from cosmos_core.rollout.base import EngineSettings, generate
 from cosmos_core.rollout.hf import HfEngine
@@ -160,7 +160,7 @@ def test_merged_is_what_peft_merges_and_afterwards_every_bit_is_back(folder: Pat
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     adapted = logits(model)
     expected = peft_model.merge_and_unload()
-    with merged(model):
+    with merge_adapter(model):
         state = plain_state(model)
         assert torch.equal(logits(model), logits(expected))
     assert state.keys() == load_model(str(folder), dtype=torch.float32).state_dict().keys()
@@ -240,7 +240,7 @@ def test_export_and_adapter_are_proven_by_transformers_and_by_peft(
     assert merge.startswith("merge: max difference ")
     assert adapter == "adapter: bit-identical"
     state = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype="auto").state_dict()
-    with merged(model):
+    with merge_adapter(model):
         assert all(torch.equal(state[name], tensor) for name, tensor in plain_state(model).items())
 
     file = tmp_path / "m/lora/adapter_model.safetensors"
@@ -380,7 +380,7 @@ def test_all_linear_is_every_layer_that_multiplies_a_matrix_whatever_its_class(t
     disturb(falcon)
     moved = logits(falcon)
     assert (moved - before).abs().max() > 0.1
-    with merged(falcon):
+    with merge_adapter(falcon):
         torch.testing.assert_close(logits(falcon), moved, rtol=0, atol=1e-4)
 
 

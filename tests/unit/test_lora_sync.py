@@ -14,7 +14,7 @@ from cosmos_core.models.hf import load_model, load_tokenizer
 from cosmos_core.rollout.base import EngineSettings
 from cosmos_core.rollout.hf import HfEngine
 from cosmos_core.rollout.publish import WeightPublisher
-from cosmos_core.rollout.replica import packed, unpacked
+from cosmos_core.rollout.replica import pack, unpack
 from tests.unit.test_lora import disturb, folder, ours, tied_folder  # noqa: F401 - fixtures
 
 
@@ -63,8 +63,8 @@ def test_tied_weights_are_sent_once(tied_folder: Path) -> None:  # noqa: F811
     assert publisher.publish(1)["sync/bytes"] == sum(parameter.nbytes for parameter in model.parameters())
     tied, other = torch.randn(64, 8), torch.randn(64)
     bucket = [("embed", tied), ("head", tied), ("norm", other), ("half", tied[:32])]
-    sent = packed(bucket)
+    sent = pack(bucket)
     assert sent.data.nbytes == tied.nbytes + other.nbytes + tied[:32].nbytes
     assert all(
-        name == own and torch.equal(one, two) for (name, one), (own, two) in zip(bucket, unpacked(sent), strict=True)
+        name == own and torch.equal(one, two) for (name, one), (own, two) in zip(bucket, unpack(sent), strict=True)
     )

@@ -45,7 +45,10 @@ def test_a_rank_whose_reply_is_lost_is_asked_for_its_outcome(monkeypatch: pytest
     outcomes: list[tuple[bool, Any]] = [(True, "of the first"), (True, "of the second")]
     members = [SimpleNamespace(ended=SimpleNamespace(remote=lambda outcome=outcome: outcome)) for outcome in outcomes]
     ray = Ray()
-    assert group._followed(ray, members, ["call 0", "call 1"], lambda: False, None, is_embedded=True) == "of the first"
+    assert (
+        group._wait_for_ranks(ray, members, ["call 0", "call 1"], lambda: False, None, is_embedded=True)
+        == "of the first"
+    )
     assert sorted(ray.asked) == sorted(outcomes * 2)
 
 
@@ -54,7 +57,7 @@ def test_its_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = (False, group.StageFailed("no room"))
     member = SimpleNamespace(ended=SimpleNamespace(remote=lambda: outcome))
     with pytest.raises(group.StageFailed, match="no room"):
-        group._followed(Ray(), [member], ["call"], lambda: False, None, is_embedded=True)
+        group._wait_for_ranks(Ray(), [member], ["call"], lambda: False, None, is_embedded=True)
 
 
 @pytest.mark.parametrize("is_embedded", [True, False])
@@ -68,9 +71,9 @@ def test_a_cluster_of_the_stages_own_that_has_died_ends_it_and_another_is_waited
     member = SimpleNamespace(ended=SimpleNamespace(remote=lambda: (True, "done")))
     if is_embedded:
         with pytest.raises(group.StageFailed, match="a retry starts another one"):
-            group._followed(ray, [member], ["call"], lambda: False, None, is_embedded=True)
+            group._wait_for_ranks(ray, [member], ["call"], lambda: False, None, is_embedded=True)
     else:
-        assert group._followed(ray, [member], ["call"], lambda: False, None, is_embedded=False) == "done"
+        assert group._wait_for_ranks(ray, [member], ["call"], lambda: False, None, is_embedded=False) == "done"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from cosmos_core.errors import EXIT_USAGE, ModelError
 from cosmos_core.models.hf import load_config, load_model, load_tokenizer
 from cosmos_core.models.sharded_load import init_on_meta
-from cosmos_core.models.source import reading
+from cosmos_core.models.source import translate_load_errors
 from cosmos_core.train import check
 from tests.unit.test_train import SFT, make_stage, recipe
 from tests.unit.tiny_model import save_tiny_model
@@ -221,7 +221,7 @@ def test_what_is_wrong_with_a_tokenizer_is_one_line_and_that_of_the_check(
     ids=["memory", "disk", "memory of torch"],
 )
 def test_what_the_machine_lacks_is_not_blamed_on_the_model(error: Exception) -> None:
-    with pytest.raises(type(error)) as caught, reading("weights", "any/model"):
+    with pytest.raises(type(error)) as caught, translate_load_errors("weights", "any/model"):
         raise error
     assert caught.value is error
 

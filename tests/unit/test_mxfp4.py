@@ -12,14 +12,14 @@ from transformers import GptOssConfig, GptOssForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from cosmos_core.models.hf import load_config, load_model
-from cosmos_core.rollout.mxfp4 import has_mxfp4, quantized, with_mxfp4
+from cosmos_core.rollout.mxfp4 import has_mxfp4, quantize, quantize_bucket
 
 VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def back(weight_EOI: torch.Tensor) -> torch.Tensor:
     """What transformers reads of our blocks."""
-    return convert_moe_packed_tensors(*quantized(weight_EOI), dtype=torch.float32).transpose(1, 2)
+    return convert_moe_packed_tensors(*quantize(weight_EOI), dtype=torch.float32).transpose(1, 2)
 
 
 def test_values_are_rounded_to_the_nearest_and_those_of_the_format_stay() -> None:
@@ -50,7 +50,7 @@ def test_a_checkpoint_of_such_experts_is_loaded_as_numbers_that_are_sent_as_they
     torch.manual_seed(0)
     GptOssForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
-    packed = dict(with_mxfp4(list(load_file(file).items())))
+    packed = dict(quantize_bucket(list(load_file(file).items())))
     assert len(packed) == len(load_file(file)) + 2
     save_file({name: tensor.contiguous() for name, tensor in packed.items()}, file, {"format": "pt"})
     values = json.loads((tmp_path / "config.json").read_text())
@@ -59,7 +59,7 @@ def test_a_checkpoint_of_such_experts_is_loaded_as_numbers_that_are_sent_as_they
     (tmp_path / "config.json").write_text(json.dumps(values))
     assert has_mxfp4(load_config(str(tmp_path)))
     model = load_model(str(tmp_path), dtype=torch.bfloat16)
-    again = dict(with_mxfp4([(name, tensor.detach()) for name, tensor in model.state_dict().items()]))
+    again = dict(quantize_bucket([(name, tensor.detach()) for name, tensor in model.state_dict().items()]))
     assert again.keys() == packed.keys()
     for name, tensor in packed.items():
         if name.endswith(("_blocks", "_scales")):  # another scale may stand for the same values

@@ -17,7 +17,7 @@ from cosmos_core.config.schema.parallelism import ParallelismConfig
 from cosmos_core.errors import ModelError
 from cosmos_core.models.hf import load_model
 from cosmos_core.models.sharded_load import init_on_meta
-from cosmos_core.parallel.pipeline import apply_pp, layers_of, own_stages, stage_of
+from cosmos_core.parallel.pipeline import apply_pp, layers_of, stage_of, stages_of_rank
 from cosmos_core.train import check
 from tests.effects.change import SFT, recipe
 from tests.effects.change import stage_of as stage_of_run
@@ -54,7 +54,7 @@ def through_stages(model: PreTrainedModel, sizes: ParallelismConfig) -> Tensor:
     for rank, part in enumerate(ranks):
         apply_pp(part, sizes, rank)
     given = inputs()
-    for stage in range(own_stages(ranks[-1], sizes, sizes.pp_size - 1)[-1] + 1):
+    for stage in range(stages_of_rank(ranks[-1], sizes, sizes.pp_size - 1)[-1] + 1):
         given["inputs_embeds"] = hidden(stage_of(ranks[stage % sizes.pp_size], stage, sizes), given)
         given.pop("input_ids", None)
     return given["inputs_embeds"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cosmos_core.rollout.base import Bucket, Loaded
+from cosmos_core.rollout.base import Bucket, LoadReceipt
 from tests.conftest import wait_until
 from tests.unit.replicas import PROMPTS, SAMPLING, Drawing, Threaded, fleet_of, weights
 
@@ -42,9 +42,9 @@ def test_an_engine_that_only_a_load_finds_dead_is_counted_and_told(caplog: pytes
     handle = Threaded()
     with fleet_of(handle) as fleet:
         fleet.load_weights(1, weights(1))
-        (member,) = fleet._members.opened()
-        fleet._members.lose(member, member.description, ConnectionError("the actor died"))
-        while member.lost or not fleet._members.opened():
+        (member,) = fleet._pool.open_engines()
+        fleet._pool.lose(member, member.description, ConnectionError("the actor died"))
+        while member.lost or not fleet._pool.open_engines():
             time.sleep(0.01)
         assert fleet.is_stale and fleet.num_restarts == 1
     assert "an engine died (the actor died)" in caplog.text
@@ -53,19 +53,19 @@ def test_an_engine_that_only_a_load_finds_dead_is_counted_and_told(caplog: pytes
 def test_a_death_during_a_load_is_one_death_though_another_process_is_there_before_the_next_bucket() -> None:
     handles = [Threaded(), Threaded()]
     with fleet_of(*handles) as fleet:
-        wait_until(lambda: len(fleet._members.opened()) == 2, 5, "all are open")
-        description = fleet._members.known[handles[1]].description
+        wait_until(lambda: len(fleet._pool.open_engines()) == 2, 5, "all are open")
+        description = fleet._pool.engines[handles[1]].description
 
         def buckets() -> Iterator[Bucket]:
             yield weights(1)[0]
             handles[1].kill()
-            while (now := fleet._members.known[handles[1]].description) is None or now is description:
+            while (now := fleet._pool.engines[handles[1]].description) is None or now is description:
                 time.sleep(0.01)
             yield weights(1)[1]
 
-        assert fleet.load_weights(1, buckets()) == Loaded(1, 2)
-        with fleet.only_new():
-            assert fleet.load_weights(1, weights(1)) == Loaded(1, 2)
+        assert fleet.load_weights(1, buckets()) == LoadReceipt(1, 2)
+        with fleet.loading_new_engines():
+            assert fleet.load_weights(1, weights(1)) == LoadReceipt(1, 2)
         assert fleet.num_restarts == 1 and not fleet.is_stale
 
 
@@ -73,7 +73,7 @@ def test_engines_that_hang_together_in_a_load_are_ended_together() -> None:
     """All ranks wait meanwhile, in a collective that has a deadline of its own."""
 
     class Stuck(Drawing):
-        def load_weights(self, version: int, buckets: Iterable[Bucket]) -> Loaded:
+        def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
             while self.hangs.is_set():
                 time.sleep(0.01)
             return super().load_weights(version, buckets)
@@ -89,7 +89,7 @@ def test_engines_that_hang_together_in_a_load_are_ended_together() -> None:
     ended: set[Threaded] = set()
     handles = [Together(Stuck) for _ in range(4)]
     with fleet_of(*handles, patience=3.0) as fleet:
-        wait_until(lambda: len(fleet._members.opened()) == 4, 5, "all are open")
+        wait_until(lambda: len(fleet._pool.open_engines()) == 4, 5, "all are open")
         for handle in handles:
             handle.engine.hangs.set()
         fleet.load_weights(1, weights(1) + [[(str(i), weights(1)[0][0][1])] for i in range(4)])
@@ -114,7 +114,7 @@ def test_prompts_whose_submission_an_engine_never_got_are_submitted_again() -> N
         handle.is_deaf = True
         asked = fleet.request(PROMPTS[0], SAMPLING, 1)
         wait_until(lambda: fleet.num_restarts, 5, "it is found dead")
-        with fleet.only_new():
+        with fleet.loading_new_engines():
             wait_until(lambda: fleet.is_stale, 5, "it is back")
             fleet.load_weights(1, weights(1))
         assert asked.result().prompt == PROMPTS[0] and handle.deaths == 0

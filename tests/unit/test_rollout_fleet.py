@@ -15,11 +15,11 @@ import torch
 from cosmos_core.errors import ConfigError, DataError, StageFailed
 from cosmos_core.rollout import engine_pool, replica
 from cosmos_core.rollout import fleet as fleet_module
-from cosmos_core.rollout.base import Bucket, Loaded, generate
+from cosmos_core.rollout.base import Bucket, LoadReceipt, generate
 from cosmos_core.rollout.engine_pool import LostWeights
 from cosmos_core.rollout.fleet import Fleet
 from cosmos_core.rollout.publish import WeightPublisher
-from cosmos_core.rollout.replica import Replica, packed, unpacked
+from cosmos_core.rollout.replica import Replica, pack, unpack
 from cosmos_core.types import Completion, Group, Prompt, Segment
 from tests.conftest import wait_until
 from tests.unit.replicas import (
@@ -33,7 +33,7 @@ from tests.unit.replicas import (
 
 
 def all_open(fleet: Fleet) -> None:
-    wait_until(lambda: len(fleet._members.opened()) == len(fleet._members.known), 5, "all engines are open")
+    wait_until(lambda: len(fleet._pool.open_engines()) == len(fleet._pool.engines), 5, "all engines are open")
 
 
 def kill_four_times(fleet: Fleet, handle: Threaded) -> None:
@@ -50,7 +50,7 @@ def test_a_bucket_travels_as_one_array_with_every_dtype_and_shape() -> None:
         "a": torch.randn(3, 5, dtype=torch.bfloat16), "b": torch.arange(7, dtype=torch.int8), "c": torch.tensor(1.5),
         "d": torch.randn(2, 2, dtype=torch.float64).T, "e": torch.empty(0, 4),
     }  # fmt: skip
-    found = dict(unpacked(packed(list(tensors.items()))))
+    found = dict(unpack(pack(list(tensors.items()))))
     assert {name: (t.dtype, t.shape) for name, t in found.items()} == {
         n: (t.dtype, t.shape) for n, t in tensors.items()
     }
@@ -61,12 +61,12 @@ def test_several_engines_are_one_and_each_gets_the_weights() -> None:
     handles = [Threaded(), Threaded()]
     with fleet_of(*handles) as fleet:
         all_open(fleet)
-        assert fleet.load_weights(4, weights(4)) == Loaded(4, 2) and fleet.has_new
+        assert fleet.load_weights(4, weights(4)) == LoadReceipt(4, 2) and fleet.has_new
         groups = generate(fleet, PROMPTS[:9], SAMPLING, 5)
         assert [(group.prompt.id, group.step, group.version) for group in groups] == [(i, 5, 4) for i in range(9)]
         assert all(handle.engine.seen for handle in handles), "one engine has done it all"
-        assert fleet.all_logprobs([1, 2, 3]) == [[4.0, 4.0], [4.0, 4.0]]
-        assert fleet.load_weights(5, weights(5)) == Loaded(5, 2) and not fleet.has_new and not fleet.is_stale
+        assert fleet.logprobs_per_engine([1, 2, 3]) == [[4.0, 4.0], [4.0, 4.0]]
+        assert fleet.load_weights(5, weights(5)) == LoadReceipt(5, 2) and not fleet.has_new and not fleet.is_stale
 
 
 def test_an_engine_that_dies_is_replaced_and_its_prompts_go_to_others() -> None:
@@ -76,12 +76,12 @@ def test_an_engine_that_dies_is_replaced_and_its_prompts_go_to_others() -> None:
         fleet.load_weights(1, weights(1))
         handles[0].engine.hangs.set()
         fleet.submit(PROMPTS[:12], SAMPLING, 1)
-        wait_until(lambda: fleet._members.known[handles[0]].in_flight, 5, "it has prompts")
+        wait_until(lambda: fleet._pool.engines[handles[0]].in_flight, 5, "it has prompts")
         handles[0].kill()
         assert sorted(group.prompt.id for group in fleet.completed()) == list(range(12))
         assert fleet.num_restarts == 1
         wait_until(lambda: fleet.is_stale, 5, "it is back")
-        with fleet.only_new():
+        with fleet.loading_new_engines():
             fleet.load_weights(1, weights(1))
         assert fleet.has_new and not fleet.is_stale and handles[0].engine.version == 1
 
@@ -98,17 +98,17 @@ def test_an_engine_that_dies_while_it_gets_weights_is_left_out_and_gets_them_whe
             wait_until(lambda: fleet.num_restarts, 5, "it is found dead")
             yield weights(3)[1]
 
-        assert fleet.load_weights(3, dying()) == Loaded(3, 2)
-        assert fleet.all_logprobs([1, 2]) == [[3.0]]
+        assert fleet.load_weights(3, dying()) == LoadReceipt(3, 2)
+        assert fleet.logprobs_per_engine([1, 2]) == [[3.0]]
         wait_until(lambda: fleet.is_stale, 5, "it is back")
-        with fleet.only_new():
+        with fleet.loading_new_engines():
             fleet.load_weights(3, weights(3))
-        assert fleet.all_logprobs([1, 2]) == [[3.0], [3.0]]
+        assert fleet.logprobs_per_engine([1, 2]) == [[3.0], [3.0]]
 
 
 def test_an_engine_that_hangs_while_it_gets_weights_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     class Stuck(Drawing):
-        def load_weights(self, version: int, buckets: Iterable[Bucket]) -> Loaded:
+        def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
             while self.hangs.is_set():
                 time.sleep(0.01)
             return super().load_weights(version, buckets)
@@ -119,11 +119,11 @@ def test_an_engine_that_hangs_while_it_gets_weights_is_ended(monkeypatch: pytest
         all_open(fleet)
         handle.engine.hangs.set()
         many = [[(f"{i}", torch.zeros(2))] for i in range(4)]
-        assert fleet.load_weights(1, weights(1) + many) == Loaded(1, 6)
+        assert fleet.load_weights(1, weights(1) + many) == LoadReceipt(1, 6)
         assert (handle.deaths, other.deaths) == (1, 0)
         wait_until(lambda: fleet.is_stale, 5, "it is back")
         fleet.load_weights(1, weights(1))
-        assert fleet.all_logprobs([1, 2]) == [[1.0], [1.0]]
+        assert fleet.logprobs_per_engine([1, 2]) == [[1.0], [1.0]]
 
 
 @pytest.mark.parametrize("swap", ["disabled", "generation"])
@@ -138,7 +138,7 @@ def test_an_engine_that_works_for_longer_than_the_patience_is_left_alone(
     monkeypatch.setattr(engine_pool, "POLL_SECONDS", 0.02)
 
     class Slow(Drawing):
-        def load_weights(self, version: int, buckets: Iterable[Bucket]) -> Loaded:
+        def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
             def slowly() -> Iterator[Bucket]:
                 for bucket in buckets:
                     passed.append(80.0 if version == 2 and swap == "disabled" else 0.0)
@@ -147,7 +147,7 @@ def test_an_engine_that_works_for_longer_than_the_patience_is_left_alone(
             return super().load_weights(version, slowly())
 
         def step(self) -> list[Group]:
-            wait_until(lambda: fleet._members.known[handle].passes >= handle._replica._passes, 5, "they are seen")
+            wait_until(lambda: fleet._pool.engines[handle].passes >= handle._replica._passes, 5, "they are seen")
             passed.append(80.0)
             return self.completed() if len(self.seen) or self.passed() else []
 
@@ -251,7 +251,7 @@ def test_an_engine_that_is_on_its_way_is_waited_for(monkeypatch: pytest.MonkeyPa
         handle.refusals = 20
         handle.kill()
         wait_until(lambda: fleet.is_stale, 5, "it is back")
-        with fleet.only_new():
+        with fleet.loading_new_engines():
             fleet.load_weights(1, weights(1))
         fleet.submit(PROMPTS[:2], SAMPLING, 1)
         assert sorted(group.prompt.id for group in fleet.completed()) == [0, 1]
@@ -289,7 +289,7 @@ def test_requests_for_one_version_come_behind_all_others_and_are_made_by_engines
         others = [fleet.request(prompt, SAMPLING, 5) for prompt in PROMPTS[10:14]]
         handles[1].kill()  # what it had goes to the other, which alone has these weights
         wait_until(lambda: fleet.is_stale, 5, "it is back")
-        with fleet.only_new():
+        with fleet.loading_new_engines():
             fleet.load_weights(4, weights(4))
         assert fleet.version == 3, "prompts are given to engines that are old enough for them"
         assert [group.result().version for group in held_out] == [3] * 4
@@ -313,7 +313,7 @@ def test_an_engine_that_dies_while_its_completions_are_awaited_gets_the_weights_
             handle.kill()
 
     def resync() -> None:
-        with fleet.only_new():
+        with fleet.loading_new_engines():
             fleet.load_weights(7, weights(7))
 
     with fleet_of(handle, beat=die) as fleet:
@@ -332,11 +332,11 @@ def test_an_engine_that_comes_back_is_probed_and_not_those_that_wait_for_the_nex
         fleet.load_weights(3, weights(3))
         handles[1].kill()
         wait_until(lambda: fleet.is_stale, 5, "it is back")
-        with fleet.only_new():  # two steps later, none of which sent its weights
+        with fleet.loading_new_engines():  # two steps later, none of which sent its weights
             fleet.load_weights(5, weights(5))
         model: Any = SimpleNamespace(config=config)
         sender = WeightPublisher(fleet, model, lambda ids: torch.full((len(ids) - 1,), 5.0), torch.float32)
-        assert sorted(fleet.all_logprobs([1, 2])) == [[3.0], [5.0]]
+        assert sorted(fleet.logprobs_per_engine([1, 2])) == [[3.0], [5.0]]
         sender._probe(5)
 
 
@@ -345,12 +345,12 @@ def test_a_load_that_a_trainer_began_and_did_not_end_is_given_up_for_that_of_the
     replica = Replica(Drawing)
     replica.begin("of a trainer that dies")
     replica.begin_load(1, background=background, patience=9)
-    replica.bucket(packed(weights(1)[0]))
+    replica.bucket(pack(weights(1)[0]))
     replica.begin("of the next")
     replica.begin_load(2, background=background, patience=9)
     for bucket in weights(2):
-        replica.bucket(packed(bucket))
-    assert replica.end_load(2, background=background, waits=False) == Loaded(2, 2)
+        replica.bucket(pack(bucket))
+    assert replica.end_load(2, background=background, waits=False) == LoadReceipt(2, 2)
     assert replica.logprobs(2, [1, 2]) == [2.0]
 
 
@@ -370,7 +370,7 @@ def test_two_requests_that_differ_in_their_seeds_alone_are_each_given_their_own_
     with fleet_of(handle, most_groups=8) as fleet:
         fleet.load_weights(1, weights(1))
         samplings = [replace(SAMPLING, seed=seed) for seed in (3, 4, 5)]
-        with fleet._members.lock:  # all of them wait before the first is handed out
+        with fleet._pool.lock:  # all of them wait before the first is handed out
             asked = [fleet.request(PROMPTS[i], sampling, 1) for i in (0, 1) for sampling in samplings]
         found = [group.result() for group in asked]
     assert [group.prompt.id for group in found] == [0, 0, 0, 1, 1, 1]

@@ -17,7 +17,7 @@ from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.models.hf import load_model, load_tokenizer
 from cosmos_core.rollout import publish
-from cosmos_core.rollout.base import Around, Bucket, EngineSettings, Loaded, Receiver, generate
+from cosmos_core.rollout.base import Bucket, EngineSettings, EngineWrapper, LoadReceipt, Receiver, generate
 from cosmos_core.rollout.groups import FilteredGroupSource, SyncGroupSource
 from cosmos_core.rollout.publish import WeightPublisher, probe_tokens
 from cosmos_core.rollout.registry import make_engine
@@ -212,12 +212,12 @@ class Recording:
         self.taken: dict[str, torch.Tensor] = {}
         self.model: Any = None
 
-    def load_weights(self, version: int, buckets: Iterable[Bucket]) -> Loaded:
+    def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
         self.sizes = []
         for bucket in buckets:
             self.sizes.append(sum({t.data_ptr(): t.nbytes for _, t in bucket}.values()))
             self.taken |= {name: tensor for name, tensor in bucket if name != self.loses}
-        return Loaded(version, len(self.taken))
+        return LoadReceipt(version, len(self.taken))
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         self.probed += 1
@@ -266,17 +266,17 @@ def test_a_tensor_that_the_engine_did_not_take_ends_the_stage(folder: Path) -> N
 def test_a_receiver_notices_what_did_not_come_and_what_never_came_before() -> None:
     receiver, tensor = Receiver(), torch.zeros(1)
 
-    def load(*names: str) -> Loaded:
+    def load(*names: str) -> LoadReceipt:
         for _ in receiver.tensors([[(name, tensor) for name in names]]):
             pass
-        return receiver.loaded(1)
+        return receiver.receipt(1)
 
-    assert load("a", "b") == Loaded(1, 2)
+    assert load("a", "b") == LoadReceipt(1, 2)
     with pytest.raises(StageFailed, match="1 tensors did not come, such as b"):
         load("a")
     with pytest.raises(StageFailed, match="1 tensors came for the first time, such as c"):
         load("a", "b", "c")
-    assert load("b", "a") == Loaded(1, 2)
+    assert load("b", "a") == LoadReceipt(1, 2)
 
 
 def test_the_first_load_after_each_level_of_sleep_is_probed(folder: Path) -> None:
@@ -288,7 +288,7 @@ def test_the_first_load_after_each_level_of_sleep_is_probed(folder: Path) -> Non
         probed.append(engine.probed)
     assert probed == [1, 2, 2, 3, 3, 3]
     inner: Any = SimpleNamespace(name="", weight_format="checkpoint", ranks_per_engine=1, slept=2)
-    assert Around(inner).slept == 2
+    assert EngineWrapper(inner).slept == 2
 
 
 def test_an_engine_that_its_first_deep_sleep_spoils_is_seen_at_once(folder: Path) -> None:

@@ -18,14 +18,14 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from cosmos_core.algorithms.grpo import sample_of
+from cosmos_core.algorithms.grpo import make_sample
 from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.errors import DataError
 from cosmos_core.models.hf import load_model, load_tokenizer
 from cosmos_core.rollout import hf
 from cosmos_core.rollout.base import EngineSettings, generate, request_seed
-from cosmos_core.rollout.hf import HfEngine, processed_logprobs
+from cosmos_core.rollout.hf import HfEngine, process_logits
 from cosmos_core.rollout.registry import make_engine
 from cosmos_core.rollout.sample_tokens import sample_tokens
 from cosmos_core.run.progress import Progress
@@ -139,7 +139,7 @@ def test_rows_that_have_ended_leave_the_batch_and_change_no_other(
         found = generate(engine, PROMPTS, sampling, step=3)
         shrinking, sizes[:] = sizes[:], []
         with monkeypatch.context() as patch:
-            patch.setattr(hf, "_roomy", lambda cache: cache)
+            patch.setattr(hf, "_preallocate_layers", lambda cache: cache)
             whole = generate(engine, PROMPTS, sampling, step=3)
     finally:
         hook.remove()
@@ -170,10 +170,10 @@ def test_only_what_was_drawn_is_learned_whatever_its_ids_are(engine: HfEngine, f
 
     groups = drawn(stops=True)
     assert tokens(groups) == tokens(generate(engine, prompts, hot, 1)), "padding with the end token changes something"
-    samples = [sample_of(group.prompt, made, 1.0, 1.0) for group in groups for made in group.completions]
+    samples = [make_sample(group.prompt, made, 1.0, 1.0) for group in groups for made in group.completions]
     for group in groups:
         for made in group.completions:
-            mask = sample_of(group.prompt, made, 1.0, 1.0).loss_mask.tolist()
+            mask = make_sample(group.prompt, made, 1.0, 1.0).loss_mask.tolist()
             assert mask == [0] * len(group.prompt.token_ids) + [1] * len(made.token_ids)
     assert {made.finish_reason for group in groups for made in group.completions} == {"stop", "length"}
     train = TrainConfig.model_validate({"param_dtype": "float32", "sequence_packing": False})
@@ -210,7 +210,7 @@ def test_the_processed_distribution_is_that_of_transformers() -> None:
         RepetitionPenaltyLogitsProcessor(1.4), TemperatureLogitsWarper(0.6), TopKLogitsWarper(12), TopPLogitsWarper(0.8)
     ])  # fmt: skip
     expected = warpers(history, logits.clone()).log_softmax(-1)
-    torch.testing.assert_close(processed_logprobs(logits, seen, sampling), expected)
+    torch.testing.assert_close(process_logits(logits, seen, sampling), expected)
 
 
 def test_draws_follow_the_distribution_and_never_take_an_impossible_token() -> None:

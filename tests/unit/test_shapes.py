@@ -76,9 +76,9 @@ def test_lengths_stay_where_shapes_cost_nothing(device: str, dtype: torch.dtype)
 
 def test_autocast_decides_where_there_is_one() -> None:
     tensor = torch.ones(2, 33, 4)
-    assert shapes.filled(tensor, -2) is tensor
+    assert shapes.pad_to_kernel(tensor, -2) is tensor
     with torch.autocast("cpu", torch.bfloat16):
-        longer = shapes.filled(tensor, -2)
+        longer = shapes.pad_to_kernel(tensor, -2)
     assert longer.shape == (2, 64, 4)
     assert longer[:, 33:].eq(0).all()
 

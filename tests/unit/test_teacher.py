@@ -16,7 +16,7 @@ from cosmos_core.config.schema.distillation import DistillationConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError, ModelError
 from cosmos_core.models.scorer import Wants
-from cosmos_core.models.teacher import look_at_teacher, open_teacher
+from cosmos_core.models.teacher import check_teacher, open_teacher
 from cosmos_core.run.hub import pinned
 from cosmos_core.run.inputs import check_inputs
 from cosmos_core.train.setup import open_trainer
@@ -163,7 +163,7 @@ def test_a_teacher_must_have_the_tokens_of_the_policy_and_may_have_more(tmp_path
     recipe = Change("distillation.enable", True, {**GRPO, "policy.model_max_length": 64}).after
 
     def look(folder: Path) -> str:
-        return look_at_teacher(DistillationConfig(enable=True, model_name_or_path=str(folder)), recipe, tokenizer)
+        return check_teacher(DistillationConfig(enable=True, model_name_or_path=str(folder)), recipe, tokenizer)
 
     assert look(with_tokens(tmp_path / "more", added=2)) == "teacher Qwen3ForCausalLM"
     with pytest.raises(ModelError, match=r"^distillation.model_name_or_path = .*2 of 259 tokens .*or none"):

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cosmos_core.algorithms.grpo import sample_of
+from cosmos_core.algorithms.grpo import make_sample
 from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.data.chat import Chat, ToolText
 from cosmos_core.errors import ModelError
@@ -170,7 +170,7 @@ def test_what_was_drawn_is_kept_and_what_tools_say_is_not_learned(talk: Any, tok
     assert [(turn.role, turn.text, turn.is_error) for turn in made.turns] == [
         ("assistant", first.removesuffix("<|im_end|>"), False), ("tool", "5", False), ("assistant", "It is 5.", False),
     ]  # fmt: skip
-    sample = sample_of(inner.asked[0][0][0], made, 1.0, 1.0)
+    sample = make_sample(inner.asked[0][0][0], made, 1.0, 1.0)
     assert decoded(tokenizer, sample.input_ids[sample.loss_mask == 1]) == first + last
     assert sample.rollout_logprobs is not None
     lengths = [len(segment.logprobs) for segment in made.segments]
@@ -259,7 +259,7 @@ def test_a_turn_without_a_token_is_a_completion_without_any(folder: Path, model:
     [group] = generate(turns, [prompt], replace(SAMPLING, num_completions=2), step=3)
     turns.close()
     assert group.version == 4 and [made.token_ids for made in group.completions] == [(), ()]
-    assert sample_of(prompt, group.completions[0], 1.0, 1.0).num_learned == 0
+    assert make_sample(prompt, group.completions[0], 1.0, 1.0).num_learned == 0
 
 
 def test_without_tools_the_first_turn_is_the_last(talk: Any) -> None:
@@ -288,7 +288,7 @@ def test_trainer_and_engine_agree_on_every_drawn_token_of_a_conversation(
     for prompt, made in several:
         ids = torch.tensor([[*prompt.token_ids, *made.token_ids]])
         expected = sequence_logprobs(model, ids, torch.ones_like(ids), temperature=0.7)[0].detach().numpy()
-        sample = sample_of(prompt, made, 1.0, 1.0)
+        sample = make_sample(prompt, made, 1.0, 1.0)
         learned = np.flatnonzero(sample.loss_mask[1:])
         assert sample.rollout_logprobs is not None
         assert np.abs(expected[learned] - sample.rollout_logprobs).max() < 1e-4

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from cosmos_core.algorithms.grpo import sample_of
+from cosmos_core.algorithms.grpo import make_sample
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.config.schema.train import TrainConfig
@@ -132,7 +132,7 @@ def test_engine_and_trainer_agree_on_completions_of_prompts_with_images(family: 
     assert [group.prompt for group in groups] == prompts
     config = TrainConfig.model_validate({"param_dtype": "float32", "compile": False})
     trainer = trainer_of(model, config, int(tokenizer.pad_token_id), Progress(folder / "p.json"), vision=vision)
-    samples = [sample_of(group.prompt, made, 1.0, 1.0) for group in groups for made in group.completions]
+    samples = [make_sample(group.prompt, made, 1.0, 1.0) for group in groups for made in group.completions]
     for sample, row in zip(samples, logprobs(trainer, samples), strict=True):
         learned = np.flatnonzero(sample.loss_mask[1:])
         assert sample.rollout_logprobs is not None

@@ -25,7 +25,7 @@ from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.errors import ConfigError, DataError, StageFailed
 from cosmos_core.models.hf import load_model, load_tokenizer, named_weights
 from cosmos_core.models.lora import add_adapter
-from cosmos_core.rollout.base import Bucket, Engine, EngineSettings, Loaded, generate
+from cosmos_core.rollout.base import Bucket, Engine, EngineSettings, LoadReceipt, generate
 from cosmos_core.rollout.publish import WeightPublisher
 from cosmos_core.rollout.registry import make_engine
 from cosmos_core.rollout.vllm_adapter import adapter_of
@@ -270,7 +270,7 @@ class Wrong:
         self.engine, self.weights, self.weight_format = engine, weights, engine.weight_format
         self.logprobs = engine.logprobs
 
-    def load_weights(self, version: int, buckets: Iterable[Bucket]) -> Loaded:
+    def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
         for _ in buckets:
             pass
         return self.engine.load_weights(version, [self.weights])

@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from cosmos_core.algorithms.aggregate import Metrics
-from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, capped, ratio_of
+from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, capped_fraction, probability_ratio
 
 
 def aipo(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
     """Return -sg[min(pi / mu, ratio_cap)] A log pi, where mu is the distribution that the tokens were sampled from."""
     assert terms.rollout_log_ratio_BT is not None, "AIPO needs the log-probabilities of the rollouts"
-    ratio_BT = ratio_of(terms.rollout_log_ratio_BT)
+    ratio_BT = probability_ratio(terms.rollout_log_ratio_BT)
     loss_BT = -ratio_BT.clamp(max=settings.ratio_cap) * terms.advantages_B1 * terms.logprobs_BT
-    return loss_BT, capped(ratio_BT, terms, settings)
+    return loss_BT, capped_fraction(ratio_BT, terms, settings)

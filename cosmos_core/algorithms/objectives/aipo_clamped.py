@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from cosmos_core.algorithms.aggregate import Metrics
-from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, capped, ratio_of
+from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, capped_fraction, probability_ratio
 
 
 def aipo_clamped(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
     """Return -min(rho, ratio_cap) A with rho = pi / pi_old."""
-    ratio_BT = ratio_of(terms.log_ratio_BT)
+    ratio_BT = probability_ratio(terms.log_ratio_BT)
     loss_BT = -ratio_BT.clamp(max=settings.ratio_cap) * terms.advantages_B1
-    return loss_BT, capped(ratio_BT, terms, settings)
+    return loss_BT, capped_fraction(ratio_BT, terms, settings)

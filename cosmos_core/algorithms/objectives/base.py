@@ -53,7 +53,7 @@ class Terms:
     mask_BT: Tensor
 
 
-def capped(ratio_BT: Tensor, terms: Terms, settings: PolicySettings) -> Metrics:
+def capped_fraction(ratio_BT: Tensor, terms: Terms, settings: PolicySettings) -> Metrics:
     """Return the fraction of tokens whose weight exceeds `ratio_cap`, in total and by the sign of the advantage."""
     is_capped_BT = ratio_BT > settings.ratio_cap
     return {
@@ -63,6 +63,6 @@ def capped(ratio_BT: Tensor, terms: Terms, settings: PolicySettings) -> Metrics:
     }
 
 
-def ratio_of(log_ratio_BT: Tensor) -> Tensor:
+def probability_ratio(log_ratio_BT: Tensor) -> Tensor:
     """Return exp of a difference of log-probabilities, with the difference clamped to +-20."""
     return log_ratio_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

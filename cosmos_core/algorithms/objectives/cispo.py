@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from cosmos_core.algorithms.aggregate import Metrics
-from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, capped, ratio_of
+from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, capped_fraction, probability_ratio
 
 
 def cispo(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
@@ -13,6 +13,6 @@ def cispo(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
 
     `ratio_cap` is the maximum weight itself, not its distance from 1.
     """
-    ratio_BT = ratio_of(terms.log_ratio_BT.detach())
+    ratio_BT = probability_ratio(terms.log_ratio_BT.detach())
     loss_BT = -ratio_BT.clamp(max=settings.ratio_cap) * terms.advantages_B1 * terms.logprobs_BT
-    return loss_BT, capped(ratio_BT, terms, settings)
+    return loss_BT, capped_fraction(ratio_BT, terms, settings)

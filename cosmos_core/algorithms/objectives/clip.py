@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cosmos_core.algorithms.aggregate import Metrics, token_metric
-from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, ratio_of
+from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, probability_ratio
 
 
 def clip(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
@@ -16,15 +16,15 @@ def clip(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
 
     A negative epsilon disables clipping on its side.
     """
-    ratio_BT, advantages_B1 = ratio_of(terms.log_ratio_BT), terms.advantages_B1
-    loss_BT, metrics = clipped(ratio_BT, terms, settings)
+    ratio_BT, advantages_B1 = probability_ratio(terms.log_ratio_BT), terms.advantages_B1
+    loss_BT, metrics = clipped_loss(ratio_BT, terms, settings)
     bound_B1 = -settings.lower_bound_ratio * advantages_B1
     is_negative_B1 = advantages_B1 < 0
     metrics["clip_dual"] = token_metric(is_negative_B1 & (loss_BT > bound_B1), terms.mask_BT)
     return torch.where(is_negative_B1, torch.minimum(loss_BT, bound_B1), loss_BT), metrics
 
 
-def clipped(ratio_BT: Tensor, terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
+def clipped_loss(ratio_BT: Tensor, terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
     """Return the pessimistic loss of tokens with these ratios, and the fractions of tokens that were clipped."""
     low = 1 - settings.epsilon_low if settings.epsilon_low >= 0 else -math.inf
     high = 1 + settings.epsilon_high if settings.epsilon_high >= 0 else math.inf

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cosmos_core.algorithms.aggregate import Metrics, token_metric
-from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, ratio_of
+from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, probability_ratio
 
 
 def dppo_tv(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
@@ -27,7 +27,7 @@ def within_region(terms: Terms, settings: PolicySettings, is_inside_BT: Tensor) 
 
     The metrics are the fractions of tokens outside the trust region, by the sign of the advantage.
     """
-    ratio_BT = ratio_of(terms.log_ratio_BT.detach()).clamp(max=settings.ratio_cap)
+    ratio_BT = probability_ratio(terms.log_ratio_BT.detach()).clamp(max=settings.ratio_cap)
     loss_BT = -ratio_BT * is_inside_BT * terms.advantages_B1 * terms.logprobs_BT
     return loss_BT, {
         "clip_low": token_metric(~is_inside_BT & (terms.advantages_B1 < 0), terms.mask_BT),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from cosmos_core.algorithms.aggregate import Metrics
-from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, ratio_of
-from cosmos_core.algorithms.objectives.clip import clipped
+from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, probability_ratio
+from cosmos_core.algorithms.objectives.clip import clipped_loss
 
 
 def gspo(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
@@ -18,4 +18,4 @@ def gspo(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
     """
     lengths_B1 = terms.mask_BT.sum(-1, keepdim=True).clamp(min=1)
     mean_B1 = terms.log_ratio_BT.sum(-1, keepdim=True) / lengths_B1
-    return clipped(ratio_of(mean_B1).expand_as(terms.log_ratio_BT), terms, settings)
+    return clipped_loss(probability_ratio(mean_B1).expand_as(terms.log_ratio_BT), terms, settings)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cosmos_core.algorithms.aggregate import Metrics
-from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, ratio_of
+from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, probability_ratio
 
 
 def sapo(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
@@ -17,5 +17,5 @@ def sapo(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
     """
     positive, negative = settings.sapo_temperature_pos, settings.sapo_temperature_neg
     temperature_B1 = negative + (positive - negative) * (terms.advantages_B1 > 0).to(terms.advantages_B1)
-    gate_BT = torch.sigmoid(temperature_B1 * (ratio_of(terms.log_ratio_BT) - 1)) * 4 / temperature_B1
+    gate_BT = torch.sigmoid(temperature_B1 * (probability_ratio(terms.log_ratio_BT) - 1)) * 4 / temperature_B1
     return -gate_BT * terms.advantages_B1, {}

@@ -1,4 +1,4 @@
-"""The base of `[train.train_policy]`: what every algorithm's table has, and what an algorithm declares to the rest.
+"""Base of `[train.train_policy]`: keys that every algorithm has, and what an algorithm declares to other modules.
 
 Each algorithm has a table of its own, a subclass in the file of its name; `algorithm_of` finds the one that a recipe
 means. Nobody else asks which algorithm is running: they ask for these declarations.
@@ -31,22 +31,23 @@ class AlgorithmConfig(Table):
     algorithm: ClassVar[str]
     """The `trainer_type` that means this table."""
     rows: ClassVar[RowKind]
-    """What `prepare` makes: token sequences, pairs of them, sequences with a label, or prompts to complete; of a
-    diffusion model images and clips with their prompts (`media`), or prompts alone (`media_prompts`)."""
+    """Kind of rows that `prepare` makes: token sequences, pairs of sequences, sequences with a label, or prompts; for a
+    diffusion model images and clips with their prompts (`media`), or only prompts (`media_prompts`)."""
     modalities: ClassVar[tuple[str, ...]] = ("causal_lm",)
     """The model adapters that accept the algorithm."""
     has_rollouts: ClassVar[bool] = False
     """Whether it learns from scored groups of what the policy makes of prompts."""
     scores_rows_once: ClassVar[bool] = False
-    """Whether the reference policy is asked for each row before the first step alone, so that no copy of it is kept."""
+    """Whether reference log-probabilities of all rows are computed before the first step, so that no copy of the
+    reference policy is needed during training."""
 
     trainer_type: str
     """The algorithm: a name, or `path/file.py:Class` of a user's own, with its parameters in `[custom]`."""
     dataset: DatasetConfig = DatasetConfig()
     """Rows to learn from."""
     data_packer: Annotated[Thing | Literal[""], Where.CODE] = ""
-    """A class of your own, `path/file.py:Class`, whose `get_rollout_input(item)` gives the prompt of a row, or whose
-    `sft_process_sample(item)` its tokens or its turns; empty: rows are what they are."""
+    """A user's class, `path/file.py:Class`, whose `get_rollout_input(item)` returns the prompt of a row, or whose
+    `sft_process_sample(item)` returns its tokens or its turns; empty: rows are used unchanged."""
     mini_batch: Rows = 2
     """Rows per forward pass; changes speed and memory, not results."""
     dataloader_shuffle: bool = True
@@ -73,22 +74,23 @@ class AlgorithmConfig(Table):
 
     @property
     def real_rows(self) -> DataTermConfig | None:
-        """Return what is said of rows that are learned beside rollouts of text; None: there are none."""
+        """Return the settings of SFT rows that are trained on in addition to text rollouts; None: there are no such
+        rows."""
         return None
 
     @property
     def rewards(self) -> dict[str, float]:
-        """Return the reward functions with their weights; empty: nothing is scored."""
+        """Return the reward functions with their weights; empty if nothing is scored."""
         return {}
 
     @property
     def held_out_rewards(self) -> dict[str, float]:
-        """Return the reward functions of validation where it names none of its own."""
+        """Return the reward functions of validation, unless validation has its own."""
         return self.rewards
 
     @property
     def remote_rewards(self) -> RemoteRewardConfig | None:
-        """Return what is asked of a reward service in place of reward functions; None: nothing."""
+        """Return the settings of a reward service that replaces reward functions; None: no service."""
         return None
 
     @property
@@ -108,8 +110,8 @@ class AlgorithmConfig(Table):
 
     @property
     def dynamic_sampling(self) -> tuple[Sequence[str], int] | None:
-        """Return the reward metrics (none: the total reward) by which a group without a difference is dropped, and the
-        most rounds in which others are drawn in their place (0: without end); None: no group is dropped."""
+        """Return the reward metrics (empty: the total reward) by which groups without a difference are dropped, and the
+        maximum number of rounds that sample replacements (0: unlimited); None: no group is dropped."""
         return None
 
     @property
@@ -125,11 +127,12 @@ class AlgorithmConfig(Table):
 
     @property
     def env_of_rewards(self) -> tuple[str, ...]:
-        """Return the environment variables that rewards see beyond those that any program needs."""
+        """Return the names of environment variables that rewards receive in addition to those that any program
+        needs."""
         return ()
 
     def flow_sampling(self, diffusers: "DiffusersConfig") -> FlowSampling | None:
-        """Return how rollouts of a diffusion model are drawn; None: there are none, or they are text."""
+        """Return the settings for sampling from a diffusion model; None: there are no rollouts, or they are text."""
         return None
 
     @property
@@ -139,7 +142,7 @@ class AlgorithmConfig(Table):
 
     @property
     def named_weights(self) -> tuple[str, ...]:
-        """Return the weights that the algorithm asks for beside the policy's."""
+        """Return the names of the weights that the algorithm needs in addition to the policy's."""
         return ()
 
     @property

@@ -1,4 +1,4 @@
-"""`[train.ckpt]`: when the state is saved, how much of it is kept, and where the model goes."""
+"""`[train.ckpt]`: when checkpoints are saved, how many are kept, and where the model is published."""
 
 from typing import Annotated, Literal, Self
 
@@ -12,41 +12,41 @@ class CheckpointConfig(Table):
     """`[train.ckpt]`"""
 
     enable_checkpoint: Annotated[bool, NoResult] = False
-    """Save during training, also the best step by validation, which is kept and named in `best.json`. The final state
-    and the state at a signal are saved regardless."""
+    """Save checkpoints during training, also of the best step by validation, which is kept and named in `best.json`.
+    The final state and the state at a stop signal are saved in any case."""
     save_freq: Annotated[int, Unit("train steps"), NoResult] = 20
     """Every N train steps; 0 or less: by `save_freq_in_epoch`."""
     save_freq_in_epoch: Annotated[int, Unit("epochs"), NoResult] = 0
     """Every N epochs, in place of `save_freq`; 0 or less: off."""
     save_mode: Annotated[Literal["sync", "async"], NoResult] = "async"
-    """`async`: training goes on while the state is written; one save at a time."""
+    """`async`: training continues while a checkpoint is written; at most one is written at a time."""
     max_keep: Annotated[int, Unit("checkpoints"), NoResult] = 5
-    """Newest checkpoints that are kept, beside the best; -1: all."""
+    """Number of newest checkpoints to keep in addition to the best; -1: all."""
     export_safetensors: Annotated[bool, NoResult] = True
     """True: the pipeline ends with a proven safetensors export (a plain recipe gets an `export` stage)."""
     upload_hf: Annotated[bool, NoResult] = False
-    """Publish the export of the last training on the Hugging Face Hub: a stage `NAME-hub` behind it. A new repository
-    is private; each run is a commit with a tag. The token is `HF_TOKEN` of the environment."""
+    """Publish the export of the last training on the Hugging Face Hub, in a stage `NAME-hub` after it. A new repository
+    is private; each run is a commit with a tag. The token is `HF_TOKEN` in the environment."""
     hf_repo_name: Annotated[str, Needs("upload_hf"), NoResult] = "Comos-Reason1"
     """Repository on the Hub, `OWNER/NAME`, or `NAME` in the account of the token; the default is spelt as in
     Cosmos-RL."""
     upload_s3: Annotated[bool | str, NoResult] = False
-    """Publish in an S3-compatible store: false, `final` (the export: a stage `NAME-s3` behind it) or `all` (each
-    checkpoint too, while the training goes on). Who we are to it is in the environment: `PROD_S3_CHECKPOINT_*`, as in
-    Cosmos-RL, or the variables of AWS, `AWS_ENDPOINT_URL` among them."""
+    """Publish in an S3-compatible store: false, `final` (the export, in a stage `NAME-s3` after it) or `all` (also each
+    checkpoint during the training). Credentials are environment variables: `PROD_S3_CHECKPOINT_*`, as in Cosmos-RL, or
+    those of AWS, including `AWS_ENDPOINT_URL`."""
     s3_bucket: Annotated[str | None, Needs("upload_s3"), NoResult] = None
     """Bucket; None: no upload."""
     s3_prefix: Annotated[str, Needs("upload_s3"), NoResult] = "outputs"
     """Prefix of keys in the bucket, before the names of pipeline and stage."""
 
     def s3_url(self, *names: str) -> str:
-        """Return where in the store a thing of these names goes; empty: nothing does."""
+        """Return the URL in the store for these names; empty if nothing is uploaded."""
         parts = (self.s3_bucket or "", self.s3_prefix.strip("/"), *names)
         return f"s3://{'/'.join(filter(None, parts))}" if self.upload_s3 else ""
 
     def targets(self, *names: str, is_last: bool) -> dict[str, str]:
-        """Return where the export of a training goes, by how the stage that brings it there ends; the Hub gets that of
-        the last training alone."""
+        """Return the upload targets of a training's export by the suffix of the upload stage; only the last training
+        has the target on the Hub."""
         hub = f"hub://{self.hf_repo_name}" if self.upload_hf and is_last else ""
         return {kind: url for kind, url in {"s3": self.s3_url(*names), "hub": hub}.items() if url}
 

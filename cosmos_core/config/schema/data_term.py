@@ -1,4 +1,4 @@
-"""`[train.train_policy.data_term]`: rows of supervised fine-tuning that are learned beside rollouts."""
+"""`[train.train_policy.data_term]`: SFT rows that are trained on in addition to rollouts."""
 
 from typing import Annotated
 
@@ -10,11 +10,10 @@ from cosmos_core.config.schema.values import Fraction, NonNegativeFloat, Rows, S
 
 class DataTermConfig(Table):
     """`[train.train_policy.data_term]`: conversations whose SFT loss is added to every optimizer step of RL, with any
-    algorithm and variant; their rows are a function of the seed and the number of the step, so a resumed run goes on
-    with the same ones."""
+    algorithm and variant. The rows depend only on the seed and the step, so a resumed run uses the same rows."""
 
     name: Annotated[str, NoResult, Where.PATH] = ""
-    """Rows of conversations, or of text: a path, a URL or a Hub id, as `dataset.name` takes them; empty: none."""
+    """Path, URL or Hub id of rows of conversations or text, as in `dataset.name`; empty: no data term."""
     subset: str = ""
     """Configuration name on the Hub; empty: the default one."""
     revision: str = ""
@@ -25,9 +24,9 @@ class DataTermConfig(Table):
     """Most rows that may be left out because they cannot be read or the chat template refuses them."""
     conversation_column_name: str = "conversations"
     """Column of the conversation; rows without it may have `messages`, `conversation`, `text`, `prompt` + `response`,
-    or `instruction` + `input` + `output`. `system_prompt` is put before those that have no system turn."""
+    or `instruction` + `input` + `output`. `system_prompt` is added to conversations without a system turn."""
     weight: NonNegativeFloat = 0.0
-    """Weight of their mean loss per token, beside that of the rollouts; 0: none."""
+    """Weight of the mean SFT loss per token relative to the loss of the rollouts; 0: no SFT loss."""
     batch_size: Rows = 8
     """Rows of each optimizer step; every row comes once before any comes again."""
 

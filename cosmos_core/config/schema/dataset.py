@@ -15,7 +15,7 @@ DATA_SUFFIXES = (*_TEXTS, ".parquet", ".arrow", *(f"{text}{packed}" for text in 
 
 
 def data_suffix(name: str) -> str:
-    """Return the one of `DATA_SUFFIXES` that a file's name ends with; empty: none."""
+    """Return the suffix in `DATA_SUFFIXES` that a file name ends with; empty if there is none."""
     return next((suffix for suffix in DATA_SUFFIXES if name.endswith(suffix)), "")
 
 
@@ -24,21 +24,21 @@ class DatasetConfig(Table):
 
     name: Annotated[str, NoResult, Where.PATH] = ""
     """Path of a file of rows (.jsonl, .json, .csv, .tsv, also compressed as .gz, .bz2 or .xz, .parquet, .arrow), a
-    folder of them, a `save_to_disk` folder, a URL of either in a store (`s3://BUCKET/KEY`), a Hub id, or a data set
-    class of your own, `path/file.py:Class`; the fingerprint takes its content."""
+    folder of such files, a `save_to_disk` folder, a URL of one of these in a store (`s3://BUCKET/KEY`), a Hub id, or a
+    user's data set class, `path/file.py:Class`; the fingerprint includes the content."""
     subset: str = ""
     """Configuration name on the Hub; empty: the default one."""
     revision: str = ""
     """Commit, tag or branch on the Hub; empty: the newest."""
     split: Splits = ("train",)
-    """Split or list of splits, concatenated in this order; empty: `train`, the only one that a single local file
-    has. A part of one is `train[:48]`, `train[100:]` or `train[:10%]`, as in `datasets`."""
+    """Split or list of splits, concatenated in this order; empty: `train`, the only split of a single local file.
+    `train[:48]`, `train[100:]` and `train[:10%]` select a part, as in `datasets`."""
     test_size: int | float | None = None
-    """Rows split off for validation when `validation.dataset.name` is empty: a count, or a fraction below 1. None or 0:
-    none."""
+    """Number, or fraction below 1, of rows to hold out for validation if `validation.dataset.name` is empty. None or 0:
+    no rows."""
     max_skipped_fraction: Fraction = 0.01
-    """Most rows that may be left out because they cannot be read or the chat template refuses them; above it the
-    `prepare` stage fails with the first of them. Rows with nothing to learn are counted, and not part of it."""
+    """Maximum fraction of rows that may be skipped because they cannot be read or the chat template refuses them; above
+    it the `prepare` stage fails and reports the first such row. Rows without trained tokens do not count."""
     local_dir: Annotated[str, NoResult, Where.PATH] = ""
     """Folder of prompts (`*.json`) and media for diffusion models, in place of `name`; empty: `name`, which may be such
     a folder as well, one of `metas` and `videos`, webdataset shards, rows with a column of images, or prompts; also the
@@ -47,8 +47,9 @@ class DatasetConfig(Table):
     """Images and clips take the nearest of the sizes that have the area of `policy.diffusers.inference_size` and an
     aspect ratio from 1:2 to 2:1; False: all are cropped to that size."""
     frame_sampling: Literal["random", "first", "middle", "uniform"] = "random"
-    """Which `policy.diffusers.train_frames` of a longer video are learned: frames that follow one another from a start
-    that its content decides, from the first, or around the middle; or frames evenly spread over all of it."""
+    """How `policy.diffusers.train_frames` frames of a longer video are selected: consecutive frames from a start that
+    its content determines, from the first frame, or around the middle; or frames at even distances over the whole
+    video."""
 
     @field_validator("test_size")
     @classmethod

@@ -1,4 +1,5 @@
-"""`[train.train_policy]` with `trainer_type = "ddrl"`: FlowGRPO with real clips beside its own (arXiv 2512.04332)."""
+"""`[train.train_policy]` with `trainer_type = "ddrl"`: FlowGRPO with a diffusion loss on real clips (arXiv
+2512.04332)."""
 
 from typing import ClassVar, Literal
 
@@ -17,5 +18,5 @@ class DdrlConfig(FlowGrpoConfig):
 
     @property
     def rows(self) -> RowKind:  # type: ignore[override]
-        """See `AlgorithmConfig.rows`: `learns_data` is not asked."""
+        """See `AlgorithmConfig.rows`; `learns_data` has no effect."""
         return "media"

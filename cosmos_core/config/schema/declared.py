@@ -17,7 +17,7 @@ TYPES: dict[str, Any] = {
 
 
 def field_of(says: dict[str, Any], types: dict[str, Any] = TYPES) -> tuple[Any, Any]:
-    """Return type and default of a key, as pydantic takes them."""
+    """Return the type and the default of a key, in the form that pydantic expects."""
     kind: Any = Literal[tuple(says["of"])] if "of" in says else types[says["is"]]
     default = says.get("default", ... if says.get("required") else None)
     if isinstance(default, list | dict):

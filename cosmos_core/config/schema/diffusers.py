@@ -16,12 +16,13 @@ class DiffusersConfig(Table):
     """`[policy.diffusers]`"""
 
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of the text encoders; the VAE is always float32, the denoiser what `train.master_dtype` says."""
+    """Dtype of the text encoders; the VAE is always float32, and the denoiser has `train.master_dtype`."""
     max_prompt_length: Annotated[PositiveInt, Unit("tokens")] = 300
-    """Longest prompt that the text encoder takes; of Stable Diffusion its T5."""
+    """Maximum number of tokens of a prompt for the text encoder; for Stable Diffusion 3 of its T5."""
     weighting_scheme: Literal["sigma_sqrt", "logit_normal", "mode", "cosmap", "none"] = "logit_normal"
-    """Where SFT looks (arXiv 2403.03206, section 3.1), by the names of diffusers: `logit_normal` and `mode` are
-    densities of the noise levels, `sigma_sqrt` and `cosmap` weights of the loss over uniform ones, `none` neither."""
+    """Density or weighting of the noise levels in SFT (arXiv 2403.03206, section 3.1), by the names of diffusers:
+    `logit_normal` and `mode` are densities, `sigma_sqrt` and `cosmap` weight the loss of uniform levels, `none` is
+    uniform and unweighted."""
     train_flow_shift: PositiveFloat | None = None
     """Shifts the noise levels of training towards noise; None: as the pipeline's scheduler does, of Cosmos-Predict2.5
     by 5. Declared as 3.0 but never read in Cosmos-RL."""
@@ -32,12 +33,14 @@ class DiffusersConfig(Table):
     logit_std: NonNegativeFloat = 1.0
     """Standard deviation of the logit-normal density."""
     prompt_dropout: Fraction = 0.1
-    """Share of the samples of SFT whose prompt is replaced by the empty one, which classifier-free guidance needs;
-    Cosmos-RL has none."""
+    """Fraction of SFT samples whose prompt is replaced by the empty prompt, which classifier-free guidance needs;
+    Cosmos-RL has no such setting."""
     min_given_frames: Annotated[NonNegativeInt, Unit("latent frames")] = 0
-    """Fewest frames of a clip that SFT gives to a network which takes some (Cosmos-Predict2.5); 0: text alone."""
+    """Minimum number of conditioning frames in SFT, for a network that supports them (Cosmos-Predict2.5); 0: only
+    text."""
     max_given_frames: Annotated[NonNegativeInt, Unit("latent frames")] = 2
-    """Most frames of it; the number is drawn evenly for each sample. 1 trains image2world, 2 video2world too."""
+    """Maximum number of conditioning frames; each sample has a uniformly sampled number. 1 trains image2world, 2 also
+    video2world."""
     inference_size: Annotated[tuple[PositiveInt, PositiveInt], Unit("pixels"), Field(strict=False)] = (1024, 1024)
     """Height and width."""
     inference_frames: Annotated[PositiveInt, Unit("frames")] = 41
@@ -49,8 +52,8 @@ class DiffusersConfig(Table):
     nft_beta: PositiveFloat = 1.0
     """Beta of DiffusionNFT (arXiv 2509.16117)."""
     weight_copy_decay_type: Literal[0, 1, 2] = 0
-    """What the old policy keeps of itself when it follows after n optimizer steps: nothing (0), min(0.001 n, 0.5) (1),
-    or nothing for 75 steps and then min(0.0075 (n - 75), 0.999) (2)."""
+    """Fraction of its weights that the old policy keeps at its update after n optimizer steps: 0 (0), min(0.001 n, 0.5)
+    (1), or 0 for 75 steps and then min(0.0075 (n - 75), 0.999) (2)."""
     lora: LoraConfig | None = None
     """Adapters; see [policy.lora]."""
     sample: SampleConfig = SampleConfig()

@@ -16,8 +16,8 @@ OLD = "old"
 
 
 class DiffusionNftConfig(FlowPolicyConfig):
-    """`trainer_type = "diffusion_nft"`: what is drawn is learned from along the forward process, good samples as they
-    are and bad ones inverted (arXiv 2509.16117); how is in `[policy.diffusers]`."""
+    """`trainer_type = "diffusion_nft"`: train on samples along the forward process, positively on good samples and
+    inversely on bad ones (arXiv 2509.16117); further settings are in `[policy.diffusers]`."""
 
     algorithm: ClassVar[str] = "diffusion_nft"
     no_effect: ClassVar[tuple[str, ...]] = (

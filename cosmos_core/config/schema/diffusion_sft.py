@@ -9,8 +9,8 @@ from cosmos_core.config.schema.values import Thing
 
 
 class DiffusionSftConfig(SupervisedConfig):
-    """`type = "sft"` with `policy.is_diffusers`: learn images or clips with their prompts; where on the way from noise,
-    `[policy.diffusers]` says."""
+    """`type = "sft"` with `policy.is_diffusers`: train on images or clips with their prompts, at the noise levels that
+    `[policy.diffusers]` defines."""
 
     algorithm: ClassVar[str] = "diffusion_sft"
     rows: ClassVar[RowKind] = "media"

@@ -25,8 +25,8 @@ class DistillationConfig(Table):
     parallelism: TeacherParallelismConfig = TeacherParallelismConfig()
     """Device mesh of the teacher."""
     model_name_or_path: Annotated[str, NoResult, Where.PATH] = "Qwen/Qwen2.5-VL-7B-Instruct"
-    """Teacher: a folder in Hugging Face format, a Hub id, or `stage:NAME` for what that stage exported (the fingerprint
-    takes its content). Its tokenizer must have every token of the policy's, under the same id."""
+    """Teacher: a folder in Hugging Face format, a Hub id, or `stage:NAME` for the export of that stage (the fingerprint
+    includes the content). Its tokenizer must have every token of the policy, with the same id."""
     model_revision: str | None = None
     """Hub revision; None: the newest."""
     master_dtype: DType = "float32"
@@ -38,8 +38,8 @@ class DistillationConfig(Table):
     fsdp_offload: bool = False
     """Keep the teacher's shards in host memory, from where each block is gathered."""
     fsdp_reshard_after_forward: Literal["always", "never", "default"] = "never"
-    """Free a block's gathered weights after its forward pass; those of all blocks are freed once all samples of a train
-    step were asked about."""
+    """Free a block's gathered weights after its forward pass; False: free the weights of all blocks after all samples
+    of a train step are scored."""
     max_token_len_per_mini_batch: Tokens | None = None
     """Token budget of a micro-batch, padding included, in place of `mini_batch`; None: `mini_batch` sequences."""
     sequence_packing: bool = False
@@ -49,17 +49,19 @@ class DistillationConfig(Table):
     kl_penalty_coef: NonNegativeFloat = 1.0
     """Weight of the teacher: of the penalty in the advantage, or of the divergence in the loss."""
     kl_discount_factor: Fraction = 0.0
-    """Discount of the penalties of later tokens in the advantage of a token: 1 is the gradient of the
-    completion's KL, 0 that of each token's alone."""
+    """Discount of the penalties of later tokens in the advantage of a token: 1 gives the gradient of the completion's
+    KL, 0 that of the token's own KL."""
     include_prompt: bool = False
-    """Learn the tokens of the prompt too; nobody drew them, so each has its own penalty alone."""
+    """Also train on the tokens of the prompt; the policy did not sample them, so each token has only its own
+    penalty."""
     top_k: Annotated[int, Unit("tokens")] = 0
-    """0 or less: the advantage of a token falls by log policy - log teacher of it (reverse KL). Otherwise the loss is
-    the Jensen-Shannon divergence over so many tokens and one event for all others, with its gradient."""
+    """0 or less: the advantage of a token decreases by log policy - log teacher (reverse KL). Otherwise the loss is the
+    Jensen-Shannon divergence over this many tokens and one event for all other tokens."""
     jsd_beta: Fraction = 0.5
     """Mixture of that divergence: 0 forward KL, 1 reverse KL."""
     trainer_token_ids_from_teacher: bool = True
-    """The `top_k` tokens are the teacher's likeliest; False: those of the policy as it is before the train step."""
+    """The `top_k` tokens are the most likely tokens of the teacher; False: those of the policy before the train
+    step."""
 
     @field_validator("model_name_or_path")
     @classmethod

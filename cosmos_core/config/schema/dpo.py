@@ -35,12 +35,12 @@ class DpoLossConfig(Table):
     loss_weights: Annotated[tuple[NonNegativeFloat, ...] | None, Field(strict=False)] = None
     """Weight of each; None: 1."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Share of pairs whose chosen response is taken to be the worse one, in `sigmoid`, `robust` and `simpo`."""
+    """Assumed fraction of pairs with swapped labels, in `sigmoid`, `robust` and `simpo`."""
     simpo_gamma: NonNegativeFloat = 0.5
-    """Margin that `simpo` wants between the rewards of a pair."""
+    """Target margin of `simpo` between the rewards of a pair."""
     reference_free: bool = False
-    """False: the reference is the model that the stage starts from. True: there is none, a reward is beta x
-    log-probability, as in Cosmos-RL."""
+    """False: the reference is the model from which the stage starts. True: there is no reference, and a reward is beta
+    x log-probability, as in Cosmos-RL."""
 
     @field_validator("loss_type")
     @classmethod

@@ -30,18 +30,18 @@ class FlowPolicyConfig(GrpoConfig):
     """Keys of `[policy.diffusers]` that other algorithms read."""
 
     advantage_mode: Literal["all", "positive_only", "negative_only", "one_only", "binary"] = "all"
-    """What is made of clipped advantages: nothing, 0 for negative or for positive ones, 1 for positive and 0 for all
-    others, or their sign."""
+    """Transformation of clipped advantages: none, 0 for negative or for positive advantages, 1 for positive and 0 for
+    all others, or the sign."""
     normalise_each_reward: bool = False
     """Normalise each reward function by itself before they are weighted and summed, for rewards of different scales;
     False: the weighted sum of their values."""
     least_diversity: Fraction = 0.5
-    """Below this share of the diversity that samples had at first, or where a reward of weight 0 falls by more than the
-    rest of it while the total rises, `watch/alarm` is 1 and a warning is said."""
+    """Set `watch/alarm` to 1 and log a warning if the diversity of samples falls below this fraction of its initial
+    value, or if a reward of weight 0 falls below it while the total reward rises."""
 
     learns_data: bool = False
-    """Rows are images or clips with their prompts, and the diffusion loss on them is learned beside what is drawn of
-    the prompts, with the weight `policy.diffusers.flow_rl.data_beta` (arXiv 2512.04332); False: rows are prompts."""
+    """Rows are images or clips with their prompts, and the diffusion loss on them is added to the loss of the rollouts
+    with the weight `policy.diffusers.flow_rl.data_beta` (arXiv 2512.04332); False: rows are prompts."""
 
     @property
     def compares_groups(self) -> bool:

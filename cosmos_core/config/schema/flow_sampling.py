@@ -21,7 +21,7 @@ class SampleConfig(Table):
     eval_num_steps: _DenoisingSteps = 40
     """In validation."""
     guidance_scale: NonNegativeFloat = 4.5
-    """Classifier-free guidance, by the rule of the pipeline; up to 1: none."""
+    """Scale of classifier-free guidance by the pipeline's formula; up to 1: no guidance."""
     global_std: bool = True
     """Divide advantages by the standard deviation of all rewards of a train step; False: by that of each group.
     Declared but never read in Cosmos-RL, which divides by that of each group."""
@@ -30,10 +30,10 @@ class SampleConfig(Table):
     deterministic_sampling: bool = False
     """Every step of a rollout follows the differential equation, without noise."""
     solver: Literal["flow", "dance", "cps", "ddim", "dpm1", "dpm2", "euler"] = "dpm2"
-    """What takes the steps: stochastic ones of FlowGRPO (`flow`, arXiv 2505.05470), DanceGRPO (`dance`, 2505.07818),
-    FlowCPS (`cps`, 2509.05952) or `ddim`, unless `deterministic_sampling`; or solvers of the differential equation,
-    which validation takes in any case: DPM-Solver++ of order 2 (`dpm2`) or 1, which is Euler's. FlowGRPO has steps of
-    `flow` beside a solver."""
+    """Kind of sampling steps: the stochastic steps of FlowGRPO (`flow`, arXiv 2505.05470), DanceGRPO (`dance`,
+    2505.07818), FlowCPS (`cps`, 2509.05952) or `ddim`, unless `deterministic_sampling`; or a solver of the differential
+    equation, which validation uses in any case: DPM-Solver++ of order 2 (`dpm2`) or 1, which is Euler's. With a solver,
+    the stochastic steps of FlowGRPO are those of `flow`."""
     sigma_schedule: Literal["", "flow", "euler", "dpm", "unipc", "karras"] = ""
     """Table of noise levels: evenly spaced and shifted from 1 to 0 (`flow`), or as the schedulers of diffusers have
     them (FlowMatchEuler, DPMSolverMultistep, UniPC, and UniPC with Karras' levels); empty: that of the pipeline."""
@@ -53,24 +53,25 @@ class FlowRLConfig(Table):
     window_range: Annotated[
         tuple[NonNegativeInt, PositiveInt] | None, Field(strict=False), Unit("denoising steps"), Needs("window_size")
     ] = None
-    """First step that may be one of them and the one behind the last; None: the first half."""
+    """First stochastic step of the range and the step after the last one; None: the first half of the steps."""
     window_moves_every: Annotated[NonNegativeInt, Unit("train steps"), Needs("window_size")] = 0
-    """They move by one step towards the data every so many train steps (MixGRPO, arXiv 2507.21802); 0: drawn anew in
-    each."""
+    """Number of train steps after which the window moves by one step towards the data (MixGRPO, arXiv 2507.21802); 0:
+    it is sampled in each train step."""
     guard: bool = False
     """Centre log-ratios and weigh steps alike (GRPO-Guard, arXiv 2510.22319); clip ranges are about 2e-6 then."""
     use_same_seed: bool = True
     """All completions of a group start from the same noise."""
     min_conditional_frames: Annotated[NonNegativeInt, Unit("latent frames")] = 0
-    """Fewest frames of the clip of a row that its rollouts are given, where the network takes some."""
+    """Minimum number of conditioning frames from a row's clip in its rollouts, for a network that supports them."""
     max_conditional_frames: Annotated[NonNegativeInt, Unit("latent frames")] = 0
-    """Most frames; the number is drawn evenly for each prompt and train step. 0: from text alone."""
+    """Maximum number of conditioning frames; each prompt and train step has a uniformly sampled number. 0: rollouts are
+    conditioned only on text."""
     exp_reward: bool = False
     """Take -exp(-A) for the advantage A, before it is clipped."""
     data_beta: NonNegativeFloat = 0.0
-    """Weight of the diffusion loss on real clips, DDRL's regulariser; 0: none."""
+    """Weight of the diffusion loss on real clips, the regulariser of DDRL; 0: no such loss."""
     data_on_first_only: Annotated[bool, Needs("use_rl_sigma_and_noise")] = False
-    """Compute that loss at the first of the trained steps alone."""
+    """Compute the diffusion loss on real clips only in the first trained step of a rollout."""
     use_rl_sigma_and_noise: bool = True
     """Compute it at the rollout's noise level and with its noise; False: both are drawn as in SFT."""
 

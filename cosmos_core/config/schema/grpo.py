@@ -34,9 +34,9 @@ class GrpoConfig(RlConfig):
     """Ratios are clipped above at 1 + this (clip-higher: 0.28); negative: no upper clip. With variant = 'dppo_tv' or
     'dppo_kl' the largest divergence of a token that becomes more likely."""
     advantage_low: float = -5.0
-    """Lowest advantage, of a diffusion model."""
+    """Minimum advantage for a diffusion model."""
     advantage_high: float = 5.0
-    """Highest advantage, of a diffusion model, and its scale in DiffusionNFT."""
+    """Maximum advantage for a diffusion model, and the scale of advantages in DiffusionNFT."""
     positive_nll_coef: NonNegativeFloat | None = None
     """Weight of an extra log-likelihood term on completions with a positive reward; None: off."""
     lower_bound_ratio: float = 3.0
@@ -65,8 +65,8 @@ class GrpoConfig(RlConfig):
     """How the KL is estimated (joschu.net/blog/kl-approx.html): the gradient of `k2` is that of the reverse KL, that of
     `k3` of the forward one, or with `unbiased_kl_estimate` of the reverse one."""
     off_policy_masking_delta: NonNegativeFloat | None = None
-    """Leave out sequences of negative advantage whose mean log(rollout policy / policy) is above this (arXiv
-    2512.02556); None: none."""
+    """Exclude sequences with a negative advantage and a mean log(rollout policy / policy) above this value (arXiv
+    2512.02556); None: exclude none."""
     ratio_cap: PositiveFloat | None = None
     """Largest weight of a token with variant = 'cispo', 'dppo_tv' or 'dppo_kl', an absolute value; None: 5 with
     'cispo', 20 with the others."""
@@ -75,18 +75,18 @@ class GrpoConfig(RlConfig):
     sapo_temperature_neg: PositiveFloat = 1.05
     """The same for all other tokens."""
     top_entropy_quantile: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of the learned tokens of an optimizer step, those of highest entropy, that the policy loss is taken of; it
-    costs a forward pass (arXiv 2506.01939: 0.2). 1: all."""
+    """Fraction of the trained tokens of an optimizer step, those with the highest entropy, that the policy loss
+    includes; below 1 it needs an additional forward pass (arXiv 2506.01939: 0.2). 1: all tokens."""
     mask_truncated_completions: bool = False
     """Leave completions that reached `rollout.max_response_length` out of the loss; their rewards still count in the
     advantages of their group (arXiv 2503.14476, overlong filtering)."""
     aipo_rho: PositiveFloat | None = None
     """Weight tokens by policy / rollout policy, at most this, in place of clipping (arXiv 2505.24034); None: off."""
     aipo_form: Annotated[Literal["weighted", "clamped"], Needs("aipo_rho")] = "weighted"
-    """`weighted`: as in the paper, every token keeps a gradient. `clamped`: as in Cosmos-RL, a token whose ratio
-    policy / old policy is above `aipo_rho` has none."""
+    """`weighted`: as in the paper, every token has a gradient. `clamped`: as in Cosmos-RL, a token with a ratio policy
+    / old policy above `aipo_rho` has no gradient."""
     entropy_coeff: float = 0.0
-    """Weight of the entropy bonus, with its gradient (Cosmos-RL's has none); 0: off."""
+    """Weight of the entropy bonus, which has a gradient, unlike in Cosmos-RL; 0: no bonus."""
     log_entropy: bool = True
     """Compute the policy's entropy for the metrics: about a tenth of the time of a train step at a vocabulary of
     150,000."""
@@ -95,7 +95,7 @@ class GrpoConfig(RlConfig):
     reference_reset_interval: Steps | None = None
     """Make the policy the reference of the KL every N steps; None: never."""
     reset_optimizer_with_reference: Annotated[bool, Needs("reference_reset_interval")] = True
-    """Forget the optimizer's moments with it; the learning rate goes on."""
+    """Also reset the optimizer's moments when the reference policy is reset; the learning rate schedule continues."""
     use_decoupled_loss: bool = False
     """Weight tokens by old policy / rollout policy, and clip against the old policy (arXiv 2505.24298)."""
     behav_imp_weight_cap: Annotated[PositiveFloat | None, Needs("use_decoupled_loss")] = None
@@ -103,18 +103,19 @@ class GrpoConfig(RlConfig):
     use_rollout_logprobs_for_loss: bool = False
     """Take them as the old policy's."""
     rollout_correction: RolloutCorrection = ""
-    """Weights w = old policy / rollout policy: `truncate` them at `rollout_correction_high` (TIS), `mask` tokens
-    outside low and high (IcePop), or both for the product over a sequence; `none`: 1. Empty: `truncate` where rollouts
-    may be older than the policy or are drawn from another distribution, and otherwise 1."""
+    """Importance weights w = old policy / rollout policy: `truncate` them at `rollout_correction_high` (TIS), `mask`
+    tokens outside low and high (IcePop), or apply either to the product over a sequence; `none`: w = 1. Empty:
+    `truncate` if rollouts may be older than the policy or are sampled from another distribution, otherwise 1."""
     rollout_correction_low: Annotated[NonNegativeFloat, Needs("rollout_correction")] = 0.5
     """Smallest weight that is not masked."""
     rollout_correction_high: PositiveFloat = 2.0
     """Largest weight, where weights are not 1."""
     geometric_mask: PositiveFloat | None = None
-    """Leave out sequences whose geometric mean of w is further from 1 than this, such as 0.01; None: none."""
+    """Exclude sequences whose geometric mean of w differs from 1 by more than this value, such as 0.01; None: exclude
+    none."""
     mean_k3_mask: PositiveFloat | None = None
-    """Leave out sequences whose mean of w - 1 - log w over their tokens, an estimate of the KL divergence of rollout
-    policy and old policy, is above this; None: none."""
+    """Exclude sequences whose mean of w - 1 - log w over the tokens, an estimate of the KL divergence between rollout
+    policy and old policy, is above this value; None: exclude none."""
     max_k3_mask: PositiveFloat | None = None
     """The same for the largest of a sequence, which finds single tokens that rollouts and trainer disagree about."""
     self_normalised_weights: bool = False
@@ -122,7 +123,7 @@ class GrpoConfig(RlConfig):
     `sequence-truncate` and `sequence-mask` over its sequences; it costs a forward pass."""
 
     data_term: DataTermConfig = DataTermConfig()
-    """Rows that are learned beside rollouts."""
+    """SFT rows that are trained on in addition to rollouts."""
 
     def notices(self, stage: InStage) -> Iterator[str]:
         yield from super().notices(stage)

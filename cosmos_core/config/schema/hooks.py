@@ -1,4 +1,4 @@
-"""`[train.hooks]`: functions of the user's own at points of a training."""
+"""`[train.hooks]`: user functions that are called at points of a training."""
 
 from typing import Annotated, Literal
 
@@ -10,22 +10,24 @@ Hook = Annotated[Thing | Literal[""], NoResult, Where.CODE]
 
 
 class HooksConfig(Table):
-    """Each `path/file.py:function`, called on every rank as `f(stage, report_data)`; empty: none. One that raises ends
-    the training. They change no result that is looked at: a changed hook does not train again."""
+    """Functions, each `path/file.py:function`, that are called on every rank as `f(stage, report_data)`; empty: no
+    call. An exception ends the training. Hooks are assumed not to change results: a changed hook does not cause a new
+    training."""
 
     pre_training_hook: Hook = ""
-    """Before the first step of an attempt; `start_step` and `total_steps` (None: not known beforehand)."""
+    """Called before the first step of an attempt, with `start_step` and `total_steps` (None: unknown)."""
     pre_training_step_hook: Hook = ""
-    """Before each train step, its samples at hand; `current_step`, counted from 1, and `total_steps`."""
+    """Called before each train step, after its samples are loaded, with `current_step`, counted from 1, and
+    `total_steps`."""
     post_training_step_hook: Hook = ""
-    """Behind each; with its metrics beside."""
+    """Called after each train step, with the same values and the step's metrics."""
     post_training_hook: Hook = ""
-    """Behind the last step; `final_step`, `total_steps` and the last metrics."""
+    """Called after the last step, with `final_step`, `total_steps` and the last metrics."""
     pre_validation_hook: Hook = ""
-    """Before each validation; `current_step`."""
+    """Called before each validation, with `current_step`."""
     post_validation_hook: Hook = ""
-    """Behind each; with its metrics beside."""
+    """Called after each validation, with the same value and its metrics."""
     load_checkpoint_hook: Hook = ""
-    """When a training goes on from a checkpoint; `step`."""
+    """Called when a training continues from a checkpoint, with `step`."""
     save_checkpoint_hook: Hook = ""
-    """When one is taken, before it is on disk; `step`."""
+    """Called when a checkpoint is taken, before it is on disk, with `step`."""

@@ -33,7 +33,7 @@ class KtoConfig(SftConfig):
     trainer_type: Literal["kto"] = "kto"  # type: ignore[assignment]
     """The algorithm."""
     label_column_name: str = "label"
-    """Column that says whether the response is desirable: true or false, or 1 or 0."""
+    """Column with the label of the response, desirable or not: true or false, or 1 or 0."""
     kto: KtoLossConfig = KtoLossConfig()
     """How a response is judged."""
 

@@ -1,4 +1,4 @@
-"""`[logging]`: who is told about the metrics. `metrics.jsonl` in the run directory is always written."""
+"""`[logging]`: additional destinations of the metrics. `metrics.jsonl` in the run directory is always written."""
 
 from typing import Annotated
 
@@ -18,8 +18,8 @@ class LoggingConfig(Table):
     """`[logging]`"""
 
     logger: Annotated[tuple[Thing, ...], Field(strict=False), NoResult, Where.CODE] = ("console",)
-    """Who is told beside the run directory: `console`, `wandb` (a run on Weights & Biases for each stage that measures
-    something), `tensorboard` (event files in the stage's folder `tensorboard/`), a class of your own,
+    """Destinations of the metrics in addition to the run directory: `console`, `wandb` (one run on Weights & Biases for
+    each stage with metrics), `tensorboard` (event files in the stage's folder `tensorboard/`), a user's class,
     `path/file.py:Class`, with the methods of `Sink`, or a function `f(data, step)`."""
     log_completions: Annotated[bool, NoResult] = True
     """Write completions of training with their rewards to `completions/` of the stage, which `cosmos samples` shows: of
@@ -34,8 +34,8 @@ class LoggingConfig(Table):
     experiment_name: Annotated[str | None, NoResult] = None
     """Name on Weights & Biases, before run id and stage: `<name>-<run id>-<stage>`; None: the pipeline's."""
     report_mfu: Annotated[bool, NoResult] = False
-    """Report `throughput/mfu`: the FLOPs of train steps against those of a large product of matrices in `param_dtype`,
-    measured on the ranks' devices when the training begins."""
+    """Report `throughput/mfu`: the FLOPs of train steps relative to those of a large matrix product in `param_dtype`,
+    measured on the ranks' devices at the start of the training."""
 
     @field_validator("logger")
     @classmethod

@@ -19,20 +19,20 @@ class LoraConfig(Table):
     r: PositiveInt = 8
     """Rank."""
     lora_path: Annotated[str | None, NoResult, Where.PATH] = None
-    """Folder of an adapter in PEFT's format to go on with, whose settings are kept (the fingerprint takes its content);
-    None: a new one. Declared but never read in Cosmos-RL."""
+    """Folder of a PEFT adapter from which training starts, with the adapter's settings (the fingerprint includes its
+    content); None: a new adapter. Declared but not read in Cosmos-RL."""
     lora_alpha: PositiveFloat = 8.0
     """Scale is alpha / r."""
     lora_dropout: Fraction = 0.0
     """Dropout before A."""
     target_modules: Annotated[tuple[str, ...], Field(strict=False)] | str | None = None
-    """Ends of the names of adapted modules, or `all-linear`; None: those that PEFT takes for the family. `gate_proj`,
-    `up_proj` and `down_proj` (or `w1`, `w3`, `w2`) also name the experts of a layer that are one parameter, whose
-    gate and up projection in one get twice the rank; `cosmos check` lists what is adapted."""
+    """Suffixes of the names of adapted modules, or `all-linear`; None: PEFT's default for the family. `gate_proj`,
+    `up_proj` and `down_proj` (or `w1`, `w3`, `w2`) also select experts that are one parameter of a layer; a parameter
+    with gate and up projection gets twice the rank. `cosmos check` lists the adapted layers."""
     use_rslora: bool = False
     """Scale is alpha / sqrt(r) (arXiv 2312.03732)."""
     modules_to_save: Strings | None = None
-    """Ends of the names of modules that are trained whole; None: none."""
+    """Suffixes of the names of modules that are trained fully; None: no modules."""
     alpha_pattern: dict[str, float] | None = None
     """Regular expression of names to alpha; None: the same everywhere."""
     r_pattern: dict[str, PositiveInt] | None = None

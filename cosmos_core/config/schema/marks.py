@@ -1,4 +1,4 @@
-"""What a field may say about itself beside its type."""
+"""Marks of fields: properties of a key in addition to its type."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ class Needs:
 
 @dataclass(frozen=True)
 class Only:
-    """The values that this version takes; the schema knows more."""
+    """Values that this version supports; the schema accepts more values."""
 
     values: tuple[Any, ...]
     note: str
     """What to do instead."""
     takes_import_paths: bool = False
-    """Whether `module:name` and `file.py:name` of a user's own are taken too."""
+    """Whether import paths of user code, `module:name` and `file.py:name`, are also supported."""
 
     def allows(self, value: Any) -> bool:
-        """Return whether this version takes the value."""
+        """Return True if this version supports the value."""
         return value in self.values or (self.takes_import_paths and isinstance(value, str) and ":" in value)
 
 
@@ -92,7 +92,7 @@ NoResult = AffectsResult(False)
 
 
 def mark(field: FieldInfo, kind: type) -> Any:
-    """Return the mark of that class in a field's annotation; None: it has none."""
+    """Return the mark of a class in a field's annotation; None if the field has no such mark."""
     found = _FOUND.get(id(field))
     if found is None:
         found = _FOUND[id(field)] = field, [*field.metadata, *_nested(field.annotation)]
@@ -104,6 +104,6 @@ _FOUND: dict[int, tuple[FieldInfo, list[Any]]] = {}
 
 
 def _nested(annotation: Any) -> list[Any]:
-    """Marks inside a union: those of `Annotated[int, ...] | None`."""
+    """Yield the marks inside a union, such as those of `Annotated[int, ...] | None`."""
     members = get_args(annotation) if get_origin(annotation) in {Union, types.UnionType} else ()
     return [item for member in members if get_origin(member) is Annotated for item in get_args(member)[1:]]

@@ -18,27 +18,28 @@ class MultiTurnRolloutConfig(Table):
     switch: ClassVar[str] = "enable"
 
     enable: bool = False
-    """Completions may have more than one assistant turn, and prompts are rendered as this table says."""
+    """Completions may have more than one assistant turn, and this table's settings apply to prompts."""
     enable_tools: bool = False
     """The calls that an assistant turn ends with, written as Hermes writes them (`<tool_call>{...}</tool_call>`), are
     made, and what they gave is put before the next turn."""
     tools: Annotated[tuple[Thing, ...], Field(strict=False), Needs("enable_tools"), Where.CODE] = ()
-    """Functions decorated with `@tool` of `cosmos_core.tools.base`, as `path/file.py:function` or `module:function`;
-    prompts whose row has a column `tools` are told that one in place of these."""
+    """Functions decorated with `@tool` of `cosmos_core.tools.base`, as `path/file.py:function` or `module:function`; a
+    column `tools` of a row replaces their descriptions in its prompt."""
     tool_timeout_seconds: Annotated[PositiveFloat, Unit("seconds"), Needs("enable_tools")] = 10.0
-    """A call that takes longer is killed, and the policy is told so."""
+    """Time after which a call is killed; its result is then an error message for the policy."""
     tool_env: Annotated[Names, NoResult, Needs("enable_tools")] = ()
-    """Environment variables that tools see, such as the key of a service, beyond those that any program needs; their
-    values are masked in logs."""
+    """Names of environment variables that tools receive, such as the key of a service, in addition to those that any
+    program needs; their values are masked in logs."""
     enable_thinking: bool = False
-    """What the chat template is told as `enable_thinking`."""
+    """Value of `enable_thinking` for the chat template."""
     custom_chat_template_path: Annotated[str | None, NoResult, Where.PATH] = None
     """Jinja file that prompts and tool results are rendered with; None: the tokenizer's own template. Exports keep the
     tokenizer's own."""
     max_assistant_turns: Annotated[PositiveInt, Unit("turns")] = 5
-    """A conversation is cut off behind so many turns."""
+    """Maximum number of assistant turns of a conversation."""
     add_generation_prompt: bool = True
-    """Begin the assistant's turn behind a prompt and behind tool results; false: the policy writes how it begins."""
+    """Add the beginning of the assistant's turn after a prompt and after tool results; false: the policy generates
+    it."""
     continue_final_message: bool = False
     """Leave the last message of a prompt open, for the policy to go on with; one of the assistant stays in the prompt.
     Off with tools and a generation prompt."""

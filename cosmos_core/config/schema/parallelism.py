@@ -45,7 +45,7 @@ class ParallelismConfig(Table):
 
     @property
     def world_size(self) -> int:
-        """Return the ranks of one replica; dp_shard_size -1 counts as 1."""
+        """Return the number of ranks of one replica; dp_shard_size -1 counts as 1."""
         return self.tp_size * self.cp_size * abs(self.dp_shard_size) * self.pp_size * self.dp_replicate_size
 
     def num_stages(self, layers: int) -> int:
@@ -57,23 +57,24 @@ class ParallelismConfig(Table):
 
 
 class RolloutParallelismConfig(ParallelismConfig):
-    """`[rollout.parallelism]`: engines on the ranks of `policy.parallelism`, as many as these hold, or apart."""
+    """`[rollout.parallelism]`: number and size of the rollout engines, on the ranks of `policy.parallelism` or in
+    separate processes."""
 
     n_init_replicas: Annotated[PositiveInt, Unit("replicas")] = 1
-    """Engines apart from the trainer (see `mode`); in its processes there are as many as `policy.parallelism` has ranks
-    for."""
+    """Number of engines in separate processes (see `mode`); engines in the trainer's processes are as many as the ranks
+    allow."""
     tp_size: Ranks = 1
-    """Ranks that one engine is spread over (Cosmos-RL: 2 when left out): a divisor of those of `policy.parallelism`;
-    with `mode = "colocated_separated"` processes on the GPUs of as many of these, which are of one machine; with
-    `mode = "disaggregated"` on as many GPUs of its own, of one machine."""
+    """Number of ranks of one engine (Cosmos-RL: 2 by default): a divisor of the ranks of `policy.parallelism`; with
+    `mode = "colocated_separated"`, processes on the GPUs of as many ranks on one machine; with `mode =
+    "disaggregated"`, processes on as many separate GPUs of one machine."""
 
 
 class PolicyParallelismConfig(ParallelismConfig):
     """`[policy.parallelism]`: the mesh of the trainer; rows of a step are dealt to dp_replicate x dp_shard ranks."""
 
     n_init_replicas: Annotated[PositiveInt, Unit("replicas")] = 1
-    """Copies of the mesh, each with `train_batch_per_replica` rows per step: the same as so many times the
-    `dp_replicate_size` and the rows, which is what it becomes."""
+    """Number of copies of the mesh, each with `train_batch_per_replica` rows per step; equivalent to a
+    `dp_replicate_size` and a number of rows that are larger by this factor."""
     tp_size: Ranks = 1
     """Tensor-parallel ranks, by the plan that the model carries (Cosmos-RL: 2 when left out)."""
     cp_size: Ranks = 1
@@ -85,7 +86,8 @@ class PolicyParallelismConfig(ParallelismConfig):
     dp_replicate_size: Ranks = 1
     """Replicas of the sharded group (HSDP)."""
     ep_size: Ranks = 1
-    """Ranks that share the experts of every layer, among those of dp_shard_size x cp_size; each has rows of its own."""
+    """Number of ranks, out of dp_shard_size x cp_size, over which the experts of every layer are distributed; each of
+    them has its own rows."""
     pp_size: Ranks = 1
     """Ranks that each have some of the layers."""
     pp_schedule: Literal["1F1B", "GPipe", "Interleaved1F1B"] = "Interleaved1F1B"
@@ -113,7 +115,8 @@ class PolicyParallelismConfig(ParallelismConfig):
             )
 
     def notices(self, stage: InStage) -> Iterator[str]:
-        """Yield a batch that means another number of rows than in Cosmos-RL, and ranks that mostly wait."""
+        """Yield notices about a batch size that means another number of rows in Cosmos-RL, and about ranks that are
+        mostly idle."""
         ranks, rows = abs(self.dp_shard_size) * self.dp_replicate_size, stage.recipe.train.train_batch_per_replica
         policy = stage.recipe.train.train_policy
         if not policy.has_rollouts and ranks > 1:

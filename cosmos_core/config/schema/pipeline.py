@@ -44,20 +44,21 @@ class StageConfig(Table):
     recipe: str = ""
     """Recipe file, relative to this file; empty: the recipe tables of this file."""
     overrides: dict[str, Any] = {}
-    """Recipe tables for this stage alone; they win over `recipe`, which wins over the tables of this file."""
+    """Recipe tables for this stage only; they take precedence over `recipe`, which takes precedence over the tables of
+    this file."""
     after: Names = ()
     """Stages that must be done first."""
     model: Annotated[str, Where.PATH] = ""
     """`stage:NAME` to start from what that stage exported, or a folder; empty: `policy.model_name_or_path`."""
     checkpoint: str = ""
-    """Kind export: of the training that `model` names, the checkpoint to export, `best` (by its validation) or a step;
-    empty: the model at its end. A `validate` stage behind the export measures that checkpoint."""
+    """Kind export: the checkpoint to export of the training that `model` names: `best` (by its validation) or a step;
+    empty: the final model. A `validate` stage after the export measures that checkpoint."""
     data: Annotated[str, Where.PATH] = ""
     """`stage:NAME` for rows prepared (kind prepare) or written (kind custom) there; empty: the recipe's dataset."""
     reward_service: Annotated[str, Where.PATH] = ""
-    """Kinds rl, sft, validate and custom: the file of a reward service that is started beside the stage and stopped
-    after it (`cosmos reward-service`), or `block:NAME` for one that runs already, whose address and token are in a
-    block of Prefect; empty: that of `REMOTE_REWARD_ENQUEUE_URL`."""
+    """Kinds rl, sft, validate and custom: configuration file of a reward service to run during the stage (`cosmos
+    reward-service`), or `block:NAME` for a running service, whose address and token are in a Prefect block; empty: the
+    service at `REMOTE_REWARD_ENQUEUE_URL`."""
     reward_service_pool: Annotated[str, Field(pattern=r"^[\w.-]*$")] = ""
     """With the file of a reward service: the Prefect work pool that it is started on for the stage, through the
     deployment `reward-service/POOL`, whose machines see that file. Empty: the machine of the stage."""
@@ -73,22 +74,22 @@ class StageConfig(Table):
     arguments: dict[str, Any] = {}
     """Kind custom: passed to the function as keywords."""
     env: Names = ()
-    """Kind custom: environment variables that the function sees, such as the key of a service, beyond those that any
-    program needs; their values are masked in logs."""
+    """Kind custom: names of environment variables that the function receives, such as the key of a service, in addition
+    to those that any program needs; their values are masked in logs."""
     require: Names = ()
     """Kind gate: conditions such as `validation/accuracy >= 0.6` or `validation/accuracy >= published`. A metric that
     several stages report is that of the last one in `after`; `STAGE.METRIC` names another."""
     confidence: Annotated[Fraction, Field(lt=1)] = 0.0
-    """Kind gate: how certain a comparison with `published` must be: with 0.95 a model passes that is better by more
-    than the noise of both measurements would be in 95 of 100 cases. Known of accuracy, pass@k and reward, and of any
-    metric that is reported with another, `NAME_stderr`. 0: the values are compared as they are."""
+    """Kind gate: confidence level of comparisons with `published`: at 0.95 a model passes if its improvement exceeds
+    the noise of both measurements in 95 of 100 cases. Available for accuracy, pass@k and reward, and for a metric that
+    is reported with a metric `NAME_stderr`. 0: values are compared directly."""
     target: Annotated[str, Where.PUBLISHED] = ""
     """Kinds upload and gate: where models are published: a folder, `s3://BUCKET/PREFIX`, `hub://OWNER/NAME` (or
     `hub://OWNER/NAME@BRANCH`), or a class of your own, `path/file.py:Class` or `path/file.py:Class://LOCATION`, with
     the methods of `Target`."""
 
     sweep: SweepConfig | None = None
-    """Run the stage once for each point of a grid, in parallel; stages behind it follow the best branch. None: once."""
+    """Run the stage once for each point of a grid, in parallel; stages after it use the best branch. None: once."""
 
     def refusals(self, stage: InStage) -> Iterator[str]:
         name, _ = split_target(self.target)
@@ -152,20 +153,21 @@ class PipelineConfig(Table):
     output_dir: str = ""
     """Folder of all runs, relative to the current folder; empty: `train.output_dir`, which defaults to ./outputs."""
     threads: PositiveInt | None = None
-    """CPU threads of a stage's worker; None: all cores. Part of the fingerprint: sums in another order differ in the
-    last bit."""
+    """Number of CPU threads of a stage's worker; None: all cores. The fingerprint includes it, because the order of
+    sums changes the last bit."""
     gpus: Annotated[PositiveInt | None, Unit("GPUs"), NoResult] = None
     """Most that one stage may take; None: not checked."""
     gpus_per_node: Annotated[PositiveInt, Unit("GPUs"), NoResult] = 8
     """In one machine, for `plan --estimate`."""
     gpu_memory: Annotated[PositiveFloat | None, Unit("GiB"), NoResult] = None
-    """Of one GPU; `plan --estimate` says whether a stage fits. None: that of `--on`, otherwise of the GPU of this
-    machine, or of its host where it has none."""
+    """Memory of one GPU, with which `plan --estimate` decides whether a stage fits. None: that of `--on`, otherwise of
+    this machine's GPU, or of its host if it has no GPU."""
     gpu_tflops: Annotated[PositiveFloat | None, Unit("TFLOP/s"), NoResult] = None
     """What one GPU keeps up while it trains, for `plan --estimate` of a stage that was never run. None: 40 % of the
     data sheet of the GPU that `--on` names, otherwise half of what a product of matrices reaches on this machine."""
     gpu_hour_price: Annotated[PositiveFloat | None, NoResult] = None
-    """Of one GPU for an hour, in any currency; `plan --estimate` says what a run costs. None: it does not."""
+    """Price of one GPU for an hour, in any currency, from which `plan --estimate` computes the cost of a run. None: no
+    cost is shown."""
     grace_seconds: Annotated[PositiveFloat, NoResult] = 20.0
     """Time between SIGTERM and SIGKILL: a worker saves its checkpoint in it. The longest step that was seen is added,
     for the step that it is in; when the flow itself is killed, its workers have at most 10 s."""
@@ -176,8 +178,8 @@ class PipelineConfig(Table):
     there, by content, and pulled where a stage reads them. Empty: the machines of all work pools share the folder of
     runs."""
     private: Annotated[bool | None, NoResult] = None
-    """True: the folder of a run is the user's alone (0700), and so are the files that its workers make.
-    False: the umask says who may read it. None: private where the umask allows no other reader when the run begins,
-    and then on every machine that works on it."""
+    """True: only the user can read the folder of a run (0700) and the files of its workers. False: the umask decides.
+    None: private if the umask allows no other reader when the run starts, and then on every machine that works on
+    it."""
     stages: Annotated[tuple[StageConfig, ...], Field(strict=False)] = ()
     """The graph, in any order."""

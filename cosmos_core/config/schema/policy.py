@@ -1,4 +1,4 @@
-"""`[policy]`: which model is trained, what of it, and how it is laid out."""
+"""`[policy]`: the model, its trained parameters, and its parallelism."""
 
 import re
 from collections.abc import Iterator
@@ -25,33 +25,33 @@ class PolicyConfig(Table):
     is_diffusers: bool = False
     """The model is a pipeline of diffusers."""
     model_class: Annotated[Thing | None, Where.CODE] = None
-    """A family of diffusion models of your own, `path/file.py:Class`; None: the one that the pipeline names."""
+    """A user's family of diffusion models, `path/file.py:Class`; None: the family of the pipeline's class."""
     model_name_or_path: Annotated[str, NoResult, Where.PATH] = "Qwen/Qwen2.5-VL-7B-Instruct"
-    """Folder in Hugging Face format, its URL in a store (`s3://BUCKET/PREFIX`, with `/latest` at its end what was
-    published there), or a Hub id (the fingerprint takes its content, not its name); in a pipeline
-    `model = "stage:NAME"` replaces it."""
+    """Folder in Hugging Face format, its URL in a store (`s3://BUCKET/PREFIX`; `/latest` at the end selects the
+    published version), or a Hub id (the fingerprint includes the content, not the name); in a pipeline `model =
+    "stage:NAME"` replaces it."""
     model_safetensor_path: Annotated[str | None, NoResult, Where.PATH] = None
-    """Folder or .safetensors file of the weights alone (the fingerprint takes its content); None: beside
-    config.json."""
+    """Folder or .safetensors file with the weights, if they are not in the folder of config.json (the fingerprint takes
+    its content); None: the folder of config.json."""
     model_revision: str | None = None
     """Hub revision; None: the newest."""
     chat_template: Annotated[str | None, NoResult, Where.PATH] = None
-    """Chat template in place of the tokenizer's own, which exports carry too: a Jinja file, `chatml`, or `plain`, whose
-    turns are `User: ...` and `Assistant: ...` with the end token (the fingerprint takes its content). None: that of the
-    tokenizer."""
+    """Chat template that replaces the tokenizer's own, also in exports: a Jinja file, `chatml`, or `plain`, with turns
+    `User: ...` and `Assistant: ...` and the end token (the fingerprint includes the content). None: the tokenizer's
+    template."""
     model_max_length: Tokens = 4096
     """Longest sequence: longer SFT rows are cut on the right, prompt + response never exceed it."""
     model_gradient_checkpointing: bool | Literal["selective"] = True
     """Recompute activations in the backward pass: less memory, about a third more compute. `selective` (not in
-    Cosmos-RL): only norms, activation functions and wide matrices again, between the two in both. A family that cannot
-    keeps every activation, and the log says so."""
+    Cosmos-RL): recompute only norms, activation functions and wide matrices, with memory and compute between the other
+    two. For a family without support all activations are kept, with a warning."""
     lora: LoraConfig | None = None
     """Low-rank adapters; None: all weights are trained."""
     trainable_map: dict[str, bool] | None = None
     """Module or parameter name to whether it is trained, the inner name before the outer; after the patterns; None: all
     that these leave."""
     freeze_pattern: Strings | None = None
-    """Regular expressions, found anywhere in a name, of parameters that stay as they are; None: none."""
+    """Regular expressions, matched anywhere in a name, of parameters that are not trained; None: no such parameters."""
     trainable_pattern: Strings | None = None
     """Regular expressions of the only parameters that are trained; None: all."""
     enable_liger_kernel: bool = False

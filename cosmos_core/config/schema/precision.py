@@ -15,8 +15,8 @@ class FP8Config(Table):
     switch = "enable_fp8"
 
     enable_fp8: bool = False
-    """Multiply in fp8 in the linear layers of the blocks, by torchao, on an NVIDIA GPU of capability 8.9 or newer;
-    on another machine in `param_dtype`, with a note. Weights and exports stay as they are. Not yet measured on one."""
+    """Multiply in fp8 in the linear layers of the blocks, with torchao, on an NVIDIA GPU of capability 8.9 or newer; on
+    another machine in `param_dtype`, with a warning. Weights and exports do not change. Not yet measured on a GPU."""
     quant_recipe: _Quantisation = "rowwise"
     """One scale per row, or one per tensor."""
 

@@ -13,13 +13,13 @@ class SubProfilerConfig(Table):
     """`[profiler.sub_profiler_config]`"""
 
     do_profile: Annotated[bool, NoResult] = False
-    """Record from the beginning of an attempt; False: when `cosmos profile RUN` asks for it."""
+    """Record from the beginning of an attempt; False: only after `cosmos profile RUN`."""
     active_steps: Annotated[PositiveInt, Unit("train steps"), NoResult] = 1
     """Recorded."""
     warmup_steps: Annotated[NonNegativeInt, Unit("train steps"), NoResult] = 1
     """Traced before them and thrown away, as the first events cost more."""
     wait_steps: Annotated[NonNegativeInt, Unit("train steps"), NoResult] = 1
-    """Before those, not traced."""
+    """Number of steps before the warm-up that are not traced."""
     rank_filter: Annotated[tuple[NonNegativeInt, ...], Field(strict=False), NoResult] = ()
     """Ranks that record; empty: rank 0."""
     record_shape: Annotated[bool, NoResult] = False

@@ -51,11 +51,11 @@ class Recipe(Table):
     was written for Cosmos-RL, which has `redis` or `n_init_replicas` of both trainer and rollouts: `disaggregated`, as
     there, or where the machine has too few GPUs for it `colocated`, with a note."""
     redis: str | int = ""
-    """Port of the controller's Redis; says that the recipe was written for Cosmos-RL, see `mode`."""
+    """Port of the Redis server of Cosmos-RL's controller; marks the recipe as written for Cosmos-RL, see `mode`."""
 
     @property
     def is_of_cosmos_rl(self) -> bool:
-        """Return whether the recipe has the marks of one that was written for Cosmos-RL."""
+        """Return True if the recipe has keys that only recipes written for Cosmos-RL have."""
         meshes = (self.policy.parallelism, self.rollout.parallelism)
         return bool(self.redis) or all("n_init_replicas" in mesh.model_fields_set for mesh in meshes)
 
@@ -73,12 +73,11 @@ class Recipe(Table):
 
     @property
     def engines_apart(self) -> int:
-        """Return how many rollout engines a training with rollouts has in processes of their own; 0: none."""
+        """Return the number of rollout engines in separate processes; 0 if there are none."""
         return self.rollout.parallelism.n_init_replicas if self.mode != "colocated" else 0
 
     def num_gpus(self, *, has_rollouts: bool) -> int:
-        """Return the GPUs that the ranks of a stage take, together with engines beside them that have GPUs of their
-        own."""
+        """Return the number of GPUs that a stage uses for its ranks and for engines with their own GPUs."""
         mesh = self.policy.parallelism
         beside = self.engines_apart if has_rollouts and self.mode == "disaggregated" else 0
         return mesh.world_size * mesh.n_init_replicas + beside * self.rollout.parallelism.tp_size
@@ -92,13 +91,12 @@ class Recipe(Table):
 
     @property
     def teacher(self) -> DistillationConfig | None:
-        """Return what is said of the model whose outputs the algorithm asks for beside the policy's; None: there is
-        none."""
+        """Return the settings of the teacher whose outputs the algorithm needs; None: no teacher."""
         is_asked = self.distillation.enable and isinstance(self.train.train_policy, RlConfig)
         return self.distillation if is_asked else None
 
     def teacher_of(self, kind: "StageKind") -> DistillationConfig | None:
-        """Return what is said of the teacher of a stage of that kind; None: it has none."""
+        """Return the settings of the teacher of a stage of this kind; None: no teacher."""
         return self.teacher if kind.feed == "rollouts" else None
 
     @property
@@ -109,7 +107,8 @@ class Recipe(Table):
 
     @property
     def reward_env(self) -> tuple[str, ...]:
-        """Return the variables of the environment that rewards see beyond those that any program needs."""
+        """Return the names of environment variables that rewards receive in addition to those that any program
+        needs."""
         return tuple(dict.fromkeys((*self.train.train_policy.env_of_rewards, *self.validation.reward_env)))
 
     @model_validator(mode="before")
@@ -156,7 +155,7 @@ class Recipe(Table):
 
     @model_validator(mode="after")
     def _pipeline_stages(self) -> Self:
-        """What pipeline parallelism asks of batches (Cosmos-RL refuses the same)."""
+        """Check the batch sizes that pipeline parallelism requires (Cosmos-RL has the same rule)."""
         mesh, train = self.policy.parallelism, self.train
         if mesh.pp_size == 1:
             return self
@@ -204,7 +203,7 @@ class Recipe(Table):
     @field_validator("validation")
     @classmethod
     def _inherited(cls, validation: ValidationConfig, info: ValidationInfo) -> ValidationConfig:
-        """What validation takes from training."""
+        """Fill settings of validation that are taken from training."""
         train = info.data.get("train")
         policy = train.train_policy if train else None
         if not isinstance(policy, RlConfig):

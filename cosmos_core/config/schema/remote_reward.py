@@ -1,4 +1,4 @@
-"""`[train.train_policy.remote_reward]`: what is asked of a reward service, and what its scores make."""
+"""`[train.train_policy.remote_reward]`: requests to a reward service, and the rewards computed from its scores."""
 
 from typing import Annotated, Literal, Self
 
@@ -46,7 +46,7 @@ class RemoteRewardConfig(Table):
     reward_fns: Annotated[tuple[RewardFunctionConfig, ...], Field(strict=False)] = (
         RewardFunctionConfig(name="dance_grpo", score_key="overall_reward"),
     )
-    """Functions that are asked for."""
+    """Functions that the service computes."""
     reward_clip_min: float = -5.0
     """Lowest weighted sum."""
     reward_clip_max: float = 5.0
@@ -58,8 +58,8 @@ class RemoteRewardConfig(Table):
     max_in_flight: Annotated[PositiveInt, Unit("requests"), NoResult] = 64
     """Most requests that wait for their scores at a time."""
     missing_score: Literal["retry", "drop_group", "fail"] = "retry"
-    """What happens where a score is missing: its completions are sent again, up to `retries` times, and after that
-    their groups are dropped; their groups are dropped at once; the stage fails. It is never taken for 0."""
+    """Behaviour for a missing score: request the scores again, up to `retries` times, and then drop the groups; drop
+    the groups at once; or fail the stage. A missing score is never treated as 0."""
     retries: NonNegativeInt = 2
     """With missing_score = 'retry': how often completions without a score are sent again."""
     video_vae: Annotated[str, Where.PATH] = ""
@@ -93,6 +93,6 @@ class RemoteRewardConfig(Table):
 
     @property
     def full(self) -> float:
-        """Return the reward where each function gives 1."""
+        """Return the total reward if each function returns 1."""
         total = sum(each.weight * each.clipped(1.0) for each in self.reward_fns)
         return self.scale * min(max(total, self.reward_clip_min), self.reward_clip_max)

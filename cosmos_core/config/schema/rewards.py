@@ -1,4 +1,4 @@
-"""Reward functions as TOML says them: one name, a list of names, or names with weights."""
+"""Reward functions in TOML: one name, a list of names, or names with weights."""
 
 from typing import Annotated, Any
 

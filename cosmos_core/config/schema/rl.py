@@ -32,46 +32,47 @@ class RlConfig(AlgorithmConfig):
     mini_batch: Completions = 2
     """Completions per forward pass; changes speed and memory, not results."""
     prompt_column_name: str = ""
-    """Column of the prompt, a string or a conversation; empty: the first found of `prompt`, `question`,
+    """Column of the prompt, a string or a conversation; empty: the first existing column of `prompt`, `question`,
     `problem`, `conversations`, `messages`."""
     response_column_name: str = ""
-    """Column of the reference answer; empty: the first found of `answer`, `response`, `solution`, `result`."""
+    """Column of the reference answer; empty: the first existing column of `answer`, `response`, `solution`,
+    `result`."""
     system_prompt: str = ""
-    """Put before prompts that have no system turn and no column `system`; empty: none."""
+    """System prompt for prompts without a system turn and without a column `system`; empty: no system prompt."""
     reward_function: RewardWeights = Field(default={"single_choice": 1.0})
     """Reward name, list of names, or names with weights; a user's own is `module:function` or
     `path/file.py:function`."""
     reward_timeout_seconds: Annotated[PositiveFloat, Unit("seconds")] = 10.0
-    """A reward that takes longer is killed and its completion counts as invalid."""
+    """Time after which a reward function is killed; its completion is then invalid."""
     reward_env: Annotated[Names, NoResult] = ()
-    """Environment variables that rewards see, such as the key of a service, beyond those that any program needs; their
-    values are masked in logs."""
+    """Names of environment variables that rewards receive, such as the key of a service, in addition to those that any
+    program needs; their values are masked in logs."""
     use_remote_reward: bool = False
     """Ask the reward service in place of `reward_function`."""
     remote_reward: Annotated[RemoteRewardConfig, Needs("use_remote_reward")] = RemoteRewardConfig()
-    """What is asked of it."""
+    """Requests to the reward service."""
     filter_reward_metric: Names = ()
-    """With variant = 'dapo': reward metrics that must differ inside a group for it to be trained on; empty: the total
-    reward. A reward of weight 0 in `reward_function` is called for that alone."""
+    """With variant = 'dapo': reward metrics that must differ within a group for it to be trained on; empty: the total
+    reward. A reward of weight 0 in `reward_function` can serve only this purpose."""
     bypass_reward: bool = False
     """Every reward is 0 and no reward function is called."""
     group_reward_calculation: bool = False
-    """Call reward functions of your own once for all completions of a prompt, with lists, in validation too; ours judge
-    each completion by itself. A call that fails or takes too long makes them all invalid."""
+    """Call user's reward functions once for all completions of a prompt, with lists, also in validation; packaged
+    rewards score each completion separately. If a call fails or times out, all its completions are invalid."""
     overlong_reward: OverlongRewardConfig = OverlongRewardConfig()
-    """What the reward `overlong` takes off long completions."""
+    """Penalty of the reward `overlong` for long completions."""
     on_policy: bool = False
     """With mode = 'disaggregated': train only on rollouts of the newest weights, as with `allowed_outdated_steps` = 0;
     engines and trainer take turns then."""
     allowed_outdated_steps: Annotated[NonNegativeInt, Unit("train steps")] = 4
-    """With mode = 'disaggregated': how many steps old the weights of a rollout may be when it is trained on; engines
-    generate for so many steps ahead."""
+    """With mode = 'disaggregated': maximum age in train steps of the weights that sampled a rollout when it is trained
+    on; engines generate this many steps ahead."""
     uncentralized_training: bool = False
     """Rollouts go straight to the trainer."""
     outdated_rollout_fetch_batch_size: Annotated[int, Unit("prompts")] = 0
-    """With mode = 'disaggregated': prompts that engines get beyond those of `allowed_outdated_steps`; a group that is
-    too old when its step comes is generated again, and counted (`rollout/outdated`). 0: none. DAPO gives as many as
-    recent steps have dropped, and at most this (0: 128)."""
+    """With mode = 'disaggregated': number of prompts that engines get in addition to those of `allowed_outdated_steps`;
+    a group that is too old at its step is generated again and counted (`rollout/outdated`). 0: none. With DAPO, the
+    number of groups dropped in recent steps, up to this limit (0: 128)."""
     max_inflight_steps: Annotated[int | None, Unit("train steps")] = None
     """Most prompts in flight and waiting, in train steps; None: unlimited."""
     max_retry_for_on_policy: int = -1
@@ -133,7 +134,7 @@ class RlConfig(AlgorithmConfig):
         return self.reward_timeout_seconds
 
     def notices(self, stage: InStage) -> Iterator[str]:
-        """Yield what Cosmos-RL accepts without a word, and what it means."""
+        """Yield notices about settings that Cosmos-RL accepts silently."""
         if self.variant == "dapo" and self.bypass_reward and stage.kind.trains:
             yield "train.train_policy.variant = 'dapo' drops no group here, because every reward is 0"
         temperature = stage.recipe.rollout.sampling_config.temperature

@@ -32,8 +32,8 @@ class SamplingConfig(Table):
     temperature: NonNegativeFloat = 1.0
     """Softmax temperature; 0: greedy. Should equal `train.train_policy.temperature`."""
     top_p: Nucleus = 1.0
-    """Nucleus mass; below 1 tokens are drawn from another distribution than the policy's, and the loss weights them by
-    the quotient of the two (`cosmos_core/algorithms/correction.py`)."""
+    """Nucleus mass; below 1 tokens are sampled from another distribution than the policy's, and the loss has importance
+    weights for it (`cosmos_core/algorithms/correction.py`)."""
     top_k: TopK = -1
     """Keep the k most likely tokens, with the same weights in the loss; -1: all."""
     repetition_penalty: PositiveFloat = 1.0
@@ -58,11 +58,11 @@ class RolloutConfig(Table):
     denoiser, which Cosmos-RL's `diffusion_nft_rollout` becomes and every diffusion model has; or a class of your own,
     `path/file.py:Class`."""
     mode: Literal["sync", "async"] = "sync"
-    """How many prompts an engine apart from the trainer has at a time: `batch_size`, or with `async`
-    `async_config.max_concurrent_requests`. One in the trainer's processes has `batch_size`."""
+    """Number of prompts that an engine in a separate process has at a time: `batch_size`, or with `async`
+    `async_config.max_concurrent_requests`. An engine in the trainer's processes always has `batch_size`."""
     max_response_length: Tokens = 2048
-    """Longest completion; a prompt that leaves less room in `policy.model_max_length` gets a shorter one, and one that
-    leaves none is left out of the rows."""
+    """Maximum number of tokens of a completion; a prompt that leaves less room in `policy.model_max_length` gets a
+    shorter completion, and a prompt that leaves no room is skipped."""
     n_generation: Completions = 16
     """Completions per prompt: the group size."""
     n_generation_mini_batch: Completions | None = None
@@ -89,8 +89,8 @@ class RolloutConfig(Table):
     """End the stage where the completions of a step show that engines do not compute what the trainer computes
     (`watch/alarm`); its next attempt starts them anew, from the last checkpoint."""
     engine_timeout_seconds: Annotated[PositiveFloat, Unit("seconds"), NoResult] = 600.0
-    """Engines apart from the trainer: one that has work and makes no forward pass for so long is ended, another one is
-    started, and its prompts go to others."""
+    """Engines in separate processes: time without a forward pass, while there is work, after which an engine is killed
+    and restarted; other engines get its prompts."""
     multi_turn_config: MultiTurnRolloutConfig = MultiTurnRolloutConfig()
     """Turns and tools."""
     async_config: RolloutAsyncConfig = RolloutAsyncConfig()
@@ -111,12 +111,12 @@ class RolloutConfig(Table):
 
     @property
     def changes_distribution(self) -> bool:
-        """Return whether training tokens are drawn from another distribution than softmax(logits / temperature)."""
+        """Return True if training tokens are sampled from another distribution than softmax(logits / temperature)."""
         sampling = self.sampling_config
         return sampling.top_p < 1 or sampling.top_k > 0 or sampling.repetition_penalty != 1
 
     def _notices_inside(self, stage: InStage) -> Iterator[str]:
-        """Yield settings of engines in processes of their own, where there are none."""
+        """Yield notices about settings of engines in separate processes if there are no such engines."""
         if stage.kind.feed != "rollouts" or stage.recipe.mode != "colocated":
             return
         given = [f"rollout.{name}" for name in ("mode", "async_r2r_sync") if self.is_given(name)]
@@ -187,7 +187,8 @@ class RolloutConfig(Table):
             )
 
     def _refused_greed(self, stage: InStage) -> Iterator[str]:
-        """Yield why completions of one prompt would all be the same, which teach nothing."""
+        """Yield errors for sampling settings with which all completions of a prompt are equal, which gives no learning
+        signal."""
         sampling = self.sampling_config
         if stage.recipe.policy.is_diffusers or not stage.recipe.train.train_policy.compares_groups:
             return

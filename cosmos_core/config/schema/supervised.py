@@ -1,4 +1,4 @@
-"""`[train.train_policy]` with `type = "sft"`: what learning from given rows has, whatever the loss."""
+"""`[train.train_policy]` with `type = "sft"`: keys of supervised training with any loss."""
 
 from typing import Annotated, Literal, Self
 
@@ -15,24 +15,24 @@ class SupervisedConfig(AlgorithmConfig):
     type: Literal["sft"]
     """Which kind of training."""
     dataloader_drop_last: bool = True
-    """True: rows that fill no batch wait for another epoch; False: the last batch of an epoch may be smaller."""
+    """True: rows that fill no batch are left for another epoch; False: the last batch of an epoch may be smaller."""
     conversation_column_name: str = "conversations"
     """Column of the conversation; rows without it may have `messages`, `conversation`, `text`, `prompt` + `response`,
     or `instruction` + `input` + `output`. Of pairs that of the prompt, or `prompt`, beside `chosen` and `rejected`. An
     assistant turn with `weight = 0`, or `loss`, `train`, `trainable` or `loss_mask` = 0, is not learned."""
     system_prompt: str = ""
-    """Put before conversations that have no system turn and no column `system`; empty: none."""
+    """System prompt for conversations without a system turn and without a column `system`; empty: no system prompt."""
     enable_dp_load_balancing: bool = False
-    """Fill micro-batches to a budget of tokens; `train_batch_per_replica` and `dataloader_drop_last` mean nothing
-    then."""
+    """Fill micro-batches up to a number of tokens; `train_batch_per_replica` and `dataloader_drop_last` then have no
+    effect."""
     load_balanced_pool_size: Annotated[PositiveInt, Unit("rows"), Needs("enable_dp_load_balancing")] = 32
     """Rows that are looked at to find the next one of a micro-batch."""
     load_balanced_max_tokens_for_batch: Annotated[Tokens | None, Needs("enable_dp_load_balancing")] = None
-    """Budget of a micro-batch, padding counted unless `sequence_packing`; a longer row stands alone. None: `mini_batch`
-    x `policy.model_max_length`."""
+    """Maximum number of tokens of a micro-batch, including padding unless `sequence_packing`; a longer row forms its
+    own micro-batch. None: `mini_batch` x `policy.model_max_length`."""
     load_balanced_batching_strategy: Annotated[str, Needs("enable_dp_load_balancing")] = "prefer_closest"
-    """Which of equally cheap rows comes next: `prefer_first` the one that waits longest, `prefer_closest` the one
-    nearest in length to the longest so far."""
+    """Next row among rows of equal cost: `prefer_first` takes the row that has waited longest, `prefer_closest` the row
+    nearest in length to the longest row so far."""
     load_balanced_batches_per_optimizer_step: Annotated[
         int, Unit("micro-batches"), Needs("enable_dp_load_balancing")
     ] = 1

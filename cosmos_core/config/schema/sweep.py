@@ -17,7 +17,7 @@ class Branch(Table):
     stages: Names
     """Its stages, in order: it is judged by the metrics of all, and hands on the model of the last that makes one."""
     settings: Annotated[dict[str, Any], NoResult] = {}
-    """What it was given of the grid; filled in."""
+    """Values of the grid for this branch; set automatically."""
 
 
 class SweepConfig(Table):
@@ -25,19 +25,19 @@ class SweepConfig(Table):
 
     grid: dict[str, Any] = {}
     """Lists of values by key, such as `"train.optm_lr" = [1e-5, 3e-5]`; there is a branch for each combination. A key
-    is one of the recipe, `arguments.NAME` of a custom stage, or either of them behind the name of a stage that
-    `through` brings in."""
+    is one of the recipe, or `arguments.NAME` of a custom stage, optionally prefixed by the name of a stage in
+    `through`."""
     metric: str
     """What the branches are compared by, such as `validation/accuracy`; the last stage of a branch that reports it
     counts."""
     mode: Literal["max", "min"] = "max"
     """Whether the largest or the smallest value is the best; of equal ones the first branch is."""
     through: Names = ()
-    """Stages behind this one that each branch has too, with all that lie between, such as one of kind validate."""
+    """Stages after this one that each branch also has, with all stages in between, such as a `validate` stage."""
     max_parallel: Annotated[PositiveInt | None, NoResult] = None
-    """Stages of branches that run at once; None: one, and where they have a `work_pool` as many as that takes."""
+    """Number of branch stages that run concurrently; None: one, or with a `work_pool` the limit of the pool."""
     branches: Annotated[tuple[Branch, ...], Field(strict=False)] = ()
-    """Kind select: what it chooses among; empty: each stage in its `after` is a branch. Filled in where there is a
+    """Kind select: the branches to choose from; empty: each stage in its `after` is a branch. Set automatically for a
     grid."""
 
     @field_validator("grid")

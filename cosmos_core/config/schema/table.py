@@ -66,7 +66,7 @@ class Table(BaseModel):
     )
 
     switch: ClassVar[str] = ""
-    """The field that turns the whole table on; while it is off the others mean nothing. Empty: always on."""
+    """Field that enables the whole table; while it is off the other fields have no effect. Empty: always enabled."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Declare the keys of the table that `unused.toml` has, behind its own."""
@@ -92,16 +92,16 @@ class Table(BaseModel):
         yield from ()
 
     def notices(self, stage: InStage) -> Iterator[str]:
-        """Yield what a user would expect otherwise of what is accepted; keys are in full."""
+        """Yield notices about accepted settings whose effect a user may not expect, with full keys."""
         yield from ()
 
     def is_given(self, name: str) -> bool:
-        """Return whether a field was set to another value than its default."""
+        """Return True if a field was set to another value than its default."""
         default = type(self).model_fields[name].get_default(call_default_factory=True)
         return name in self.model_fields_set and not _same(getattr(self, name), default)
 
     def derived(self, **values: Any) -> Self:
-        """Return a copy with values that a rule derives; they are not validated and do not count as given."""
+        """Return a copy with values that a rule derives; they are not validated and do not count as set by the user."""
         copy: Any = type(self).model_construct(_fields_set=set(self.model_fields_set), **dict(self) | values)
         return copy  # type: ignore[no-any-return]
 
@@ -163,8 +163,8 @@ def _live_fields(table: Table) -> Iterator[tuple[str, FieldInfo, Any]]:
 
 
 def switched_off(table: Table, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
-    """Yield every key that was given and has no meaning, because the field that it `Needs` is off, as (dotted path,
-    value, name of that field)."""
+    """Yield every key that was set and has no effect, because the field that it `Needs` is off, as (dotted path, value,
+    name of that field)."""
     if table.switch and not getattr(table, table.switch):
         return
     for name, field in type(table).model_fields.items():
@@ -177,7 +177,7 @@ def switched_off(table: Table, prefix: str = "") -> Iterator[tuple[str, Any, str
 
 
 def set_fields(table: Table, prefix: str = "") -> Iterator[tuple[str, FieldInfo, Any, bool]]:
-    """Yield every key that has a meaning with these values, as (dotted path, field, value, whether it was given and
+    """Yield every key that has an effect with these values, as (dotted path, field, value, whether it was set and
     differs from its default)."""
     for name, field, value in _live_fields(table):
         if isinstance(value, Table) and status(field) == _USED:
@@ -206,7 +206,8 @@ def result_values(table: Table) -> dict[str, Any]:
 
 
 def with_located(table: TableT, placed: Callable[[Where, str], str]) -> TableT:
-    """Return a table with what its fields marked `Where` name, nested tables included, as `placed` gives it."""
+    """Return a table in which `placed` has replaced the values of fields that are marked `Where`, nested tables
+    included."""
     changed: dict[str, Any] = {}
     for name, field in type(table).model_fields.items():
         value, where = getattr(table, name), mark(field, Where)

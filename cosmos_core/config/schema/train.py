@@ -64,9 +64,9 @@ class TrainConfig(Table):
     """SFT: rows per optimizer step, of all ranks together (Cosmos-RL: of each data-parallel rank). GRPO: completions
     per train step."""
     sequence_packing: bool | None = None
-    """Put the rows of a micro-batch end to end without padding, each attending to itself alone; changes speed and
-    memory, not results. Models that mix packed rows keep the padding, and say so. None: where the model can, and
-    nothing is compiled for a CPU, whose attention to several rows would cut every graph."""
+    """Concatenate the rows of a micro-batch without padding, with attention only within each row; changes speed and
+    memory, not results. A model that cannot separate packed rows falls back to padding, with a warning. None: enabled
+    if the model supports it, except with torch.compile on a CPU, where attention to packed rows breaks every graph."""
 
     optm_name: Literal["AdamW", "Adam", "AdamW8bit", "Adam8bit", "Muon"] = "AdamW"
     """torch.optim class, or its relative of torchao with moments in eight bits, which is always compiled: on CPU it
@@ -92,13 +92,13 @@ class TrainConfig(Table):
     optm_decay_ratio: Fraction | None = None
     """Fraction of all steps that decay; None: all after warm-up."""
     optm_decay_type: Literal["none", "linear", "cosine", "sqrt"] | None = None
-    """Decay curve; None or `none`: constant."""
+    """Decay curve; None or `none`: constant learning rate."""
     optm_min_lr_factor: Fraction = 0.0
     """Factor that the decay ends at."""
     optm_grad_norm_clip: float = 1.0
     """Global gradient norm is clipped to this; 0 or less: only measured."""
     ema_enable: bool = False
-    """Keep a moving average of the trained weights, in float32; it is what validation measures and what is exported."""
+    """Keep a moving average of the trained weights in float32, which is validated and exported."""
     ema_decay: Annotated[Fraction, Needs("ema_enable")] = 0.9999
     """Largest decay; after n optimizer steps it is min((1 + n) / (10 + n), this)."""
     ema_update_step_interval: Annotated[NonNegativeInt, Unit("optimizer steps"), Needs("ema_enable")] = 0
@@ -114,9 +114,9 @@ class TrainConfig(Table):
     """Compute in the forward and backward pass, and the dtype of the export; an `export` whose recipe leaves it out
     has that of the stage whose model it publishes."""
     transfer_dtype: DType | None = None
-    """Dtype of weights on their way to the rollout engine, which casts them to the one that it generates in; None:
-    `master_dtype`, or `param_dtype` where vLLM would cast all weights to that. With `rollout.backend = "hf"` in the
-    trainer's processes nothing travels."""
+    """Dtype of weights in the transfer to the rollout engine, which casts them to its own dtype; None: `master_dtype`,
+    or `param_dtype` if vLLM would cast all weights to that. With `rollout.backend = "hf"` in the trainer's processes no
+    weights are transferred."""
     logprob_dtype: DType = "float32"
     """Logits are cast to this before log-softmax in RL."""
     fsdp_reduce_dtype: DType = "float32"
@@ -134,7 +134,8 @@ class TrainConfig(Table):
     seed: int | None = None
     """Of initialisation, order and sampling; None or negative: 42."""
     deterministic: bool = False
-    """Deterministic kernels only; an operation that has none is an error. One CPU rank is repeatable without it."""
+    """Use only deterministic kernels; an operation without one is an error. A CPU training on one rank is repeatable
+    without it."""
     compile: bool | None = None
     """torch.compile each block, but with `tp_size` above 1, where torch 2.13 cannot for rows of any length; needs a C++
     compiler on CPU. None: on a GPU, unless another setting excludes it; not on CPU, where packed rows without it were
@@ -157,13 +158,12 @@ class TrainConfig(Table):
     hooks: HooksConfig = HooksConfig()
     """Functions of your own at points of a training."""
     resume: Annotated[bool | str, NoResult, Where.PATH] = False
-    """True: from the newest checkpoint below `output_dir` that a run with the same settings and inputs left behind, on
-    this mesh or another; or the path of a `.../step_N/policy` folder, whatever it was trained with. The run itself goes
-    on with `cosmos resume`."""
+    """True: start from the newest checkpoint below `output_dir` of a run with the same settings and inputs, on this
+    mesh or another; or the path of any `.../step_N/policy` folder. `cosmos resume` continues a run itself."""
     save_ckpt_at_exit: Annotated[bool, NoResult] = True
-    """Save when a signal asks to stop; False: stop without."""
+    """Save a checkpoint when a signal requests a stop; False: stop without saving."""
     signal_to_handle: Annotated[Strings, NoResult] = ("SIGUSR1",)
-    """Signals that mean save and stop, beside SIGTERM."""
+    """Signals that request saving and stopping, in addition to SIGTERM."""
     output_dir: Annotated[str, NoResult] = "./outputs"
     """Folder of all runs; the run id is appended."""
     timestamp: Annotated[str, NoResult] = ""
@@ -199,7 +199,7 @@ class TrainConfig(Table):
     @field_validator("train_policy")
     @classmethod
     def _fitted(cls, policy: AlgorithmConfig, info: ValidationInfo) -> AlgorithmConfig:
-        """What the batch and the transfer of weights make of it."""
+        """Fill settings that follow from the batch size and from the transfer of weights."""
         batch, interval = info.data.get("train_batch_per_replica"), info.data.get("sync_weight_interval", 1)
         if batch and "mini_batch" not in policy.model_fields_set:
             policy = policy.derived(mini_batch=math.gcd(batch, policy.mini_batch))
@@ -316,7 +316,7 @@ class TrainConfig(Table):
 
 
 def inferred_type(policy: Mapping[str, Any]) -> Any:
-    """Return the `type` of a `train_policy`; where it has none, the one that its keys tell."""
+    """Return the `type` of a `train_policy`, or infer it from its keys if it is missing."""
     return policy.get("type", "grpo" if _ONLY_GRPO & set(policy) else "sft")
 
 

@@ -1,4 +1,4 @@
-"""`[validation]`: what is measured on held-out rows, and when."""
+"""`[validation]`: validation on held-out rows, and when it runs."""
 
 from collections.abc import Iterator
 from typing import Annotated, Self
@@ -27,7 +27,7 @@ class HeldOutConfig(DatasetConfig):
     """Held-out rows, as training names its own."""
 
     test_size: int | float | None = None
-    """Rows split off for validation; of the training data alone."""
+    """Number or fraction of rows to hold out for validation, from the training data only."""
 
 
 class ValidationConfig(Table):
@@ -44,7 +44,7 @@ class ValidationConfig(Table):
     dataset: HeldOutConfig = HeldOutConfig()
     """Held-out rows; empty name: `test_size` rows of the training data."""
     max_rows: Rows | None = None
-    """Most held-out rows, the first ones; None: all. `dataset.split = "test[:200]"` takes others."""
+    """Maximum number of held-out rows, from the first; None: all. `dataset.split = "test[:200]"` selects other rows."""
     temperature: NonNegativeFloat = 0.0
     """Sampling temperature; 0: greedy."""
     top_p: Nucleus | None = None
@@ -62,11 +62,11 @@ class ValidationConfig(Table):
     """Empty: the rewards of training. With SFT the held-out rows are completed and scored with it, and the loss is
     measured as well."""
     reward_env: Annotated[Names, NoResult] = ()
-    """Environment variables that rewards see beside those of `train.train_policy.reward_env`."""
+    """Names of environment variables that rewards receive in addition to those of `train.train_policy.reward_env`."""
     use_remote_reward: bool | None = None
-    """Ask the reward service; None: as in training, and nothing else is allowed."""
+    """Use the reward service; None: as in training, the only allowed value."""
     remote_reward: Annotated[RemoteRewardConfig | None, Needs("use_remote_reward")] = None
-    """What is asked of it; None: as in training."""
+    """Requests to the reward service; None: as in training."""
 
     @model_validator(mode="after")
     def _says_what_is_greedy(self, info: ValidationInfo) -> Self:
@@ -93,5 +93,5 @@ class ValidationConfig(Table):
 
     @property
     def remote_rewards(self) -> RemoteRewardConfig | None:
-        """Return what is asked of a reward service; None: nothing."""
+        """Return the settings of a reward service; None: no service."""
         return self.remote_reward if self.use_remote_reward else None

@@ -7,7 +7,7 @@ import numpy as np
 
 from cosmos_core.algorithms.aggregate import token_metric
 from cosmos_core.algorithms.base import Algorithm, Loss, Update
-from cosmos_core.algorithms.grpo import sample_of
+from cosmos_core.algorithms.grpo import make_sample
 from cosmos_core.models.scorer import Wants
 
 
@@ -27,7 +27,7 @@ class VarianceWeighted(Algorithm):
             weight = rewards.var() / self.average if self.average else 0.0
             values = (rewards - rewards.mean()) / (rewards.std() + self.custom["epsilon"]) * weight
             for completion, value, reward in zip(group.group.completions, values, rewards, strict=True):
-                samples.append(sample_of(group.group.prompt, completion, float(value), float(reward)))
+                samples.append(make_sample(group.group.prompt, completion, float(value), float(reward)))
         return samples, {"variance/average": self.average, "variance/groups": float(self.num_groups)}
 
     def updates(self, samples, view):

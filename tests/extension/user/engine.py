@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from cosmos_core.rollout.base import Loaded, completion, request_seed, stop_token_ids
+from cosmos_core.rollout.base import LoadReceipt, completion, request_seed, stop_token_ids
 from cosmos_core.types import Group
 
 
@@ -51,7 +51,7 @@ class Plain:
 
     def load_weights(self, version, buckets):
         self.version = version
-        return Loaded(version, sum(len(bucket) for bucket in buckets))
+        return LoadReceipt(version, sum(len(bucket) for bucket in buckets))
 
     def logprobs(self, token_ids):
         found_TV = self.distributions(list(token_ids))
