@@ -76,7 +76,11 @@ def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
     """
     source, options = source_of(model, revision)
     if isinstance(source, Path) and not (source / "config.json").is_file():
-        raise ModelError(f"{KEY} = {model!r}: the folder has no config.json; give a folder in Hugging Face format")
+        is_adapter = (source / "adapter_config.json").is_file()
+        remedy = "give a folder in Hugging Face format"
+        if is_adapter:
+            remedy = "it is an adapter: name its base here, and the folder in policy.lora.lora_path"
+        raise ModelError(f"{KEY} = {model!r}: the folder has no config.json; {remedy}")
     for name in ("config.json", "generation_config.json"):
         read_object(Path(source, name), model)
     with translate_load_errors("config.json", model):
@@ -191,6 +195,12 @@ def _check_architecture(config: PretrainedConfig, model: str) -> None:
         config_class: Any = cls.config_class
         if config_class and not any(isinstance(each, config_class) for each in (config, config.get_text_config())):
             raise ModelError(f"{named} and model_type = {config.model_type!r}, which do not belong together")
+    for key, usual in (("output_attentions", False), ("return_dict", True)):
+        if (value := getattr(config, key, usual)) != usual:
+            raise ModelError(
+                f"{KEY} = {model!r}: config.json has {key} = {value}, which changes what a forward pass returns; leave "
+                f"it out there"
+            )
     with (
         translate_load_errors("quantized weights", model),
         suppress(RuntimeError),

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -109,6 +110,19 @@ def init_on_meta(
             model, revision=revision, dtype=dtype, device=device, gradient_checkpointing=gradient_checkpointing
         )
     return built
+
+
+def audit_files(built: PreTrainedModel, model: str, revision: str | None = None) -> None:
+    """Compare names and shapes of the tensors in a local folder's safetensors with a model on the meta device, and read
+    no values.
+
+    Raises:
+        ModelError: as `init_on_meta`.
+    """
+    if Path(model).expanduser().is_dir():
+        files, reason = _weight_files(model, revision)
+        if not reason:
+            _start(built, model, revision, built.dtype, torch.device("meta"), files)
 
 
 def load_sharded(model: PreTrainedModel) -> None:

@@ -32,8 +32,7 @@ from cosmos_core.models.lora import is_adapted
 from cosmos_core.models.lora_targets import describe_adapter
 from cosmos_core.models.prove import rehearse_export
 from cosmos_core.models.row_limits import check_rows
-from cosmos_core.models.sharded_load import init_on_meta
-from cosmos_core.models.source import check_weights
+from cosmos_core.models.sharded_load import audit_files, init_on_meta
 from cosmos_core.models.teacher import check_teacher
 from cosmos_core.parallel.pipeline import apply_pp
 from cosmos_core.registry import suggestion
@@ -76,7 +75,7 @@ def run(stage: Stage) -> Outcome:
         info["prompts"] = first_prompts(stage.path / "data")
         info["shown"] = cast(list[JsonValue], shown_rows(stage.path / "data", tokenizer, _MOST_SHOWN))
     else:
-        check_weights(stage.model)
+        audit_files(_empty(stage), stage.model, revision)
         lines += _check_model(stage)
         invalid = refused_settings(stage.model, revision)
         if invalid and stage.kind.feed == "rollouts" and stage.recipe.rollout.checks_generation_config:

@@ -124,6 +124,11 @@ SINGLE: dict[str, tuple[Damage, str]] = {
     "of another family": (
         config(architectures=["OPTForCausalLM"]), r"\['OPTForCausalLM'\] and model_type = 'qwen3', which do not belong",
     ),
+    "attentions as outputs": (config(output_attentions=True), "config.json has output_attentions = True"),
+    "tuples as outputs": (config(return_dict=False), "config.json has return_dict = False"),
+    "a head that no file has": (config(tie_word_embeddings=False), "1 tensors missing from the files: lm_head.weight"),
+    "another width": (config(intermediate_size=8), "tensors of another shape than config.json says"),
+    "another layer": (config(num_hidden_layers=1, layer_types=["full_attention"]), "tensors in the files but not in"),
     "a list for the generation": (written("generation_config.json", []), r"generation_config\.json is not a JSON obj"),
     "a list for the config": (written("config.json", []), r"/config\.json is not a JSON object"),
     "a link to nothing": (replaced(lambda file: file.symlink_to("nowhere")), r"model\.safetensors is no file"),
@@ -180,6 +185,12 @@ def test_a_table_for_the_kind_of_rope_is_no_crash(folders: Path, tmp_path: Path)
     folder = Path(shutil.copytree(folders / "single", tmp_path / "model"))
     config(rope_parameters={"rope_type": {"a": 1}, "rope_theta": 1e4})(folder)
     line(lambda: check.run(make_stage(tmp_path / "stage", "sft", recipe(SFT), folder)))
+
+
+def test_an_adapter_in_place_of_a_model_is_told_what_it_is(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match="it is an adapter: name its base here, and the folder in"):
+        load_config(str(tmp_path))
 
 
 @pytest.mark.parametrize("names", [None, [], ["QWen3LMHeadModel"]])
