@@ -69,11 +69,15 @@ def _version(is_asked: bool) -> None:
 
 @app.callback()
 def root(
+    context: typer.Context,
     is_asked: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the versions and end.")
     ] = False,
 ) -> None:
     """Post-training as a pipeline that finishes: from raw data to a published model, resumable after any kill."""
+    if os.environ.get("PREFECT_API_URL") and context.invoked_subcommand != "doctor":
+        # A shared server may be busy for minutes and respond with 503. Prefect reads its settings when it is imported.
+        os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "8")
 
 
 @app.command()
@@ -284,27 +288,9 @@ def reward_service(
 
 app.command("try")(try_model)
 for _command in (
-    sft,
-    dpo,
-    grpo,
-    diffusion_sft,
-    init,
-    check_model,
-    status,
-    runs,
-    compare,
-    lineage,
-    report,
-    samples,
-    watch,
-    promote,
-    rollback,
-    bootstrap,
-    worker,
-    doctor,
-    reap,
-    clean,
-):
+    sft, dpo, grpo, diffusion_sft, init, check_model, status, runs, compare, lineage, report, samples, watch, promote,
+    rollback, bootstrap, worker, doctor, reap, clean,
+):  # fmt: skip
     app.command()(_command)
 
 

@@ -231,8 +231,6 @@ def session(
     os.environ.update(quiet_environment(os.environ))
     # The display shows the progress; Prefect's own log lines go to its server.
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
-    if os.environ.get("PREFECT_API_URL"):  # a shared server may be busy for minutes and respond with 503
-        os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "8")
     adopt_orphans()  # the workers of a supervisor that was killed become children of this process
     with ExitStack() as server:
         yield partial(runner, server, server.enter_context(prefect_server(output_dir / SHARED, standby)))

@@ -10,8 +10,9 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from concurrent import futures
+from contextlib import contextmanager
 from contextvars import copy_context
 from functools import lru_cache
 from typing import Any
@@ -20,6 +21,7 @@ from uuid import UUID
 import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import StateType
+from prefect.context import SyncClientContext
 from prefect.exceptions import ObjectNotFound, TerminationSignal
 from prefect.futures import PrefectFuture, wait
 from prefect.runtime import flow_run
@@ -53,15 +55,12 @@ def is_cancelled() -> bool | None:
     """
     if not flow_run.id:
         return False
-    client = get_client(sync_client=True)
     try:
-        run = client.read_flow_run(UUID(flow_run.id))
-        if run.state_type in _CANCELLED or run.parent_task_run_id is None:
+        with _client() as client:
+            run = client.read_flow_run(UUID(flow_run.id))
+            if run.state_type not in _CANCELLED and run.parent_task_run_id is not None:
+                run = client.read_flow_run(_flow_run_of(run.parent_task_run_id))
             return run.state_type in _CANCELLED
-        parent = _flow_run_of(client, run.parent_task_run_id)
-        if parent is None:
-            raise ObjectNotFound(Exception(f"task run {run.parent_task_run_id} has no flow run"))
-        return client.read_flow_run(parent).state_type in _CANCELLED
     except ObjectNotFound:
         return False
     except httpx.HTTPError:
@@ -114,6 +113,20 @@ def publication_check() -> Callable[[], None]:
     return check
 
 
+@contextmanager
+def _client() -> Iterator[SyncPrefectClient]:
+    """Yield the client of this flow run or, in a thread that does not know it, a client that is closed afterwards."""
+    if context := SyncClientContext.get():
+        yield context.client
+        return
+    with get_client(sync_client=True) as client:
+        yield client
+
+
 @lru_cache
-def _flow_run_of(client: SyncPrefectClient, task_run: UUID) -> UUID | None:
-    return client.read_task_run(task_run).flow_run_id
+def _flow_run_of(task_run: UUID) -> UUID:
+    with _client() as client:
+        parent = client.read_task_run(task_run).flow_run_id
+    if parent is None:
+        raise ObjectNotFound(Exception(f"task run {task_run} has no flow run"))
+    return parent

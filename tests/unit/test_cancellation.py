@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import json
 import os
@@ -17,7 +18,14 @@ from typing import Any
 
 import httpx
 import pytest
-from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_CSRF_SUPPORT_ENABLED, temporary_settings
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.context import SyncClientContext
+from prefect.settings import (
+    PREFECT_API_URL,
+    PREFECT_CLIENT_CSRF_SUPPORT_ENABLED,
+    PREFECT_CLIENT_SERVER_VERSION_CHECK_ENABLED,
+    temporary_settings,
+)
 
 from cosmos_core.errors import Cancelled, Preempted
 from cosmos_core.launch import worker
@@ -91,6 +99,22 @@ def test_it_is_cancelled_where_it_or_the_flow_run_that_began_it_is(
 ) -> None:
     server.words = {OWN: [own]} | ({PARENT: [parent]} if parent else {})
     assert is_cancelled() is expected
+
+
+@pytest.mark.parametrize("parent", ["", "RUNNING"])
+def test_polling_leaves_no_client_behind_and_uses_that_of_the_flow(server: Server, parent: str) -> None:
+    def clients() -> int:
+        gc.collect()
+        return sum(type(each) is SyncPrefectClient for each in gc.get_objects())
+
+    server.words = {OWN: ["RUNNING"]} | ({PARENT: [parent]} if parent else {})
+    before = clients()
+    assert {is_cancelled() for _ in range(5)} == {False}
+    assert clients() == before
+    with temporary_settings({PREFECT_CLIENT_SERVER_VERSION_CHECK_ENABLED: False}), SyncClientContext() as context:
+        context.client._client.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            is_cancelled()
 
 
 def publish(folder: Path) -> FileTarget:

@@ -1,4 +1,4 @@
-"""A command that is asked to stop."""
+"""A command that is asked to stop, or that meets a busy server."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import os
 import signal
 
 import pytest
+from typer.testing import CliRunner
 
 from cosmos_core import session
+from cosmos_core.cli import app
 
 
 def test_a_termination_is_not_swallowed_by_a_library_that_logs_any_error_of_its_plugins() -> None:
@@ -21,3 +23,15 @@ def test_a_termination_is_not_swallowed_by_a_library_that_logs_any_error_of_its_
                 logging.getLogger("library").exception("plugins failed")
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize(("command", "expected"), [("run", "8"), ("doctor", None)])
+def test_a_busy_server_is_asked_longer_whatever_imports_prefect_first(
+    monkeypatch: pytest.MonkeyPatch, command: str, expected: str | None
+) -> None:
+    """Credentials need Prefect before the run begins; `cosmos doctor` must say at once what a server responds."""
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:1/api")
+    monkeypatch.setenv("PREFECT_CLIENT_MAX_RETRIES", "")
+    monkeypatch.delenv("PREFECT_CLIENT_MAX_RETRIES")
+    assert CliRunner().invoke(app, [command, "--help"]).exit_code == 0
+    assert os.environ.get("PREFECT_CLIENT_MAX_RETRIES") == expected
