@@ -23,7 +23,7 @@ from rich.text import Text
 
 from cosmos_core.observe import formatting
 from cosmos_core.observe.record import RunRecord, StageRecord, loading_line, overhead, read_run
-from cosmos_core.observe.resuming import death
+from cosmos_core.observe.resuming import pause_or_death
 from cosmos_core.run.progress import Position
 from cosmos_core.run.state import ACTIVE
 
@@ -201,7 +201,7 @@ def print_status(run_path: Path, *, stream: TextIO | None = None) -> None:
     title = f"{run.name}  {run.path.name}  {run.outcome}"
     console = _console(stream)
     console.print(Group(_table(run, _STATUS, title), *_remarks(run)))
-    if text := death(run):
+    if text := pause_or_death(run):
         console.print(Text(text, style="yellow"), soft_wrap=True)  # not wrapped: it contains a command to copy
 
 

@@ -16,7 +16,7 @@ from cosmos_core.errors import EXIT_REFUSED, ConfigError
 from cosmos_core.launch.service_health import FILE as HEALTH
 from cosmos_core.run.directory import PIPELINE, Facts, read_facts
 from cosmos_core.run.files import Document, Seconds, json_objects, parsed, read_document, read_json, read_object
-from cosmos_core.run.liveness import holder_died, is_dead, read_holder
+from cosmos_core.run.liveness import holder_died, is_dead, read_approval, read_holder
 from cosmos_core.run.loading import pipeline_arguments, pipeline_needs
 from cosmos_core.run.manifest import STORED, Result, read_result
 from cosmos_core.run.progress import Position, read_metrics, read_progress
@@ -238,8 +238,8 @@ class RunRecord:
 
     @property
     def outcome(self) -> str:
-        """Return `failed`, `stopped` or `died` if any stage is, `done` if all stages are finished, otherwise `running`;
-        also `died` if the process that ran the stages is gone."""
+        """Return `failed`, `stopped` or `died` if any stage is, `done` if all stages are finished, `waiting` for a
+        person's approval or `declined`, otherwise `running`; also `died` if the process that ran the stages is gone."""
         # The stage that writes the report shows the outcome and must not affect it.
         states = {stage.status for stage in self.stages if stage.kind.makes != "page"}
         for state in ("failed", "stopped", "died"):
@@ -247,6 +247,8 @@ class RunRecord:
                 return state
         if states <= FINISHED and self.stages:
             return "done"
+        if not states & ACTIVE and (approval := read_approval(self.path)):
+            return "declined" if approval.is_declined else "waiting"
         return "running" if states & ACTIVE or holder_died(self.path) is None else "died"
 
     @property
@@ -263,15 +265,21 @@ class RunRecord:
         return max(ends) if ends and self.outcome != "running" else time.time()
 
     @property
-    def model(self) -> Path | None:
-        """Return the folder of the run's final model: the last export, or the last model of any stage. None if there is
-        none, if a gate refused it, or if it exists only in an artifact store."""
+    def refused(self) -> set[str]:
+        """Return the names of the stages on whose results a gate that refused depends."""
         after = {stage.name: stage.after for stage in self.stages}
         refused: set[str] = set()
         reached = [name for stage in self.stages if stage.is_refusal for name in stage.after]
         while reached:
             refused.add(name := reached.pop())
             reached += [other for other in after.get(name, ()) if other not in refused]
+        return refused
+
+    @property
+    def model(self) -> Path | None:
+        """Return the folder of the run's final model: the last export, or the last model of any stage. None if there is
+        none, if a gate refused it, or if it exists only in an artifact store."""
+        refused = self.refused
         makers = [stage for stage in self.stages if stage.kind.makes != "publication" and stage.name not in refused]
         makers = [stage for stage in makers if "://" not in str(stage.info.get("model") or "://")]
         exports = [stage for stage in makers if stage.kind.makes == "model" and not stage.kind.trains] or makers
@@ -281,8 +289,10 @@ class RunRecord:
 
     @property
     def trained(self) -> list[StageRecord]:
-        """Return the stages that made a model with files on this machine."""
+        """Return the stages that made a model with files on this machine, without models that a gate refused."""
+        refused = self.refused
         makers = [stage for stage in self.stages if stage.kind.makes == "model" and stage.info.get("model")]
+        makers = [stage for stage in makers if stage.name not in refused]
         return [stage for stage in makers if (stage.path / str(stage.info["model"])).exists()]
 
     @property

@@ -8,15 +8,35 @@ from pathlib import Path
 
 from cosmos_core.observe import formatting
 from cosmos_core.observe.record import RunRecord, StageRecord
-from cosmos_core.run.liveness import holder_died
+from cosmos_core.run.liveness import has_lost_launcher, holder_died, read_approval
 from cosmos_core.run.process import is_here
+from cosmos_core.run.state import ACTIVE
 
 
-def death(run: RunRecord) -> str:
-    """Return a message with the time of death of a killed run, its progress and the command to resume it; empty if the
-    run was not killed."""
-    if run.outcome != "died":
+def pause_or_death(run: RunRecord) -> str:
+    """Return a message about a run that no flow continues: it was killed, some of its stages still run after that, or a
+    person has to approve or has declined its publication; empty for any other run."""
+    if run.outcome == "declined":
+        return "a person has declined: the model is not published"
+    if run.outcome == "waiting" and (approval := read_approval(run.path)):
+        return f"waits for approval in the UI of Prefect until {formatting.moment(approval.until)}"
+    return {"died": _death, "running": _remaining_stages}.get(run.outcome, lambda _: "")(run)
+
+
+def _remaining_stages(run: RunRecord) -> str:
+    """Return a message about the stages that still run although the flow of the run has ended; empty if there are
+    none."""
+    running = [stage for stage in run.stages if stage.status in ACTIVE]
+    ending = [stage for stage in running if has_lost_launcher(stage.state)]
+    if not ending and (not running or holder_died(run.path) is None):
         return ""
+    others = [stage.name for stage in running if stage not in ending]
+    messages = [f"{stage.name} saves a checkpoint and ends" for stage in ending]
+    messages += [f"{', '.join(others)} continues with a flow run of its own"] if others else []
+    return f"the flow has ended; {'; '.join(messages)}; resume with: {resume_command(run.path)}{_from_where(ending)}"
+
+
+def _death(run: RunRecord) -> str:
     how = f"resume with: {resume_command(run.path)}"
     dead = [stage for stage in run.stages if stage.died is not None]
     if not dead:  # the run died between two stages, or before the first

@@ -12,7 +12,7 @@ from cosmos_core.config.compose import Kinds, load_pipeline
 from cosmos_core.config.difference import difference
 from cosmos_core.observe import formatting
 from cosmos_core.observe.record import RunRecord, StageRecord, read_run
-from cosmos_core.observe.resuming import death
+from cosmos_core.observe.resuming import pause_or_death
 from cosmos_core.run.directory import PIPELINE, runs_in
 from cosmos_core.run.state import ACTIVE, FINISHED
 
@@ -30,7 +30,7 @@ def table_of_runs(output_dir: Path, most: int) -> Table:
             facts.run_id, run.name, formatting.clock(facts.started), formatting.duration(took),
             f"{done}/{len(run.stages)}", run.outcome, _last_metrics(run),
         )  # fmt: skip
-        deaths += [f"{facts.run_id}: {message}"] if (message := death(run)) else []
+        deaths += [f"{facts.run_id}: {message}"] if (message := pause_or_death(run)) else []
     table.caption = "\n".join(deaths) or None
     return table
 

@@ -23,6 +23,7 @@ _NUM_DRAWINGS = 4  # number of images or videos for one prompt
 _NUM_FILES = 40  # number of output files of a stage
 _OF_A_REWARD = ("items", "errors", "ready", "restarts", "retried", "seconds")
 _LOGPROB_DIFFERENCE = "rollout/logprob_difference_p95"
+_THIS_PAGE = "this page"
 
 
 def measured(run: RunRecord) -> list[StageRecord]:
@@ -42,17 +43,18 @@ def cards(run: RunRecord) -> list[tuple[str, str]]:
     stages."""
     shown = []
     metrics = [formatting.table_metrics(stage.metrics) for stage in measured(run)]
+    differences = [stage.metrics[_LOGPROB_DIFFERENCE] for stage in run.stages if _LOGPROB_DIFFERENCE in stage.metrics]
     for name in metrics[-1] if metrics else ():
+        if differences and name == formatting.short(_LOGPROB_DIFFERENCE):
+            continue  # the maximum over all stages follows
         values = [formatting.number(each[name]) for each in metrics if name in each]
         shown.append((name, f"{values[0]} → {values[-1]}" if len(values) > 1 else values[0]))
-    differences = [stage.metrics[_LOGPROB_DIFFERENCE] for stage in run.stages if _LOGPROB_DIFFERENCE in stage.metrics]
     shown += [("log-prob difference, p95", f"≤ {max(differences):.1e}")] if differences else []
     times = {"wall time": "wall", "inside stage workers": "inside", "overhead": "overhead"}
     if seconds := overhead(run):
         shown += [(name, formatting.duration(seconds[key])) for name, key in times.items()]
-    counted = [stage for stage in run.stages if stage.kind.makes != "page"]
-    finished = sum(stage.status in {"done", "reused"} for stage in counted)
-    return [*shown, ("stages finished", f"{finished} of {len(counted)}")]
+    finished = sum(label(stage) in {"done", "reused", _THIS_PAGE} for stage in run.stages)
+    return [*shown, ("stages finished", f"{finished} of {len(run.stages)}")]
 
 
 def comparison(run: RunRecord) -> tuple[list[str], list[dict[str, Any]]]:
@@ -130,7 +132,7 @@ def setting(run: RunRecord) -> list[tuple[str, Any, bool]]:
 def label(stage: StageRecord) -> str:
     """Return the displayed state of a stage; the stage that writes this report is still running and shown as `this
     page`."""
-    return "this page" if stage.kind.makes == "page" and stage.status == "running" else stage.status
+    return _THIS_PAGE if stage.kind.makes == "page" and stage.status == "running" else stage.status
 
 
 def headline(stage: StageRecord) -> str:

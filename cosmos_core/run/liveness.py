@@ -7,6 +7,7 @@ no lease.
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from cosmos_core.run.files import Document, Seconds, read_document, write_json
@@ -17,6 +18,7 @@ LEASE_SECONDS = 120.0
 """Seconds without a renewal after which a launcher on another machine counts as dead; longer than clock skew and delays
 of shared storage."""
 _HOLDER = "holder.json"
+_APPROVAL = "approval.json"
 
 
 class Holder(Document):
@@ -30,6 +32,25 @@ class Holder(Document):
     """Time at which the command of the process began."""
 
 
+class Approval(Document):
+    """Whether a person has approved the publication of a run. There is no file while nobody is asked."""
+
+    until: Seconds
+    """Time at which the request expires."""
+    is_declined: bool = False
+
+
+def note_approval(run_path: Path, approval: Approval) -> None:
+    """Record that a run waits for approval, or that it was declined, until a process claims the run again."""
+    write_json(run_path / "locks" / _APPROVAL, approval.model_dump(), durable=False)
+
+
+def read_approval(run_path: Path) -> Approval | None:
+    """Return the request for approval of a run; None if there is none, or if it has expired."""
+    approval = read_document(run_path / "locks" / _APPROVAL, Approval)
+    return approval if approval and (approval.is_declined or time.time() < approval.until) else None
+
+
 def note_holder(run_path: Path, since: float) -> None:
     """Record that this process has claimed a run for a command that began at `since` (unix time); a repeated claim by
     the same process keeps the earliest time."""
@@ -37,6 +58,7 @@ def note_holder(run_path: Path, since: float) -> None:
     if previous is not None and previous.model_dump(exclude={"since"}) == me:
         since = min(since, previous.since)
     write_json(run_path / "locks" / _HOLDER, {**me, "since": since}, durable=False)
+    (run_path / "locks" / _APPROVAL).unlink(missing_ok=True)
 
 
 def read_holder(run_path: Path) -> Holder | None:
@@ -53,13 +75,18 @@ def holder_died(run_path: Path) -> float | None:
     return None if is_alive(holder.launcher_pid, holder.launcher_started) else holder.since
 
 
+def has_lost_launcher(state: State) -> bool:
+    """Return True if the launcher of a stage ran on this machine and has ended; its worker may still save a
+    checkpoint."""
+    is_known = state.launcher_pid is not None and is_here(state.launcher_machine, state.launcher_host)
+    return is_known and not is_alive(state.launcher_pid, state.launcher_started)
+
+
 def is_dead(state: State, now: float) -> bool:
     """Return True if a stage is marked as running although its launcher and its worker have ended."""
     if state.state not in ACTIVE:
         return False
     if state.launcher_pid is not None and is_here(state.launcher_machine, state.launcher_host):
-        # The worker may still save a checkpoint after its launcher has ended.
-        launcher, worker = (state.launcher_pid, state.launcher_started), (state.pid, state.pid_started)
-        return not is_alive(*launcher) and not is_alive(*worker)
+        return has_lost_launcher(state) and not is_alive(state.pid, state.pid_started)
     is_attempt_open = bool(state.spans) and state.spans[-1][1] is None
     return is_attempt_open and state.renewed is not None and now - state.renewed > LEASE_SECONDS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from cosmos_core.observe.record import read_run
 from cosmos_core.observe.resuming import how_to_resume
 from cosmos_core.observe.runs import is_over
 from cosmos_core.run.directory import Run, claim, create_run
-from cosmos_core.run.liveness import LEASE_SECONDS
+from cosmos_core.run.liveness import LEASE_SECONDS, Approval, note_approval
 from cosmos_core.run.process import start_time, this_process
 from cosmos_core.run.progress import Progress
 from cosmos_core.run.state import update_state
@@ -76,6 +77,34 @@ def test_the_worker_may_still_save_when_its_launcher_is_gone(tmp_path: Path) -> 
     mine = this_process()
     run = training(tmp_path, **gone(), pid=mine["launcher_pid"], pid_started=mine["launcher_started"])
     assert "running" in status(run) and "died" not in status(run)
+    said = f"the flow has ended; sft saves a checkpoint and ends; resume with: cosmos resume {run.path} "
+    assert f"{said}(sft begins again at step 11)" in status(run)
+
+
+def test_a_stage_of_another_flow_run_continues_when_the_flow_that_waits_for_it_was_killed(tmp_path: Path) -> None:
+    run = training(tmp_path, **this_process())
+    assert "the flow has ended" not in status(run)
+    (run.path / "locks").mkdir(exist_ok=True)
+    (run.path / "locks" / "holder.json").write_text(json.dumps(gone()))
+    assert f"the flow has ended; sft continues with a flow run of its own; resume with: cosmos resume {run.path}" in (
+        status(run)
+    )
+
+
+@pytest.mark.parametrize("is_declined", [False, True])
+def test_a_run_that_waits_for_a_person_or_was_declined_has_not_died(tmp_path: Path, is_declined: bool) -> None:
+    run = training(tmp_path, state="done")
+    (run.path / "locks").mkdir(exist_ok=True)
+    (run.path / "locks" / "holder.json").write_text(json.dumps(gone()))
+    note_approval(run.path, Approval(until=MOMENT, is_declined=is_declined))
+    if is_declined:
+        assert "declined" in status(run) and "the model is not published" in status(run)
+    else:
+        assert "died after" in status(run), "the request has expired"
+        note_approval(run.path, Approval(until=time.time() + 3600))
+        assert "waiting" in status(run) and "waits for approval in the UI of Prefect until" in status(run)
+    with claim(run):
+        assert "running" in status(run) and "person" not in status(run)
 
 
 def test_what_the_worker_said_last_counts(tmp_path: Path) -> None:

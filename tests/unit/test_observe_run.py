@@ -67,7 +67,7 @@ def test_the_page_says_title_outcome_metrics_gates_model_and_lineage(tmp_path: P
     assert "What is 17 + 35? reference: 52 0 7 7 2" in text and "17 + 35 = 52 reward 1.000" in text
     assert "no valid reward" in text and "The first 12 of 20 prompts" in text
     assert "crashed signal 9; retried in 2 s" in text and "cosmos run a b.toml" in text
-    assert "torch 2.13.0" in text and "8 of 8" in text
+    assert "torch 2.13.0" in text and "stages finished 9 of 9" in text
 
 
 def test_the_graph_has_a_box_a_stage_and_an_arrow_a_dependency(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from cosmos_core.observe import report
 from cosmos_core.observe.previous_run import before
 from cosmos_core.observe.record import read_run
-from cosmos_core.observe.sections import comparison
+from cosmos_core.observe.sections import cards, comparison
 from cosmos_core.observe.trained import trained
 from cosmos_core.observe.usage import resources, reward_bins
 from tests.unit.observed_runs import STARTED, finished_run, write, write_lines
@@ -35,6 +35,20 @@ def test_the_page_sets_the_run_beside_the_one_before_it(tmp_path: Path) -> None:
     assert ("eval-grpo", "validation/accuracy", "0.900", "0.705", "worse") in found.metrics
     assert f'<p class="note">run {old.name}' in report.build(run)
     assert before(read_run(old)) is None and "Beside the run before" not in report.build(old)
+
+
+@pytest.mark.parametrize("name", ["sft", "eval-grpo"])
+def test_the_log_prob_difference_is_one_card_and_the_stages_are_those_of_the_graph(tmp_path: Path, name: str) -> None:
+    run = finished_run(tmp_path)
+    result = json.loads((run / "stages" / name / "result.json").read_text())
+    metrics = {**result["metrics"], "rollout/logprob_difference_p95": 4e-6}
+    write(run / "stages" / name / "result.json", {**result, "metrics": metrics})
+    record = read_run(run)
+    shown = cards(record)
+    assert [value for key, value in shown if "log-prob" in key] == ["≤ 4.0e-06"]
+    assert dict(shown)["stages finished"] == "9 of 9" and len(record.stages) == 9
+    write(run / "stages" / "report" / "state.json", {"state": "waiting"})
+    assert dict(cards(read_run(run)))["stages finished"] == "8 of 9"
 
 
 def test_the_rewards_of_a_training_are_spread_over_bins_early_and_late(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 
 from cosmos_core.observe.console import print_summary
@@ -25,3 +26,22 @@ def test_a_failed_run_does_not_end_with_the_model_that_it_began_from(tmp_path: P
     out = io.StringIO()
     print_summary(run, stream=out)
     assert any(line.startswith("model of stage 'sft'") and str(made) in line for line in out.getvalue().splitlines())
+
+
+def test_a_model_that_a_gate_refused_is_not_offered_and_one_that_it_did_not_judge_is(tmp_path: Path) -> None:
+    run = finished_run(tmp_path)
+    pipeline = run / "pipeline.toml"
+    pipeline.write_text(
+        pipeline.read_text() + '[[pipeline.stages]]\nname = "other"\nkind = "sft"\nafter = ["prepare"]\n'
+    )
+    refused = {"state": "failed", "exit_code": 65, "error": "too low", "spans": [[STARTED, STARTED + 1]]}
+    write(run / "stages" / "gate" / "state.json", refused)
+    for name in ("gate", "export"):
+        (run / "stages" / name / "result.json").unlink()
+    sft = json.loads((run / "stages" / "sft" / "result.json").read_text())
+    write(run / "stages" / "other" / "result.json", {**sft, "name": "other"})
+    for name, step in (("sft", 40), ("grpo", 80), ("other", 40)):
+        (run / "stages" / name / "safetensors" / f"step_{step}").mkdir(parents=True)
+    out = io.StringIO()
+    print_summary(run, stream=out)
+    assert [line.split()[3] for line in out.getvalue().splitlines() if "safetensors" in line] == ["'other'"]
