@@ -33,12 +33,13 @@ from cosmos_core.upload.artifact_store import check_store
 from cosmos_core.upload.base import check_targets
 from tasks.credentials import lend_credentials
 from tasks.kinds import all_kinds
+from tasks.naming import flow_run_name
 from tasks.stage import run_stages
 
 _RUNNER: TaskRunner[Any] = ThreadPoolTaskRunner(max_workers=64)  # the threads only wait for worker processes
 
 
-@flow(name="post-train", flow_run_name="{config}", task_runner=_RUNNER)
+@flow(name="post-train", flow_run_name=flow_run_name, task_runner=_RUNNER)
 def post_train(
     config: str,
     overrides: list[str] = [],  # noqa: B006 - Prefect shows the default

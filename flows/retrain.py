@@ -47,6 +47,7 @@ from tasks.stage import run_stages
 
 _APPROVAL_SECONDS = 7 * 24 * 3600
 
+from tasks.naming import flow_run_name
 
 class Approval(RunInput):
     """Form that a person fills in before the model is published."""
@@ -55,7 +56,7 @@ class Approval(RunInput):
     """Whether the model is to be published."""
 
 
-@flow(name="retrain", flow_run_name="retrain {config}")
+@flow(name="retrain", flow_run_name=flow_run_name)
 def retrain(
     config: str,
     overrides: list[str] = [],  # noqa: B006 - Prefect shows the default

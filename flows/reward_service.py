@@ -23,13 +23,14 @@ from pydantic import SecretStr
 from cosmos_core.launch.blocks import RewardService, read_service
 from cosmos_core.launch.managed_service import managed_service
 from cosmos_core.launch.service_health import ENQUEUE_URL, TOKEN
+from tasks.naming import flow_run_name
 
 _POLL_SECONDS = 2.0
 _UNHEARD_SECONDS = 600.0
 _FINAL = {StateType.COMPLETED, StateType.FAILED, StateType.CANCELLED, StateType.CRASHED}
 
 
-@flow(name="reward-service", flow_run_name="{config}")
+@flow(name="reward-service", flow_run_name=flow_run_name)
 def reward_service(config: str, block: str, of_flow_run: str = "") -> None:
     """Serve rewards until the block with the address is deleted, or the flow run that asked for them has ended.
 

@@ -13,11 +13,12 @@ from cosmos_core.run.directory import Run, open_run
 from cosmos_core.run.manifest import problem, read_result
 from tasks.credentials import lend_credentials
 from tasks.kinds import all_kinds
+from tasks.naming import flow_run_name
 from tasks.stage import run_stages
 from tasks.store_sync import Stored, received
 
 
-@flow(name="stage", flow_run_name="{name}")
+@flow(name="stage", flow_run_name=flow_run_name)
 def stage(run: str, name: str) -> Any:
     """Bring one stage of a run to its result; a verified result is reused.
 

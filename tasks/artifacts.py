@@ -1,5 +1,5 @@
-"""Artifacts of Prefect's UI: for each stage a progress bar, a table of metrics, the curves as an image and a final
-card; for the run its name and one card at the end.
+"""Artifacts of Prefect's UI: for each stage a progress bar, a table of metrics, the curves as an image, samples and a
+final card; for the run one card at the end.
 
 Prefect keeps every version of an artifact, so all but the progress bar are written at most twice a minute. A server
 that does not respond costs a warning, never the stage.
@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from uuid import UUID
 
 from prefect.artifacts import (
@@ -23,10 +24,9 @@ from prefect.artifacts import (
     create_table_artifact,
     update_progress_artifact,
 )
-from prefect.client.orchestration import get_client
-from prefect.runtime import flow_run
 
-from cosmos_core.observe import formatting, gallery
+from cosmos_core.config.schema.pipeline import PipelineConfig
+from cosmos_core.observe import completions, formatting, gallery
 from cosmos_core.observe.plots import curves
 from cosmos_core.observe.record import Condition, RunRecord, loading_line, read_run
 from cosmos_core.observe.report import PAGE, build
@@ -34,21 +34,31 @@ from cosmos_core.run.files import parsed, read_json, write_text
 from cosmos_core.run.manifest import Result
 from cosmos_core.run.progress import MetricsReader, Position
 from cosmos_core.run.stage import CONDITIONS
+from tasks.naming import user_name
 
 logger = logging.getLogger(__name__)
 
 _PROGRESS_SECONDS = 3.0
 _TABLE_SECONDS = 30.0
+_SAMPLES_SECONDS = 600.0
 _ROWS = 20
+_MAX_LETTERS = 1000  # limit for one prompt or completion; longer texts are truncated
 
 
 class StageArtifacts:
-    """Artifacts of one stage, published by the task run that executes the stage."""
+    """Artifacts of one stage, published by the task run that executes the stage.
 
-    def __init__(self, pipeline: str, stage_path: Path) -> None:
+    Artifacts have no tags in Prefect: run and user are in their descriptions. A private run publishes no samples, since
+    everybody reads them on the server.
+    """
+
+    def __init__(self, pipeline: PipelineConfig, stage_path: Path) -> None:
         self._stage_path = stage_path
         self._metrics = MetricsReader(stage_path / "metrics.jsonl")
-        self._key = _key(pipeline, stage_path.name)
+        self._key = _key(pipeline.name, stage_path.name)
+        self._is_private = bool(pipeline.private)
+        self._about = f"run {stage_path.parent.parent.name} of {user_name()}"
+        self._next_samples = time.monotonic() + _SAMPLES_SECONDS
         self._progress_id: UUID | None = None
         self._next_progress = 0.0
         self._next_table = time.monotonic() + _TABLE_SECONDS
@@ -56,38 +66,57 @@ class StageArtifacts:
     def update(self, progress: Position) -> None:
         """Publish the progress of the worker, and every 30 seconds its metrics."""
         now = time.monotonic()
-        with _never_costs_the_run():
+        with never_costs_the_run():
             if now >= self._next_progress and progress.total:
                 self._next_progress = now + _PROGRESS_SECONDS
                 self._show_progress(100.0 * progress.step / progress.total)
             if now >= self._next_table:
                 self._next_table = now + _TABLE_SECONDS
                 self._show_metrics()
+            if now >= self._next_samples:
+                self._next_samples = now + _SAMPLES_SECONDS
+                self._show_samples()
 
     def finish(self, result: Result) -> None:
         """Publish the final artifacts of a stage: the full progress bar, the last metrics, the curves and a card."""
-        with _never_costs_the_run():
+        with never_costs_the_run():
             self._show_progress(100.0)
             self._show_metrics()
-            if (newest := gallery.newest_grid(self._stage_path)) is not None:
-                create_image_artifact(
-                    image_url=gallery.png_uri(newest), key=f"{self._key}-drawings", description=newest.parent.name
-                )
-            create_markdown_artifact(_card(result), key=f"{self._key}-card", description=f"Result of {result['name']}")
+            self._show_samples()
+            self._show_card(_card(result), "Result")
 
     def show_refusal(self) -> None:
         """Publish the conditions of a gate that refused; `finish` publishes those of a gate that passed."""
-        with _never_costs_the_run():
+        with never_costs_the_run():
             conditions = parsed(read_json(self._stage_path / CONDITIONS) or (), Condition)
             text = f"# {self._stage_path.name}: refused\n\n{conditions_table(conditions)}"
-            create_markdown_artifact(
-                text, key=f"{self._key}-card", description=f"Conditions of {self._stage_path.name}"
+            self._show_card(text, "Conditions")
+
+    def _show_card(self, text: str, what: str) -> None:
+        description = f"{what} of {self._stage_path.name}, {self._about}"
+        create_markdown_artifact(text, key=f"{self._key}-card", description=description)
+
+    def _show_samples(self) -> None:
+        """Publish the newest completions as a table, and the newest grid of images of a diffusion model."""
+        if self._is_private:
+            return
+        if lines := completions.newest(self._stage_path, _ROWS):
+            create_table_artifact(
+                [_sample(line, self._stage_path) for line in lines],
+                key=f"{self._key}-samples",
+                description=f"Samples, {self._about}",
+            )
+        if (newest := gallery.newest_grid(self._stage_path)) is not None:
+            create_image_artifact(
+                image_url=gallery.png_uri(newest),
+                key=f"{self._key}-drawings",
+                description=f"{newest.parent.name}, {self._about}",
             )
 
     def _show_progress(self, percent: float) -> None:
         if self._progress_id is None:
             created = create_progress_artifact(
-                progress=percent, key=f"{self._key}-progress", description=self._stage_path.name
+                progress=percent, key=f"{self._key}-progress", description=f"{self._stage_path.name}, {self._about}"
             )
             self._progress_id = created if isinstance(created, UUID) else None
         else:
@@ -101,35 +130,31 @@ class StageArtifacts:
         create_table_artifact(
             [{key: line.get(key) for key in keys} for line in lines[-_ROWS:]],
             key=f"{self._key}-metrics",
-            description="Newest steps",
+            description=f"Newest steps, {self._about}",
         )
         image = base64.b64encode(curves(lines)).decode()
         create_image_artifact(
-            image_url=f"data:image/png;base64,{image}", key=f"{self._key}-curves", description="Curves"
+            image_url=f"data:image/png;base64,{image}", key=f"{self._key}-curves", description=f"Curves, {self._about}"
         )
-
-
-def name_flow_run(*words: str) -> None:
-    """Rename the flow run of this process: the id of a new run is known only after Prefect named its own."""
-    with _never_costs_the_run(), get_client(sync_client=True) as client:
-        client.update_flow_run(UUID(flow_run.id), name=" ".join(words))
 
 
 def show_run(run_path: Path) -> None:
     """Publish the card of a run: the status of every stage, its metrics, and the model."""
     run = read_run(run_path)
-    with _never_costs_the_run():
-        create_markdown_artifact(_run_card(run), key=_key(run.name, "run"), description=f"{run.name}: {run.outcome}")
+    with never_costs_the_run():
+        description = f"{run.name}: {run.outcome}, run {run_path.name} of {user_name()}"
+        create_markdown_artifact(_run_card(run), key=_key(run.name, "run"), description=description)
 
 
 def write_report(run_path: Path) -> None:
     """Write report.html of a run, whatever the outcome of the run."""
-    with _never_costs_the_run():
+    with never_costs_the_run():
         write_text(run_path / PAGE, build(run_path))
 
 
 @contextmanager
-def _never_costs_the_run() -> Iterator[None]:
+def never_costs_the_run() -> Iterator[None]:
+    """Log an error of the UI as a warning."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - no error of the UI may fail the stage
@@ -152,9 +177,30 @@ def conditions_table(conditions: Sequence[Condition]) -> str:
     )
 
 
+def _sample(line: dict[str, Any], stage: Path) -> dict[str, Any]:
+    texts = {"prompt": line.get("prompt", ""), "completion": completions.said(line, stage)}
+    cut = {name: text if len(text) <= _MAX_LETTERS else f"{text[:_MAX_LETTERS]}…" for name, text in texts.items()}
+    return {"step": line["step"], **cut, "reward": line.get("reward")}
+
+
 def _run_card(run: RunRecord) -> str:
-    lines = [f"# {run.name} {run.path.name}: {run.outcome}", "", "| stage | kind | state | time | metrics |"]
-    lines.append("|---|---|---|---|---|")
+    lines = [f"# {run.name} {run.path.name}: {run.outcome}", "", *_stages(run)]
+    lines += ["", f"run directory `{run.path}`"]
+    if run.model is not None:
+        lines += ["", f"model `{run.model}`", "", "```python", loading_line(run.model), "```"]
+    lines += [line for where in run.published for line in ("", f"published `{where}`")]
+    return "\n".join(lines) + "\n"
+
+
+def approval_text(run_path: Path) -> str:
+    """Return the text of the form with which a person approves a publication: metrics and gates of the run."""
+    run = read_run(run_path)
+    return "\n".join([f"Publish the model of run {run_path.name}?", "", *_stages(run)])
+
+
+def _stages(run: RunRecord) -> list[str]:
+    """Return a table of the stages with their metrics and, for each gate, one of its conditions, in Markdown."""
+    lines = ["| stage | kind | state | time | metrics |", "|---|---|---|---|---|"]
     for stage in run.stages:
         shown = formatting.key_metrics(stage.metrics).items()
         metrics = ", ".join(f"{key} {formatting.number(value)}" for key, value in shown)
@@ -165,11 +211,7 @@ def _run_card(run: RunRecord) -> str:
             lines += ["", f"gate **{stage.name}**", "", conditions_table(stage.conditions)]
         elif stage.status == "failed":
             lines += ["", f"**{stage.name}**: {stage.state.error}"]
-    lines += ["", f"run directory `{run.path}`"]
-    if run.model is not None:
-        lines += ["", f"model `{run.model}`", "", "```python", loading_line(run.model), "```"]
-    lines += [line for where in run.published for line in ("", f"published `{where}`")]
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def _card(result: Result) -> str:

@@ -34,9 +34,10 @@ from cosmos_core.run.lock import Lock
 from cosmos_core.run.state import FINISHED, read_state
 from cosmos_core.upload.artifact_store import check_store
 from cosmos_core.upload.base import check_targets
-from tasks.artifacts import show_run, write_report
+from tasks.artifacts import never_costs_the_run, show_run, write_report
 from tasks.credentials import lend_credentials
 from tasks.kinds import all_kinds
+from tasks.naming import label_flow_run
 from tasks.store_sync import OUTPUT_DIR
 
 RUN_ID = "COSMOS_RUN_ID"
@@ -70,6 +71,8 @@ class FlowInPython:
     entrypoint: str
     """`FILE.py:FLOW`, with an absolute path."""
     parameters: dict[str, Any]
+    tags: list[str]
+    """Tags of its flow run and task runs."""
     run: Run | None = None
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _names: set[str] = field(default_factory=set)
@@ -220,7 +223,10 @@ def _begin(context: FlowRunContext) -> FlowInPython:
     name, flow_run = context.flow.name, str(context.flow_run.id)
     run_id = os.environ.get(RUN_ID) or parameters.get("run_id") or _run_id(name, file, function, parameters)
     _stop_on_signals()
-    return FlowInPython(name, flow_run, str(run_id), f"{file}:{function.__qualname__}", parameters)
+    tags: list[str] = []
+    with never_costs_the_run():
+        tags = label_flow_run(name, str(run_id))
+    return FlowInPython(name, flow_run, str(run_id), f"{file}:{function.__qualname__}", parameters, tags)
 
 
 def _run_id(name: str, file: Path, function: Any, parameters: Mapping[str, Any]) -> str:

@@ -20,6 +20,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound
+from prefect.runtime import task_run
 from prefect.states import Cancelling
 
 from cosmos_core.config.schema.pipeline import StageConfig
@@ -135,7 +136,7 @@ def _begin(run: Run, stage: StageConfig, stored: Stored) -> Child:
             parameters={"run": where, "name": stage.name},
             timeout=0,
             idempotency_key=f"{where}/{stage.name}/{request.attempt}/{request.token}",
-            tags=[f"cosmos-run:{run.id}"],
+            tags=sorted({f"cosmos-run:{run.id}", *task_run.tags}),
         )
     except ObjectNotFound as error:
         pool = stage.work_pool

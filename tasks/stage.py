@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from prefect import task
+from prefect import tags, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.exceptions import TerminationSignal
@@ -53,11 +53,12 @@ from cosmos_core.run.progress import Position
 from cosmos_core.run.state import FINISHED, read_state, record_event, record_failure, update_state
 from cosmos_core.upload.saves import saves_url, sending
 from tasks import events
-from tasks.artifacts import StageArtifacts, name_flow_run, show_run, write_report
+from tasks.artifacts import StageArtifacts, never_costs_the_run, show_run, write_report
 from tasks.cancellation import is_cancelled, listen_for_stop, stop_stages, wait_unless_cancelled
 from tasks.credentials import lend_credentials
 from tasks.ending import ended, has_result, of_flow, skipped
 from tasks.layout import lay_out
+from tasks.naming import label_flow_run
 from tasks.remote_stage import count_death, perform_elsewhere
 from tasks.reuse import existing, fingerprint_of
 from tasks.reward_service import reward_service
@@ -79,7 +80,10 @@ def run_stages(run: Run, names: Sequence[str], *, is_here: bool = False) -> Stat
     """
     sweep()
     lend_credentials(run.pipeline)
-    name_flow_run(run.pipeline.config.name, run.id, *(names if len(names) < len(run.pipeline.stages) else ()))
+    run_tags: list[str] = []
+    with never_costs_the_run():
+        words = names if len(names) < len(run.pipeline.stages) else ()
+        run_tags = label_flow_run(run.pipeline.config.name, run.id, *words)
     if flow_run.id and not is_here:
         note_flow_run(run, flow_run.id)
     futures: dict[str, PrefectConcurrentFuture[Any]] = {}
@@ -89,7 +93,8 @@ def run_stages(run: Run, names: Sequence[str], *, is_here: bool = False) -> Stat
         for name in names:
             upstream = {other: futures[other] for other in run.pipeline.stage(name).after if other in futures}
             task_of_stage = stage_task(run, name, upstream, is_here=is_here, slot=slots.get(name))
-            futures[name] = task_of_stage.submit(wait_for=[allow_failure(future) for future in upstream.values()])
+            with tags(*run_tags):
+                futures[name] = task_of_stage.submit(wait_for=[allow_failure(future) for future in upstream.values()])
         was_cancelled = wait_unless_cancelled([future.wrapped_future for future in futures.values()])
         if was_cancelled:
             get_run_logger().warning("the flow run was cancelled: its stages are asked to stop")
@@ -169,7 +174,7 @@ def bring_to_result(run: Run, name: str, *, is_here: bool = False) -> State[Any]
 
 def _run_stage(run: Run, name: str) -> State[Any] | Result:
     log = get_run_logger()
-    artifacts = StageArtifacts(run.pipeline.config.name, run.stage_path(name))
+    artifacts = StageArtifacts(run.pipeline.config, run.stage_path(name))
     try:
         result, was_reused = perform(run, name, on_progress=artifacts.update, on_line=log.info)
     except CosmosError as error:

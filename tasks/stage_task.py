@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from prefect import Task
+from prefect import Task, tags
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.exceptions import TerminationSignal
@@ -78,7 +78,9 @@ class StageTask(Task[Any, StageHandle]):
 
     def submit(self, *arguments: Any, name: str = "", **settings: Any) -> Any:
         """Run the stage in parallel, and return a Prefect future of its handle."""
-        return super().submit(*arguments, name=current_flow().reserve_name(self.kind.name, name), **settings)
+        flow = current_flow()
+        with tags(*flow.tags):
+            return super().submit(*arguments, name=flow.reserve_name(self.kind.name, name), **settings)
 
     def __call__(self, *arguments: Any, return_state: bool = False, **settings: Any) -> Any:
         """Run the stage to its end and return its handle, or the state of its task run."""

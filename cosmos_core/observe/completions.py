@@ -41,7 +41,12 @@ def shown(run: Path, stage: str, step: int | None, order: str, most: int) -> Ite
         if line.get("prompt") != prompt:
             prompt = line.get("prompt")
             yield f"--- {path.name}, step {line['step']}, prompt (reference {line.get('reference', '')!r}):\n{prompt}"
-        yield f"--- {_scores(line)}:\n{_said(line, path)}"
+        yield f"--- {_scores(line)}:\n{said(line, path)}"
+
+
+def newest(stage: Path, most: int) -> list[dict[str, Any]]:
+    """Return the first completions of the newest step of a stage that have text; empty if there are none."""
+    return [line for line in _lines(stage, None) if not line.get("media") and said(line, stage)][:most]
 
 
 def _scores(line: dict[str, Any]) -> str:
@@ -53,7 +58,7 @@ def _scores(line: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _said(line: dict[str, Any], stage: Path) -> str:
+def said(line: dict[str, Any], stage: Path) -> str:
     """Return the completion as text, or the paths of the images or videos."""
     media, turns = line.get("media") or [], line.get("turns") or []
     if media:

@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterTags, TaskRunFilter, TaskRunFilterTags
 
 from cosmos_core.errors import ConfigError, DataError, GateFailed
 from cosmos_core.run.directory import open_run
 from cosmos_core.run.state import read_state
 from tasks import custom, gate, report, upload
 from tasks.kinds import all_kinds
+from tasks.naming import user_name
 from tasks.stage_task import StageHandle
-from tests.conftest import PROGRAMS
+from tests.conftest import PROGRAMS, wait_until
 
 GROW = f"{PROGRAMS}/growing.py:grow"
 
@@ -75,6 +78,12 @@ def test_stages_run_in_parallel_and_get_their_names_in_the_order_of_the_calls(fo
     run = open_run(folder / "outputs" / "mine", all_kinds())
     assert run.pipeline.stage("custom-3").after == ("custom-2", "custom") and run.pipeline.stage("report")
     assert read_state(run.stage_path("custom-2")).state == "done"
+    tags = ["cosmos-pipeline:parallel", "cosmos-run:mine", f"cosmos-user:{user_name()}"]
+    with get_client(sync_client=True) as client:
+        [flow_run] = client.read_flow_runs(flow_run_filter=FlowRunFilter(tags=FlowRunFilterTags(all_=tags)))
+        tagged = TaskRunFilter(tags=TaskRunFilterTags(all_=tags))
+        wait_until(lambda: len(client.read_task_runs(task_run_filter=tagged)) == 4, 5, "four task runs with tags")
+    assert flow_run.name == "parallel mine"
 
 
 def test_a_gate_that_refuses_raises_in_the_flow_which_may_go_on(folder: Path) -> None:

@@ -4,23 +4,38 @@ does when its server says that it was cancelled."""
 from __future__ import annotations
 
 import ast
+import json
 import logging
 import threading
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
+import numpy as np
 import pytest
+from prefect import flow
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterName
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterId,
+    FlowRunFilterName,
+    TaskRunFilter,
+    TaskRunFilterTags,
+)
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.server.events.schemas.automations import EventTrigger
 from prefect.states import Cancelling
 
+from cosmos_core.config.schema.pipeline import PipelineConfig
 from cosmos_core.launch.bootstrap import AUTOMATION, OUTCOMES, bootstrap
+from cosmos_core.observe import gallery
 from cosmos_core.run.state import read_state
 from flows.post_train import post_train
+from tasks.artifacts import StageArtifacts
 from tasks.ending import REFUSED
+from tasks.naming import user_name
 from tests.conftest import PROGRAMS, wait_until
+from tests.unit.observed_runs import write_lines
 
 pytestmark = pytest.mark.usefixtures("harness")
 ROOT = Path(__file__).parents[2]
@@ -134,11 +149,15 @@ def task_runs(flow_run: FlowRun) -> dict[str, tuple[str, str, bool]]:
     return found()
 
 
-def artifacts(flow_run: FlowRun) -> dict[str, str]:
+def artifacts_of(flow_run: UUID | None) -> dict[str, dict[str, Any]]:
     with get_client(sync_client=True) as client:
-        wanted = {"artifacts": {"flow_run_id": {"any_": [str(flow_run.id)]}}}
+        wanted = {"artifacts": {"flow_run_id": {"any_": [str(flow_run)]}}}
         found = client.request("POST", "/artifacts/filter", json=wanted).json()
-    return {each["key"]: str(each["data"]) for each in sorted(found, key=lambda each: each["created"])}
+    return {each["key"]: each for each in sorted(found, key=lambda each: each["created"])}
+
+
+def artifacts(flow_run: FlowRun) -> dict[str, str]:
+    return {key: str(each["data"]) for key, each in artifacts_of(flow_run.id).items()}
 
 
 def test_why_a_gate_refused_is_said_by_the_flow_run_and_what_it_stopped_is_named_skipped(tmp_path: Path) -> None:
@@ -146,7 +165,12 @@ def test_why_a_gate_refused_is_said_by_the_flow_run_and_what_it_stopped_is_named
     why = "validation/accuracy >= 0.6 does not hold: validation/accuracy = 0.4, bound 0.6"
     assert (state.name, state.message) == ("Refused", f"run Refused_1: gate 'gate': {why}")
     assert (flow_run.state_name, flow_run.state and flow_run.state.message) == (state.name, state.message)
+    tags = {"cosmos-pipeline:nightly", "cosmos-run:Refused_1", f"cosmos-user:{user_name()}"}
+    assert tags <= set(flow_run.tags) and flow_run.name == "nightly Refused_1"
     found = task_runs(flow_run)
+    with get_client(sync_client=True) as client:
+        tagged = TaskRunFilter(tags=TaskRunFilterTags(all_=sorted(tags)))
+        assert {each.name for each in client.read_task_runs(task_run_filter=tagged)} == set(found)
     assert {name: said[0] for name, said in found.items()} == {
         "learn": "Completed", "gate": "Refused", "publish": "Skipped", "report": "Skipped",
     }  # fmt: skip
@@ -161,6 +185,32 @@ def test_why_a_gate_refused_is_said_by_the_flow_run_and_what_it_stopped_is_named
     state, _, flow_run = run(tmp_path, PIPELINE, "Passed_1", '{"accuracy": 0.7}\n')
     assert state.is_completed()
     assert "| validation/accuracy >= 0.6 | 0.7 | 0.6 | yes |" in artifacts(flow_run)["nightly-gate-card"]
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_samples_are_artifacts_unless_the_run_is_private(tmp_path: Path, private: bool) -> None:
+    stage = tmp_path / "run-7" / "stages" / "grpo"
+    gallery.save(stage, 3, [[gallery.Drawing("a cat", np.zeros((8, 8, 3), np.uint8), 0.5)]])
+    write_lines(stage / "samples.jsonl", [
+        {"step": 2, "prompt": "old", "completion": "older", "reward": 0.0},
+        {"step": 3, "prompt": "1 + 1", "completion": "2" * 5000, "reward": 1.0},
+        {"step": 3, "prompt": "a cat", "media": ["visual_output/step_3/0-0.png"], "rewards": [0.5]},
+    ])  # fmt: skip
+    result: Any = {"name": "grpo", "kind": "rl", "metrics": {}, "outputs": [], "info": {}, "fingerprint": "f" * 64}
+
+    @flow
+    def show() -> None:
+        config = PipelineConfig(name=f"private-{private}".lower(), private=private)
+        StageArtifacts(config, stage).finish(result)
+
+    shown = artifacts_of(show(return_state=True).state_details.flow_run_id)
+    keys = {key.removeprefix(f"private-{private}-grpo-".lower()): each for key, each in shown.items()}
+    assert set(keys) == {"progress", "card"} | (set() if private else {"samples", "drawings"})
+    assert all(f"run run-7 of {user_name()}" in each["description"] for each in keys.values())
+    if not private:
+        [row] = json.loads(keys["samples"]["data"])
+        assert (row["step"], row["prompt"], row["reward"]) == (3, "1 + 1", 1.0) and len(row["completion"]) == 1001
+        assert keys["drawings"]["data"].startswith("data:image/png;base64,")
 
 
 def test_a_flow_run_that_is_cancelled_and_not_told_so_saves_and_ends_and_publishes_nothing(tmp_path: Path) -> None:

@@ -178,8 +178,8 @@ class PipelineConfig(Table):
     there, by content, and pulled where a stage reads them. Empty: the machines of all work pools share the folder of
     runs."""
     private: Annotated[bool | None, NoResult] = None
-    """True: only the user can read the folder of a run (0700) and the files of its workers. False: the umask decides.
-    None: private if the umask allows no other reader when the run starts, and then on every machine that works on
-    it."""
+    """True: only the user can read the folder of a run (0700) and the files of its workers; no samples are sent to the
+    Prefect server. False: the umask decides. None: private if the umask allows no other reader when the run starts, and
+    then on every machine that works on it."""
     stages: Annotated[tuple[StageConfig, ...], Field(strict=False)] = ()
     """The graph, in any order."""

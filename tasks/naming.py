@@ -1,0 +1,60 @@
+"""Names and tags of flow runs and task runs, by which the UI of Prefect finds them: pipeline, run and user."""
+
+from __future__ import annotations
+
+import getpass
+import os
+from functools import cache
+from typing import Any
+from uuid import UUID
+
+from prefect.client.orchestration import get_client
+from prefect.runtime import flow_run
+
+_USER = "cosmos-user:"
+
+
+def flow_run_name() -> str:
+    """Return the name of a flow run before its run is known: its flow and config or stage, unless a person has named
+    it, for example with `prefect deployment run --flow-run-name`."""
+    current = str(flow_run.name)
+    return _first_name() if is_generated(current) else current
+
+
+def is_generated(name: str) -> bool:
+    """Return True if Prefect has generated the name of a flow run: two words of its vocabulary."""
+    words = name.split("-")
+    return len(words) == 2 and _vocabulary().issuperset(words)
+
+
+def label_flow_run(pipeline: str, run_id: str, *words: str) -> list[str]:
+    """Give the current flow run the tags of a run and, unless a person has named it, the name of pipeline, run and
+    `words`; return the tags. A tag `cosmos-user:NAME` that the flow run already has is kept."""
+    with get_client(sync_client=True) as client:
+        current = client.read_flow_run(UUID(flow_run.id))
+        tags = [f"cosmos-pipeline:{pipeline}", f"cosmos-run:{run_id}"]
+        tags += [tag for tag in current.tags if tag.startswith(_USER)] or [f"{_USER}{user_name()}"]
+        is_named = not is_generated(current.name) and current.name != _first_name()
+        name = current.name if is_named else " ".join((pipeline, run_id, *words))
+        client.update_flow_run(current.id, name=name, tags=list(dict.fromkeys([*current.tags, *tags])))
+    return tags
+
+
+def user_name() -> str:
+    """Return the name of the user of this process, or the number of a user without a name."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container whose user has no entry in its list of users
+        return str(os.getuid())
+
+
+def _first_name() -> str:
+    parameters: dict[str, Any] = flow_run.parameters or {}
+    return f"{flow_run.flow_name} {parameters.get('config') or parameters.get('name')}"
+
+
+@cache
+def _vocabulary() -> frozenset[str]:
+    from coolname.data import config  # the generator of Prefect's names
+
+    return frozenset(word for entry in config.values() for word in entry.get("words", ()))
