@@ -2,15 +2,16 @@
 publish.
 
 Data counts by content: a local file with a new date only, or a commit of the Hub or a listing of a store with the same
-content, triggers no training. The next firing continues a run that failed. A lock allows one firing at a time on a
-machine; firings on several machines do not exclude each other. A flow run that was suspended or is retried continues
-the run that it created, and leaves newer data to the next firing.
+content, triggers no training. The next firing continues a run that failed. One firing at a time works for a schedule,
+on all machines; see `tasks.firing`. A flow run that was suspended or is retried continues the run that it created, and
+leaves newer data to the next firing.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import time
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.config.inputs import source_of
 from cosmos_core.config.mesh import on_these_gpus
 from cosmos_core.errors import EXIT_REFUSED, ConfigError, DataError, ModelError
+from cosmos_core.run import liveness
 from cosmos_core.run.directory import Run, claim, open_run
 from cosmos_core.run.hub import pinned
 from cosmos_core.run.manifest import problem, read_result
@@ -35,19 +37,21 @@ from cosmos_core.run.retrain_state import (
     note_of,
     note_of_flow_run,
     read_seen,
-    retraining_lock,
     write_seen,
 )
 from cosmos_core.run.state import read_state
 from cosmos_core.upload.base import open_target
 from flows.post_train import open_or_create
+from tasks.artifacts import approval_text
 from tasks.credentials import lend_credentials
+from tasks.ending import completed
+from tasks.firing import Firing
 from tasks.kinds import all_kinds
+from tasks.naming import flow_run_name
 from tasks.stage import run_stages
 
 _APPROVAL_SECONDS = 7 * 24 * 3600
 
-from tasks.naming import flow_run_name
 
 class Approval(RunInput):
     """Form that a person fills in before the model is published."""
@@ -77,11 +81,11 @@ def retrain(
     lend_credentials(plain)
     note = note_of(plain, overrides, start)
     flow_run_note = note_of_flow_run(note, str(flow_run.id))
-    with retraining_lock(note) as lock:
+    with Firing(note, str(flow_run.id), str(deployment.id or "")) as firing:
         begun = read_seen(flow_run_note)
         if begun is not None:
-            lock.acquire()  # a retry or a suspended run: it waits, so that a person's decision is not lost
-        elif not lock.try_acquire():
+            firing.acquire()  # a retry or a suspended run: it waits, so that a person's decision is not lost
+        elif not firing.try_acquire():
             seen = read_seen(note)
             run_id = f" of run {seen.run_id}" if seen is not None and not seen.outcome else ""
             return Completed(name="StillTraining", message=f"an earlier firing{run_id} has not ended; nothing was done")
@@ -167,15 +171,20 @@ def _train_and_publish(
                 return Completed(name="NotPromoted", message=message), "refused"
             return state, ""
     if approve and last:
-        form = Approval.with_initial_data(description=f"Publish the model of run {run.id}?", publish=False)
+        form = Approval.with_initial_data(description=approval_text(run.path), publish=False)
         key = f"publish-{run.id}-{_models_of(run)}"
+        request = liveness.Approval(until=time.time() + _APPROVAL_SECONDS)
+        liveness.note_approval(run.path, request)
         decision = suspend_flow_run(wait_for_input=form, timeout=_APPROVAL_SECONDS, key=key)
         if not decision.publish:  # type: ignore[attr-defined]
+            liveness.note_approval(run.path, request.model_copy(update={"is_declined": True}))
             return Completed(name="Declined", message=f"run {run.id}: its model is not published"), "declined"
     if last:
         with claim(run):
             state = run_stages(run, last)
-    return state, "published" if state.is_completed() else ""
+    if not state.is_completed():
+        return state, ""
+    return completed(run, [stage.name for stage in run.pipeline.stages]), "published"
 
 
 def _without_results(run: Run, names: list[str]) -> list[str]:

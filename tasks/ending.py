@@ -3,7 +3,7 @@ traceback."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from prefect.client.schemas.objects import State
@@ -13,6 +13,7 @@ from prefect.states import Completed, Failed
 
 from cosmos_core.errors import CosmosError, GateFailed, Preempted
 from cosmos_core.run.directory import Run
+from cosmos_core.run.state import read_state
 
 REFUSED = "Refused"
 """Name of the state of a gate with a condition that does not hold."""
@@ -50,7 +51,7 @@ def of_flow(run: Run, futures: Mapping[str, PrefectFuture[Any]], *, is_cancelled
     """Return the final state of a flow run from the futures of its stages."""
     incomplete = {name: state_of(future) for name, future in futures.items() if not has_result(future)}
     if not incomplete:
-        return Completed(message=f"run {run.id}: {len(futures)} stages completed", data=str(run.path))
+        return completed(run, list(futures))
     if is_cancelled:
         return CancelledState(message=f"run {run.id}: cancelled; it goes on with: cosmos resume {run.path}")
     errors = list({str(error): error for error in map(_error_of, incomplete.values()) if error})
@@ -58,6 +59,14 @@ def of_flow(run: Run, futures: Mapping[str, PrefectFuture[Any]], *, is_cancelled
     if refusals and len(refusals) == sum(state.is_failed() for state in incomplete.values()):
         return Failed(name=REFUSED, message=f"run {run.id}: {'; '.join(errors)}")
     return Failed(message="; ".join([f"run {run.id}: not completed: {', '.join(incomplete)}", *errors]))
+
+
+def completed(run: Run, names: Sequence[str]) -> State[Any]:
+    """Return the final state of a flow run whose stages `names` are complete; its message says how many of them were
+    reused from another run."""
+    num_reused = sum(read_state(run.stage_path(name)).state == "reused" for name in names)
+    reused = f", {num_reused} of them reused from earlier runs" if num_reused else ""
+    return Completed(message=f"run {run.id}: {len(names)} stages completed{reused}", data=str(run.path))
 
 
 def _error_of(state: State[Any]) -> CosmosError | None:

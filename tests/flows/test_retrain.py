@@ -14,21 +14,25 @@ from typing import Any
 
 import pytest
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import VariableCreate
+from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import Pause
 from prefect.flow_engine import run_flow
 from prefect.flow_runs import resume_flow_run
+from prefect.input.actions import read_flow_run_input
 from prefect.settings import get_current_settings
-from prefect.states import Scheduled
+from prefect.states import Crashed, Running, Scheduled
 from typer.testing import CliRunner
 
 from cosmos_core.cli import app
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.directory import create_run
-from cosmos_core.run.retrain_state import content_of, retraining_lock
+from cosmos_core.run.retrain_state import content_of, note_of, retraining_lock
 from cosmos_core.run.state import read_state
 from cosmos_core.upload.file import FileTarget
 from flows.retrain import retrain, starting_from_published
+from tasks.firing import Firing
 from tasks.kinds import all_kinds
 from tests.conftest import PROGRAMS, wait_until
 from tests.unit.tiny_model import save_tiny_model
@@ -219,11 +223,20 @@ def test_approval_needs_a_deployment(tmp_path: Path) -> None:
 class Asked:
     """A flow run of a deployment that asks a person, run here in place of by a worker."""
 
-    def __init__(self, nightly: Nightly) -> None:
+    def __init__(self, nightly: Nightly, name: str | None = None) -> None:
         with get_client(sync_client=True) as client:
             deployment = client.create_deployment(client.create_flow(retrain), nightly.folder.name)
             parameters = {"config": str(nightly.config), "approve": True}
-            self.id = client.create_flow_run_from_deployment(deployment, parameters=parameters).id
+            self.id = client.create_flow_run_from_deployment(
+                deployment, parameters=parameters, name=name, tags=["cosmos-user:ada"]
+            ).id
+            note = note_of(load_pipeline(nightly.config, (), all_kinds()), (), "published").stem
+            self.lease = f"cosmos-retraining-{note}-{deployment}"
+
+    @property
+    def flow_run(self) -> FlowRun:
+        with get_client(sync_client=True) as client:
+            return client.read_flow_run(self.id)
 
     def go_on(self) -> tuple[str, str]:
         """Run it until it is suspended or ends; return name and message of its state."""
@@ -251,6 +264,60 @@ def test_the_model_that_a_person_was_asked_about_is_published_though_rows_have_c
     assert read_state(tmp_path / "outputs" / run / "stages" / "learn").attempt == 1
     assert nightly.fire()[0] == "Completed" and nightly.fire()[0] == "NothingNew"
     assert nightly.published == [0.5, 0.6], "the newer rows are for the next firing"
+
+
+def test_a_person_sees_metrics_and_gates_and_status_says_what_the_run_waits_for(tmp_path: Path) -> None:
+    nightly = Nightly(tmp_path)
+    nightly.rows({"accuracy": 0.5})
+    assert nightly.fire()[0] == "Completed"
+    nightly.rows({"accuracy": 0.7})
+    assert nightly.fire("gate.require=['validation/accuracy > 0.9']")[0] == "NotPromoted"
+    asked = Asked(nightly, "before the release")
+    assert asked.go_on()[0] == "Suspended"
+    run = nightly.runs[-1]
+    assert asked.flow_run.name == "before the release" and {"cosmos-user:ada", f"cosmos-run:{run}"} <= set(
+        asked.flow_run.tags
+    )
+    details = asked.flow_run.state.state_details  # type: ignore[union-attr]
+    form = read_flow_run_input(details.run_input_keyset["description"], flow_run_id=asked.id)  # type: ignore[index]
+    assert (
+        f"Publish the model of run {run}?" in form and "| validation/accuracy > published | 0.7 | 0.5 | yes |" in form
+    )
+    assert "validation/accuracy 0.700" in form
+    shown = CliRunner().invoke(app, ["status", run, "--output-dir", str(tmp_path / "outputs")]).output
+    assert "waits for approval in the UI of Prefect until" in shown and "died" not in shown
+    name, message = asked.say(publish=True)
+    assert (name, message) == ("Completed", f"run {run}: 3 stages completed, 1 of them reused from earlier runs")
+    assert asked.flow_run.name == "before the release"
+
+
+def test_a_firing_on_another_machine_is_told_apart_while_its_flow_run_has_not_ended(tmp_path: Path) -> None:
+    nightly = Nightly(tmp_path)
+    nightly.rows({"accuracy": 0.5})
+    here, there = Asked(nightly), Asked(nightly)
+    assert here.lease == there.lease, "of one deployment"
+    with get_client(sync_client=True) as client:
+        client.set_flow_run_state(there.id, Running())
+        other = {"flow_run": str(there.id), "machine": "node-3/boot/pids"}
+        client.create_variable(VariableCreate(name=here.lease, value=other))
+        name, message = here.go_on()
+        assert (name, message) == ("StillTraining", "an earlier firing has not ended; nothing was done")
+        found = client.read_variable_by_name(here.lease)
+        assert found is not None and found.value == other and nightly.runs == []
+        client.set_flow_run_state(there.id, Crashed())
+        late = Asked(nightly)
+        assert late.go_on()[0] == "Suspended", "the lease expired with the flow run that held it"
+        assert client.read_variable_by_name(here.lease) is None, "nobody holds it while a person is asked"
+
+
+def test_a_flow_run_that_is_tried_again_on_another_machine_has_its_own_lease(tmp_path: Path) -> None:
+    with get_client(sync_client=True) as client:
+        flow_run = str(client.create_flow_run(retrain, parameters={"config": ""}, state=Running()).id)
+        held = {"flow_run": flow_run, "machine": "node-3/boot/pids"}
+        client.create_variable(VariableCreate(name="cosmos-retraining-0a1b", value=held))
+        with Firing(tmp_path / "0a1b.json", flow_run) as firing:
+            assert firing.try_acquire()
+        assert client.read_variable_by_name("cosmos-retraining-0a1b") is None
 
 
 def test_what_a_person_has_said_waits_for_a_firing_that_is_at_work(tmp_path: Path) -> None:

@@ -1,0 +1,97 @@
+"""One retraining of a schedule at a time: a file lock on this machine, and a lease on the Prefect server that all
+machines respect.
+
+The lease is a Prefect variable, whose name is unique on the server, with the id of the flow run that holds it. It
+expires when that flow run is in a final state on the server: the automation of `cosmos bootstrap` marks a flow run
+without heartbeats as crashed. Machines without a shared disk still decide separately what is new.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import httpx
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import VariableCreate
+from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
+
+from cosmos_core.launch.worker import sleep_unless_stopping
+from cosmos_core.run.process import this_machine
+from cosmos_core.run.retrain_state import retraining_lock
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 5.0
+
+
+class Firing:
+    """The exclusive right of a flow run to retrain and publish for one note; a context manager, which releases it."""
+
+    def __init__(self, note: Path, flow_run: str, deployment: str = "") -> None:
+        """`deployment` is the id of the deployment whose schedule started the flow run; empty: there is none."""
+        self._name = f"cosmos-retraining-{note.stem}-{deployment}".rstrip("-")
+        self._value = {"flow_run": flow_run, "machine": this_machine()}
+        self._lock = retraining_lock(note)
+        self._lease: UUID | None = None
+
+    def try_acquire(self) -> bool:
+        """Acquire the lock and the lease and return True, or return False if another flow run holds one of them."""
+        return self._lock.try_acquire() and self._try_lease()
+
+    def acquire(self) -> None:
+        """Wait for the lock and the lease.
+
+        Raises:
+            Preempted: this process was asked to stop.
+        """
+        self._lock.acquire(while_waiting=lambda: sleep_unless_stopping(0))
+        while not self._try_lease():
+            sleep_unless_stopping(_POLL_SECONDS)
+
+    def __enter__(self) -> Firing:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._lease is not None:
+            try:
+                with get_client(sync_client=True) as client:
+                    _delete(client, self._lease)
+            except httpx.HTTPError as failure:
+                logger.warning("the lease %s was not removed; it expires with this flow run: %s", self._name, failure)
+        self._lock.release()
+
+    def _try_lease(self) -> bool:
+        with get_client(sync_client=True) as client:
+            while self._lease is None:
+                try:
+                    self._lease = client.create_variable(VariableCreate(name=self._name, value=self._value)).id
+                except ObjectAlreadyExists:
+                    found = client.read_variable_by_name(self._name)
+                    if found is not None and not self._has_expired(client, found.value):
+                        return False
+                    if found is not None:
+                        _delete(client, found.id)
+        return True
+
+    def _has_expired(self, client: SyncPrefectClient, holder: Any) -> bool:
+        """Return True if the holder has ended, is an earlier attempt of this flow run, or ran on this machine, where
+        this process holds the lock."""
+        if holder["flow_run"] == self._value["flow_run"] or holder["machine"] == self._value["machine"]:
+            return True
+        try:
+            state = client.read_flow_run(UUID(holder["flow_run"])).state
+        except ObjectNotFound:
+            return True
+        return state is None or state.is_final()
+
+
+def _delete(client: SyncPrefectClient, variable: UUID) -> None:
+    """Delete a variable by its id, so that a newer one with the same name stays."""
+    try:
+        client.request("DELETE", "/variables/{id}", path_params={"id": variable})
+    except httpx.HTTPStatusError as error:
+        if error.response.status_code != httpx.codes.NOT_FOUND:  # otherwise another flow run has deleted it
+            raise
