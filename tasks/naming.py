@@ -49,7 +49,7 @@ def user_name() -> str:
 
 
 def _first_name() -> str:
-    parameters: dict[str, Any] = flow_run.parameters or {}
+    parameters: dict[str, Any] = flow_run.parameters
     return f"{flow_run.flow_name} {parameters.get('config') or parameters.get('name')}"
 
 
@@ -57,4 +57,5 @@ def _first_name() -> str:
 def _vocabulary() -> frozenset[str]:
     from coolname.data import config  # the generator of Prefect's names
 
-    return frozenset(word for entry in config.values() for word in entry.get("words", ()))
+    lists: dict[str, Any] = config
+    return frozenset(word for entry in lists.values() for word in entry.get("words", ()))
