@@ -65,6 +65,8 @@ class StageKind:
     """True: the result repeats the metrics of the stages in `after`."""
     chooses: bool = False
     """True: the stage passes on the model of one of the branches of its `sweep`."""
+    table: str = ""
+    """Recipe table that only this kind reads; its keys are also keywords of the task of the kind. Empty: none."""
     libraries: tuple[str, ...] = ()
     """Packages that affect the results of the program; their versions in the worker's interpreter enter the
     fingerprint."""
@@ -77,6 +79,11 @@ class StageKind:
     def trains(self) -> bool:
         """Return True if the stage changes weights."""
         return bool(self.feed)
+
+    @property
+    def completes_prompts(self) -> bool:
+        """Return True if the stage completes and scores the prompts of its data set, not only held-out ones."""
+        return self.feed == "rollouts" or (self.scores and not self.makes)
 
 
 @dataclass(frozen=True, slots=True)

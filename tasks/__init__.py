@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     prepare: StageTask
     report: StageTask
     rl: StageTask
+    sample: StageTask
     select: StageTask
     sft: StageTask
     upload: StageTask

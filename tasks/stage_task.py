@@ -24,6 +24,7 @@ from prefect.states import Completed
 from cosmos_core.config.compose import STAGE_PREFIX
 from cosmos_core.config.files import read_config
 from cosmos_core.config.load import Values, merge
+from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import Cancelled, ConfigError
 from cosmos_core.launch import worker
 from cosmos_core.run.directory import Run
@@ -61,6 +62,7 @@ class StageTask(Task[Any, StageHandle]):
         overrides: recipe settings that take precedence, by dotted key or as nested tables
         after: handles of further stages that the stage reads, such as those whose metrics a gate compares
         any key of `[[pipeline.stages]]`, such as `target`, `require`, `entry`, `arguments`, `work_pool`, `retries`
+        any key of the recipe table of the kind, such as `keep` of `[sample]`
 
     The first argument needs no name: it is the entry of a custom stage, the recipe of a stage that reads rows, the
     model of an export or an upload, and the stages before any other. Returns a `StageHandle`.
@@ -193,8 +195,11 @@ def _call_of(
     handles = [given_after] if isinstance(given_after, StageHandle | str) else list(given_after)
     after = [_stage_of(flow, name, "after", each) for each in handles]
     stage: Values = {"name": name, "kind": kind.name, "after": after}
+    own_keys = Recipe.model_fields[kind.table].annotation.model_fields if kind.table else {}  # type: ignore[union-attr]
     for key, value in keys.items():
-        if isinstance(value, StageHandle):
+        if key in own_keys:
+            tables = merge(tables, {kind.table: {key: value}})
+        elif isinstance(value, StageHandle):
             stage[key] = f"{STAGE_PREFIX}{_stage_of(flow, name, key, value)}"
             after.append(value.name)
         elif value not in ("", None):

@@ -406,7 +406,7 @@ def _with_prepared_data(pipeline: Pipeline) -> Pipeline:
         if trained is not None and kinds[trained.name].makes == "model" and not kinds[trained.name].trains:
             trained = by_name.get(source_of(trained.model) or "")
         is_training = trained is not None and kinds[trained.name].trains
-        if trained is not None and is_training and not kinds[stage.name].trains and not stage.data:
+        if trained is not None and is_training and kinds[stage.name].makes == "metrics" and not stage.data:
             name = prepared(trained) or f"{trained.name}{IMPLIED}"
             stages.append(_depending(stage, data=f"stage:{name}", after=name))
             continue

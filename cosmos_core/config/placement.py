@@ -62,7 +62,7 @@ def placement(recipe: Recipe, kind: StageKind, *, has_gpus: bool) -> str:
     num_ranks = mesh.world_size * mesh.n_init_replicas
     ranks = _numbered(unit, 0, num_ranks)
     if kind.feed != "rollouts":
-        return f"{ranks} {'train' if kind.trains else 'measure'}"
+        return f"{ranks} {'train' if kind.trains else 'generate' if kind.completes_prompts else 'measure'}"
     if recipe.mode == "colocated":
         return f"{ranks} train and generate in turns ({_engines(num_ranks // engine.tp_size, engine.tp_size)} in them)"
     engines = _engines(count, engine.tp_size)

@@ -59,7 +59,7 @@ def _can_report(pipeline: Pipeline, stage: StageConfig, metric: str) -> bool:
     kind, recipe = pipeline.kind_of(stage), pipeline.recipes[stage.name]
     if kind.hands_on_metrics:
         return any(_can_report(pipeline, pipeline.stage(name), metric) for name in stage.after)
-    if kind.scores and metric.startswith(HELD_OUT):
+    if kind.scores and kind.makes and metric.startswith(HELD_OUT):
         is_measured = recipe.validation.enable or not kind.trains
         is_own = is_import_path(recipe.train.train_policy.trainer_type)
         name, validation = metric.removeprefix(HELD_OUT), recipe.validation

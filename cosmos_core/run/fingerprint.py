@@ -93,6 +93,9 @@ def fingerprint(
     digested = [(each, _digest(each, digests)) for each in inputs if _counts(each, kind, reads)]
     labels = _labels(inputs, reads)
     values = result_values(recipe) if stage.entry else _without_paths(result_values(recipe))
+    for other in pipeline.kinds.values():  # a table that does not concern the stage, unless user code may read it
+        if other.table and other.table != kind.table and (table := getattr(recipe, other.table)) == type(table)():
+            values.pop(other.table)
     # User functions and classes receive the whole config.
     is_whole = any(each.role in {"entry", "data_code"} for each in inputs)
     settings = values if is_whole else {k: v for k, v in flat_keys(_renamed(values, labels)).items() if reads(k)}

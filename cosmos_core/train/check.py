@@ -215,7 +215,7 @@ def _look_at_service(stage: Stage, names: list[str]) -> str:
 def _rewards(stage: Stage) -> list[tuple[Rewards, list[str]]]:
     """Return each local or remote reward of a stage with the splits whose completions it scores."""
     is_measured = InStage(stage.recipe, stage.kind).measures
-    uses = [(trained_rewards(stage.recipe), "train")] if stage.kind.feed == "rollouts" else []
+    uses = [(trained_rewards(stage.recipe), "train")] if stage.kind.completes_prompts else []
     uses += [(reward_weights(stage.recipe), "validation")] if is_measured else []
     splits: dict[str, list[str]] = {}
     for rewards, name in uses:

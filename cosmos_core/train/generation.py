@@ -183,7 +183,11 @@ def open_replica(path: Path) -> Replica:
 def _open_apart(path: Path) -> Engine:
     configure("WARNING")
     hide()
-    stage = load_stage(path)
+    return open_engine(load_stage(path))
+
+
+def open_engine(stage: Stage) -> Engine:
+    """Return the rollout engine of a stage with the weights of the stage's model, without a trainer."""
     policy = stage.recipe.policy
     tokenizer = load_tokenizer(stage.model, policy.model_revision, policy.chat_template)
     with torch.device("meta"):

@@ -277,11 +277,15 @@ def reward_weights(recipe: Recipe) -> Rewards:
 
 
 def full_reward(recipe: Recipe) -> float | None:
+    """Return the full reward of a held-out completion; see `full_value`."""
+    return full_value(reward_weights(recipe))
+
+
+def full_value(rewards: Rewards) -> float | None:
     """Return the reward of a completion for which every reward function returns 1 and no penalty applies.
 
     None: no reward function distinguishes completions.
     """
-    rewards = reward_weights(recipe)
     if not isinstance(rewards, dict):
         return rewards.full
     weights = [weight for name, weight in rewards.items() if name not in PENALTIES]

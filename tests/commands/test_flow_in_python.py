@@ -99,9 +99,14 @@ def test_a_mistake_is_one_line(workspace: Workspace, words: list[str], message: 
     assert done.returncode in {1, 64} and message in done.stderr.splitlines()[-1], done.stderr
 
 
-def test_the_flow_of_the_documentation_searches_and_publishes(workspace: Workspace) -> None:
+def example(file: str) -> str:
+    """Return the program of this name on the page about flows."""
     page = (Path(__file__).parents[2] / "docs" / "how-to" / "flows.md").read_text()
-    workspace.write("search.py", page.partition("```python\n")[2].partition("```")[0])
+    return page.partition(f"```python\n# {file}\n")[2].partition("```")[0]
+
+
+def test_the_flow_of_the_documentation_searches_and_publishes(workspace: Workspace) -> None:
+    workspace.write("search.py", example("search.py"))
     workspace.write("sft.toml", RECIPE)
     turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
     workspace.write("rows.jsonl", f"{json.dumps({'messages': turns})}\n" * 6)
@@ -113,4 +118,47 @@ def test_the_flow_of_the_documentation_searches_and_publishes(workspace: Workspa
         "export", "gate", "sft-0", "sft-0-data", "sft-1", "sft-1-data", "upload",
         "validate-0", "validate-1",
     ]  # fmt: skip
+    assert list(workspace.path.glob("published/*/model.safetensors"))
+
+
+SAMPLE = """
+[train]
+compile = false
+[train.train_policy]
+type = "grpo"
+reward_function = "reward.py:letters"
+dataset = { name = "prompts.jsonl" }
+[policy]
+model_max_length = 96
+chat_template = "chatml"
+[rollout]
+backend = "hf"
+n_generation = 4
+max_response_length = 8
+[sample]
+keep = { best = 1, finished = false }
+"""
+
+
+def test_expert_iteration_samples_learns_and_stops_early(workspace: Workspace) -> None:
+    workspace.write("expert.py", example("expert.py"))
+    workspace.write(
+        "sft.toml",
+        RECIPE.replace("[validation]\nenable = true", "").replace(
+            'conversation_column_name = "messages"\ndataset = { name = "rows.jsonl", test_size = 2 }', "dataset = {}"
+        ),
+    )
+    workspace.write("sample.toml", SAMPLE)
+    workspace.write("reward.py", "def letters(completion, **_):\n    return len(set(completion)) / 40\n")
+    workspace.write("prompts.jsonl", "".join(f'{{"prompt": "say {i}"}}\n' for i in range(6)))
+    save_tiny_model(workspace.path / "model")
+    workspace.cosmos("run", "expert.py:expert_iteration", "-p", "rounds=2", "-p", "enough=-1")
+    [run] = workspace.path.glob("outputs/expert-iteration-*")
+    assert sorted(path.name for path in (run / "stages").iterdir()) == [
+        "export", "sample-0", "sample-0-data", "sample-1", "sample-1-data", "sft-0", "sft-0-data", "sft-1",
+        "sft-1-data", "upload",
+    ]  # fmt: skip
+    rows = [json.loads(line) for line in (run / "stages/sample-1/rows/train.jsonl").read_text().splitlines()]
+    result = read_result(run / "stages/sft-0")
+    assert len(rows) == 6 and result and {row["model_digest"] for row in rows} == {result["digest"]}
     assert list(workspace.path.glob("published/*/model.safetensors"))

@@ -40,7 +40,7 @@ class StageConfig(Table):
     name: str
     """Unique; the folder of the stage and what `after` and `stage:NAME` refer to."""
     kind: str
-    """prepare, sft, rl, validate, export, select, gate, upload, report or custom."""
+    """prepare, sft, rl, sample, validate, export, select, gate, upload, report or custom."""
     recipe: str = ""
     """Recipe file, relative to this file; empty: the recipe tables of this file."""
     overrides: dict[str, Any] = {}
@@ -54,11 +54,12 @@ class StageConfig(Table):
     """Kind export: the checkpoint to export of the training that `model` names: `best` (by its validation) or a step;
     empty: the final model. A `validate` stage after the export measures that checkpoint."""
     data: Annotated[str, Where.PATH] = ""
-    """`stage:NAME` for rows prepared (kind prepare) or written (kind custom) there; empty: the recipe's dataset."""
+    """`stage:NAME` for rows prepared (kind prepare) or written (kinds sample and custom) there; empty: the recipe's
+    dataset."""
     reward_service: Annotated[str, Where.PATH] = ""
-    """Kinds rl, sft, validate and custom: configuration file of a reward service to run during the stage (`cosmos
-    reward-service`), or `block:NAME` for a running service, whose address and token are in a Prefect block; empty: the
-    service at `REMOTE_REWARD_ENQUEUE_URL`."""
+    """Kinds rl, sft, sample, validate and custom: configuration file of a reward service to run during the stage
+    (`cosmos reward-service`), or `block:NAME` for a running service, whose address and token are in a Prefect block;
+    empty: the service at `REMOTE_REWARD_ENQUEUE_URL`."""
     reward_service_pool: Annotated[str, Field(pattern=r"^[\w.-]*$")] = ""
     """With the file of a reward service: the Prefect work pool that it is started on for the stage, through the
     deployment `reward-service/POOL`, whose machines see that file. Empty: the machine of the stage."""

@@ -13,6 +13,7 @@ from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.config.schema.profiler import ProfilerConfig
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.rollout import RolloutConfig
+from cosmos_core.config.schema.sample import SampleConfig
 from cosmos_core.config.schema.table import Table, say
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.config.schema.validation import ValidationConfig
@@ -38,6 +39,8 @@ class Recipe(Table):
     """Sinks."""
     profiler: ProfilerConfig = ProfilerConfig()
     """Traces."""
+    sample: SampleConfig = SampleConfig()
+    """Which completions a stage of kind `sample` keeps."""
     vla: VLAConfig = VLAConfig()
     """Robots."""
     custom: dict[str, Any] = {}

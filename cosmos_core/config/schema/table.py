@@ -50,7 +50,7 @@ class InStage:
     @property
     def measures(self) -> bool:
         """Return whether the stage measures a model on held-out rows."""
-        return self.kind.scores and (self.kind.makes == "metrics" or self.recipe.validation.enable)
+        return self.kind.makes == "metrics" or (self.kind.trains and self.recipe.validation.enable)
 
 
 class Table(BaseModel):

@@ -1,0 +1,80 @@
+"""`[sample]`: the completions that a stage of kind `sample` keeps as rows."""
+
+from collections.abc import Iterator
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from cosmos_core.config.schema.marks import NoResult
+from cosmos_core.config.schema.table import InStage, Table
+from cosmos_core.config.schema.values import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt
+
+
+class KeepConfig(Table):
+    """`[sample.keep]`"""
+
+    best: NonNegativeInt = 0
+    """Number of completions of each prompt to keep, those with the highest rewards; 0: all that the other keys let
+    pass."""
+    min_reward: float | None = None
+    """Lowest reward of a kept completion; None: any valid reward."""
+    unique: bool = True
+    """Keep one of several completions of a prompt with the same text."""
+    finished: bool = True
+    """Keep only completions that ended before `rollout.max_response_length`."""
+    max_per_prompt: NonNegativeInt = 0
+    """Maximum number of completions of a prompt, chosen at random among those that pass; 0: no limit."""
+    min_pass_rate: Fraction = 0.0
+    """Lowest pass rate of a prompt whose completions are kept: the fraction of its completions with the full reward."""
+    max_pass_rate: Fraction = 1.0
+    """Highest pass rate of a prompt whose completions are kept; below 1, prompts that are too easy are left out."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.min_pass_rate > self.max_pass_rate:
+            raise ValueError(
+                f"min_pass_rate = {self.min_pass_rate:g} exceeds max_pass_rate = {self.max_pass_rate:g}; exchange them"
+            )
+        return self
+
+
+class SampleConfig(Table):
+    """`[sample]`"""
+
+    keep: KeepConfig = KeepConfig(best=1)
+    """Which completions become rows. `rollout.n_generation` is the number of completions of each prompt."""
+    pairs: Literal["", "best-worst"] = ""
+    """Empty: a row is a conversation for SFT. `best-worst`: a row is a pair for DPO, of the best completion that `keep`
+    lets pass and the worst completion of the same prompt."""
+    min_margin: NonNegativeFloat = 0.0
+    """With `pairs`: difference of rewards that a pair must exceed."""
+    endpoint: Annotated[str, Field(pattern=r"^(https?://[^\s]+)?$")] = ""
+    """URL of an OpenAI-compatible server that completes the prompts, such as `http://host:8000/v1`; empty: the model of
+    the stage does. The stage's model then only supplies the tokenizer."""
+    endpoint_model: str = ""
+    """With `endpoint`: name of the model there."""
+    endpoint_key_env: Annotated[str, NoResult] = "OPENAI_API_KEY"
+    """With `endpoint`: environment variable that holds the key of the server, if it needs one."""
+    endpoint_requests: Annotated[PositiveInt, NoResult] = 32
+    """With `endpoint`: maximum number of requests at a time."""
+
+    def refusals(self, stage: InStage) -> Iterator[str]:
+        """Yield what kind `sample` cannot do with the recipe; see `Table.refusals`."""
+        policy = stage.recipe.train.train_policy
+        if stage.kind.table != "sample":
+            return
+        if not policy.has_rollouts:
+            yield (
+                f"train.train_policy.type = {policy.type!r}: kind sample completes prompts and scores them; set "
+                f"train.train_policy.type = 'grpo' and name its reward_function"
+            )
+        if stage.recipe.policy.is_diffusers:
+            yield "policy.is_diffusers = true: kind sample writes rows of text; take a language model"
+
+    @model_validator(mode="after")
+    def _names_a_model(self) -> Self:
+        if bool(self.endpoint) != bool(self.endpoint_model):
+            raise ValueError(
+                f"endpoint = {self.endpoint!r} and endpoint_model = {self.endpoint_model!r}: name both, or neither"
+            )
+        return self

@@ -1,0 +1,91 @@
+"""Completions from an OpenAI-compatible server, such as `vllm serve`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from openai import APIStatusError, OpenAI, OpenAIError
+
+from cosmos_core.errors import ConfigError, StageFailed
+from cosmos_core.models.hf import load_tokenizer
+from cosmos_core.rollout.base import request_seed
+from cosmos_core.run.stage import Stage
+from cosmos_core.types import Completion, Group, Prompt, Sampling, Segment
+
+_TIMEOUT_SECONDS = 600.0
+_MOST_RETRIES = 6
+
+
+class Endpoint:
+    """Client of a server that completes prompts; the client repeats requests that fail for a passing reason."""
+
+    def __init__(self, stage: Stage, sampling: Sampling) -> None:
+        self._config, self._sampling, self._beat = stage.recipe.sample, sampling, stage.progress.beat
+        key = os.environ.get(self._config.endpoint_key_env) or "none"
+        self._client = OpenAI(
+            base_url=self._config.endpoint, api_key=key, timeout=_TIMEOUT_SECONDS, max_retries=_MOST_RETRIES
+        )
+        policy = stage.recipe.policy
+        self._tokenizer = load_tokenizer(stage.model, policy.model_revision, policy.chat_template)
+        self._threads = ThreadPoolExecutor(self._config.endpoint_requests, "endpoint")
+
+    @property
+    def url(self) -> str:
+        """Return the address of the server."""
+        return str(self._client.base_url).rstrip("/")
+
+    def complete(self, prompts: Sequence[tuple[Prompt, Sequence[Mapping[str, Any]]]]) -> list[Group]:
+        """Return the groups of prompts, each given with the turns of its conversation.
+
+        Raises:
+            ConfigError: the server refuses the requests.
+            StageFailed: the server does not reply.
+        """
+        count = self._sampling.num_completions
+        requests = [
+            self._threads.submit(self._request, turns, request_seed(self._sampling.seed, 0, prompt.id, k))
+            for prompt, turns in prompts
+            for k in range(count)
+        ]
+        completions = []
+        try:
+            for request in requests:
+                completions.append(request.result())
+                self._beat()
+        except OpenAIError as error:
+            for request in requests:
+                request.cancel()
+            message = f"sample.endpoint = {self.url!r}: {' '.join(str(error).split())[:300]}"
+            if (
+                isinstance(error, APIStatusError)
+                and 400 <= error.status_code < 500
+                and error.status_code not in {408, 429}
+            ):
+                raise ConfigError(message) from error
+            raise StageFailed(message) from error
+        groups = [completions[start : start + count] for start in range(0, len(completions), count)]
+        return [Group(prompt, tuple(group), 0) for (prompt, _), group in zip(prompts, groups, strict=True)]
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._threads.shutdown(cancel_futures=True)
+        self._client.close()
+
+    def _request(self, turns: Sequence[Mapping[str, Any]], seed: int) -> Completion:
+        sampling = self._sampling
+        reply = self._client.chat.completions.create(
+            model=self._config.endpoint_model,
+            messages=list(turns),  # type: ignore[arg-type]
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            max_tokens=sampling.max_tokens,
+            seed=seed % (1 << 31),
+        )
+        choice = reply.choices[0]
+        text = choice.message.content or ""
+        ids = tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        segment = Segment(ids, True, (0.0,) * len(ids), 0)  # a server need not tell log-probabilities
+        return Completion((segment,), "stop" if choice.finish_reason == "stop" else "length", text)

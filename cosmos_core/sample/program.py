@@ -1,0 +1,155 @@
+"""Worker program of stage kind `sample`: complete prompts, score the completions, and write rows of the kept ones.
+
+<stage>/completions.jsonl   every prompt with all its completions, rewards and seeds; an interrupted stage goes on
+                            after the last complete batch
+<stage>/rows/train.jsonl    the rows: conversations for SFT, or pairs for DPO
+<stage>/pass_rates.jsonl    the pass rate of each prompt
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from cosmos_core.config.inputs import source_of
+from cosmos_core.data.messages import system_of, with_system
+from cosmos_core.data.prepared import Prompts, open_prompts
+from cosmos_core.errors import DataError, Preempted
+from cosmos_core.parallel.mesh import broadcast_object, is_first, num_ranks
+from cosmos_core.rollout.base import generate
+from cosmos_core.run.files import replaced_folder, telling_of_full_disk, write_text
+from cosmos_core.run.stage import Stage
+from cosmos_core.sample.endpoint import Endpoint
+from cosmos_core.sample.records import FILE, Sampled, append_records, read_records, sampled_of
+from cosmos_core.sample.selection import kept, metrics_of, pass_rate, rows_of
+from cosmos_core.train.generation import open_engine
+from cosmos_core.train.measure import full_value, open_rewards, prepared_folder, shared, trained_rewards
+from cosmos_core.train.rollout_feed import training_sampling
+from cosmos_core.train.stop import StopAsked, check_stop
+from cosmos_core.types import Group, Outcome, Prompt, Sampling
+
+logger = logging.getLogger(__name__)
+
+_ROWS, _RATES = "rows", "pass_rates.jsonl"
+
+
+def run(stage: Stage) -> Outcome:
+    """Sample completions of all prompts, keep some of them, and write the rows.
+
+    Raises:
+        DataError: a prompt has images, or no completion is kept.
+        RewardError: a reward cannot be loaded.
+        Preempted: a stop was requested; finished batches are kept.
+    """
+    prompts = open_prompts(prepared_folder(stage), "train")
+    records = _complete(stage, prompts, training_sampling(stage.recipe))
+    config, full = stage.recipe.sample, full_value(trained_rewards(stage.recipe))
+    rates = [pass_rate(record, full) for record in records]
+    passing = [kept(record, config.keep, rate, stage.seed) for record, rate in zip(records, rates, strict=True)]
+    origin = _origin(stage)
+    rows: list[dict[str, Any]] = []
+    for record, rate, candidates in zip(records, rates, passing, strict=True):
+        columns = {"prompt_id": record.id, "pass_rate": rate, **origin}
+        rows += rows_of(record, messages_of(prompts[record.id], stage), config, candidates, columns)
+    metrics = metrics_of(records, passing, rates, len(rows))
+    if not rows:
+        raise DataError(_nothing_kept(records, metrics))
+    if is_first():
+        with telling_of_full_disk(stage.path):
+            with replaced_folder(stage.path / _ROWS) as folder:
+                write_text(folder / "train.jsonl", _lines(rows))
+            known = zip(records, rates, strict=True)
+            write_text(
+                stage.path / _RATES,
+                _lines([{"prompt": prompts[each.id].text, "pass_rate": rate} for each, rate in known]),
+            )
+    logger.info("%d rows of %d prompts", len(rows), len(prompts))
+    return Outcome(outputs=(_ROWS, _RATES, FILE), metrics=metrics, info={"data": _ROWS})
+
+
+def _complete(stage: Stage, prompts: Prompts, sampling: Sampling) -> list[Sampled]:
+    """Return the records of all prompts: those of an earlier attempt, then those that are sampled now."""
+    if (with_images := next((each.id for each in prompts if each.images), None)) is not None:
+        raise DataError(f"prompt {with_images} has images, and kind sample writes rows of text only")
+    size = stage.recipe.rollout.batch_size * num_ranks()
+    records = broadcast_object(read_records(stage.path, size) if is_first() else [])
+    if len(records) >= len(prompts):
+        return records[: len(prompts)]
+    with ExitStack() as stack:
+        complete = _completer(stage, sampling, stack)
+        score = shared(stack.enter_context(open_rewards(stage, trained_rewards(stage.recipe))))
+        stage.progress.phase("generate")
+        for start in range(len(records), len(prompts), size):
+            scored = score(complete(prompts[start : start + size]))
+            batch = [sampled_of(group, sampling) for group in scored]
+            if is_first():
+                append_records(stage.path, batch)
+            records += batch
+            stage.progress.step(len(records), len(prompts))
+            if len(records) < len(prompts):
+                _stop_if_requested(stage, len(records))
+    return records
+
+
+def _completer(stage: Stage, sampling: Sampling, stack: ExitStack) -> Callable[[Sequence[Prompt]], list[Group]]:
+    """Return a function that completes prompts with the model of the stage, or with that of an endpoint."""
+    if stage.recipe.sample.endpoint:
+        endpoint = Endpoint(stage, sampling)
+        stack.callback(endpoint.close)
+
+        def ask(prompts: Sequence[Prompt]) -> list[Group]:
+            asked = [(prompt, messages_of(prompt, stage)) for prompt in prompts]
+            return broadcast_object(endpoint.complete(asked) if is_first() else [])
+
+        return ask
+    stage.progress.phase("load")
+    engine = open_engine(stage)
+    stack.callback(engine.close)
+    engine.wake()
+    return partial(generate, engine, sampling=sampling, step=0)
+
+
+def messages_of(prompt: Prompt, stage: Stage) -> list[dict[str, Any]]:
+    """Return the turns of a prompt's conversation, with its system prompt."""
+    given = prompt.metadata.get("prompt", prompt.text)
+    turns = [{"role": "user", "content": given}] if isinstance(given, str) else [*given]
+    return with_system(turns, system_of(prompt.metadata) or stage.recipe.train.train_policy.system_prompt)
+
+
+def _stop_if_requested(stage: Stage, done: int) -> None:
+    try:
+        check_stop(stage)
+    except StopAsked:
+        raise Preempted(f"stopped; the completions of {done} prompts are kept") from None
+
+
+def _origin(stage: Stage) -> dict[str, str]:
+    """Return the columns that name the model which sampled the rows."""
+    if stage.recipe.sample.endpoint:
+        return {"model": stage.recipe.sample.endpoint_model, "model_digest": ""}
+    name = source_of(stage.config.model)
+    if name is not None:
+        return {"model": stage.config.model, "model_digest": stage.inputs[name]["digest"]}
+    digest = next((source.digest for source in stage.sources if source.kind == "model"), "")
+    return {"model": stage.config.model or stage.recipe.policy.model_name_or_path, "model_digest": digest}
+
+
+def _nothing_kept(records: Sequence[Sampled], metrics: dict[str, float]) -> str:
+    """Return the message for a selection without rows."""
+    best = max(
+        (each.reward for record in records for each in record.candidates if each.reward is not None), default=None
+    )
+    found = "every reward is invalid" if best is None else f"the highest reward is {best:g}"
+    return (
+        f"sample.keep leaves no row of {metrics['sample/completions']:.0f} completions: {found}, and "
+        f"{metrics.get('sample/truncated', 0):.0%} are truncated; lower sample.keep.min_reward, or raise "
+        f"rollout.n_generation or rollout.max_response_length"
+    )
+
+
+def _lines(values: Sequence[dict[str, Any]]) -> str:
+    return "".join(json.dumps(value, ensure_ascii=False) + "\n" for value in values)

@@ -1,0 +1,89 @@
+"""Records of the prompts that are done: a line of `completions.jsonl` each, from which an interrupted stage goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cosmos_core.rollout.base import request_seed
+from cosmos_core.run.files import json_objects, telling_of_full_disk, write_text
+from cosmos_core.types import Sampling, ScoredGroup
+
+FILE = "completions.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A scored completion of a prompt."""
+
+    text: str
+    """Text of the completion; of several turns, of the last turn."""
+    turns: list[dict[str, str]]
+    """The completion as turns of a conversation."""
+    reward: float | None
+    """Weighted sum of the rewards; None: invalid."""
+    rewards: dict[str, float]
+    """Value of each reward function."""
+    error: str
+    """Reason why the reward is invalid."""
+    seed: int
+    num_tokens: int
+    is_finished: bool
+    """Whether the model ended the completion itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A prompt with its scored completions."""
+
+    id: int
+    """Row number of the prompt in the prepared rows."""
+    candidates: list[Candidate]
+
+
+def sampled_of(scored: ScoredGroup, sampling: Sampling) -> Sampled:
+    """Return the record of a scored group."""
+    prompt, candidates = scored.group.prompt, []
+    for k, (completion, score) in enumerate(zip(scored.group.completions, scored.scores, strict=True)):
+        turns = [{"role": turn.role, "content": turn.text} for turn in completion.turns]
+        candidates.append(
+            Candidate(
+                completion.text,
+                turns or [{"role": "assistant", "content": completion.text}],
+                score.value,
+                score.metrics,
+                score.error,
+                request_seed(sampling.seed, 0, prompt.id, k),
+                completion.num_sampled,
+                completion.finish_reason == "stop",
+            )
+        )
+    return Sampled(prompt.id, candidates)
+
+
+def read_records(folder: Path, batch: int) -> list[Sampled]:
+    """Return the records of the complete batches in a folder, and remove others from the file.
+
+    A resumed stage then generates the same batches as an undisturbed one. `batch`: number of prompts in a batch.
+    """
+    path = folder / FILE
+    if not path.is_file():
+        return []
+    values = json_objects(path.read_text(encoding="utf-8", errors="replace").split("\n"))
+    values = values[: len(values) // batch * batch]
+    with telling_of_full_disk(folder):
+        write_text(path, "".join(json.dumps(value) + "\n" for value in values))
+    return [Sampled(value["id"], [Candidate(**each) for each in value["candidates"]]) for value in values]
+
+
+def append_records(folder: Path, records: Sequence[Sampled]) -> None:
+    """Append records of a batch to the file, and wait until they are on the disk."""
+    lines: list[dict[str, Any]] = [asdict(record) for record in records]
+    with telling_of_full_disk(folder), (folder / FILE).open("a", encoding="utf-8") as file:
+        file.write("".join(json.dumps(line) + "\n" for line in lines))
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,134 @@
+"""Selection of completions: which become rows, the rows for SFT and DPO, and the metrics of the selection."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from cosmos_core.config.schema.sample import KeepConfig, SampleConfig
+from cosmos_core.sample.records import Candidate, Sampled
+
+Message = Mapping[str, Any]
+
+
+def pass_rate(sampled: Sampled, full: float | None) -> float | None:
+    """Return the fraction of the valid completions that have the full reward; None if there is no valid completion, or
+    no full reward is known (`full` is None)."""
+    values = _rewards(sampled.candidates)
+    return None if full is None or not values else sum(value >= full - 1e-9 for value in values) / len(values)
+
+
+def kept(sampled: Sampled, keep: KeepConfig, rate: float | None, seed: int) -> list[Candidate]:
+    """Return the completions of a prompt to keep, highest reward first.
+
+    `rate`: pass rate of the prompt; None: unknown, which passes. `seed`: seed of the random choice of
+    `max_per_prompt`.
+    """
+    if rate is not None and not keep.min_pass_rate <= rate <= keep.max_pass_rate:
+        return []
+    least = float("-inf") if keep.min_reward is None else keep.min_reward
+    passing = [
+        each
+        for each in _usable(sampled)
+        if each.reward is not None and each.reward >= least and (each.is_finished or not keep.finished)
+    ]
+    passing.sort(key=_descending)
+    if keep.unique:
+        passing = list({str(each.turns): each for each in reversed(passing)}.values())
+        passing.sort(key=_descending)
+    passing = passing[: keep.best or None]
+    if keep.max_per_prompt and len(passing) > keep.max_per_prompt:
+        chosen = random.Random(f"{seed}/{sampled.id}").sample(range(len(passing)), keep.max_per_prompt)
+        passing = [passing[i] for i in sorted(chosen)]
+    return passing
+
+
+def pair(sampled: Sampled, passing: Sequence[Candidate], min_margin: float) -> tuple[Candidate, Candidate] | None:
+    """Return the best of the completions that passed and the worst completion of the prompt; None if their rewards do
+    not differ by more than `min_margin`, or none passed."""
+    if not passing:
+        return None
+    best, worst = passing[0], max(_usable(sampled), key=_descending)
+    assert best.reward is not None and worst.reward is not None
+    return (best, worst) if best.reward - worst.reward > min_margin else None
+
+
+def rows_of(
+    sampled: Sampled,
+    prompt: Sequence[Message],
+    config: SampleConfig,
+    passing: Sequence[Candidate],
+    origin: Mapping[str, Any],
+) -> list[dict[str, Any]]:
+    """Return the rows of a prompt: conversations, or with `pairs` at most one pair. `origin`: columns of every row."""
+    if config.pairs:
+        found = pair(sampled, passing, config.min_margin)
+        if found is None:
+            return []
+        best, worst = found
+        return [
+            {
+                "prompt": [*prompt],
+                "chosen": best.turns,
+                "rejected": worst.turns,
+                "reward": best.reward,
+                "rejected_reward": worst.reward,
+                "seed": best.seed,
+                "rejected_seed": worst.seed,
+                **origin,
+            }
+        ]
+    return [
+        {"conversations": [*prompt, *each.turns], "reward": each.reward, "seed": each.seed, **origin}
+        for each in passing
+    ]
+
+
+def metrics_of(
+    records: Sequence[Sampled], passing: Sequence[Sequence[Candidate]], rates: Sequence[float | None], num_rows: int
+) -> dict[str, float]:
+    """Return the metrics of a selection.
+
+    `sample/reward_random` is the expected reward of one random completion of each prompt, with which
+    `sample/reward_best`, that of the best completion, and `sample/reward_kept` are to be compared.
+    """
+    groups = [values for record in records if (values := _rewards(record.candidates))]
+    candidates = [each for record in records for each in record.candidates]
+    kept_rewards = [each.reward for each_passing in passing for each in each_passing if each.reward is not None]
+    known = [rate for rate in rates if rate is not None]
+    means = {
+        "reward_random": [float(np.mean(values)) for values in groups],
+        "reward_best": [max(values) for values in groups],
+        "reward_kept": kept_rewards,
+        "pass_rate": known,
+        "solved": [float(rate > 0) for rate in known],
+        "length": [float(each.num_tokens) for each in candidates],
+        "truncated": [float(not each.is_finished) for each in candidates],
+    }
+    return {
+        "sample/prompts": float(len(records)),
+        "sample/prompts_kept": float(sum(bool(each) for each in passing)),
+        "sample/completions": float(len(candidates)),
+        "sample/invalid": float(sum(each.reward is None for each in candidates)),
+        "sample/rows": float(num_rows),
+        **{f"sample/{name}": float(np.mean(values)) for name, values in means.items() if values},
+    }
+
+
+def _usable(sampled: Sampled) -> list[Candidate]:
+    """Return the completions with a valid reward and a text, without which a row teaches nothing."""
+    return [each for each in sampled.candidates if each.reward is not None and each.text.strip()]
+
+
+def _rewards(candidates: Sequence[Candidate]) -> list[float]:
+    return [each.reward for each in candidates if each.reward is not None]
+
+
+def _descending(candidate: Candidate) -> tuple[float, int]:
+    """Return a key that sorts by reward, highest first, and equal rewards by seed, so that the order of sampling does
+    not favour any."""
+    assert candidate.reward is not None
+    return -candidate.reward, candidate.seed

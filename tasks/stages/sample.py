@@ -1,0 +1,49 @@
+"""Kind `sample`: complete prompts, score the completions and keep the best ones as rows for SFT or DPO."""
+
+from cosmos_core.run.libraries import TRAINING
+from cosmos_core.types import StageKind
+from tasks.stages.prepare import DECIDE_ROWS, RENDER_PROMPTS
+
+_REWARDS = (
+    "type",
+    "trainer_type",
+    "reward_function",
+    "reward_env",
+    "reward_timeout_seconds",
+    "use_remote_reward",
+    "remote_reward",
+    "bypass_reward",
+    "group_reward_calculation",
+    "overlong_reward",
+    "system_prompt",
+)
+"""Keys of `train.train_policy` that determine how completions are scored."""
+
+KIND = StageKind(
+    name="sample",
+    entry="cosmos_core.sample.program:run",
+    result_version=1,
+    has_mesh=True,
+    scores=True,
+    allowed_keys=("reward_service", "reward_service_pool"),
+    reads_model="weights",
+    reads_data="prepared",
+    table="sample",
+    recipe_tables=(
+        "train.seed",
+        "train.master_dtype",
+        "train.param_dtype",
+        *(f"train.train_policy.{name}" for name in _REWARDS),
+        "policy",
+        "rollout",
+        "custom",
+        "sample",
+    ),
+    unread=(
+        *(key for key in DECIDE_ROWS if key != "train.train_policy.system_prompt"),
+        *(f"rollout.multi_turn_config.{name}" for name in RENDER_PROMPTS if name not in {"enable", "tools"}),
+        "policy.lora",
+    ),
+    reports=("sample/*",),
+    libraries=TRAINING,
+)

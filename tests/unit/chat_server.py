@@ -1,0 +1,53 @@
+"""A server of chat completions, as OpenAI's API has them, whose answers are digits of the seeds of requests."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+@contextmanager
+def chat_server(status: int = 200, first: int = 0, meet_seconds: float = 0.0) -> Iterator[tuple[str, list[Any]]]:
+    """Yield the URL of a server and the list of its requests. It answers with `status`, the `first` requests with 503.
+
+    With `meet_seconds`, a request is answered when another has come, or after that time; `request["met"]` tells which.
+    """
+    requests: list[dict[str, Any]] = []
+    meeting, lock = threading.Barrier(2), threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with lock:
+                requests.append({**body, "key": self.headers["Authorization"], "met": False})
+                code = 503 if len(requests) <= first else status
+            if meet_seconds:
+                request = next(each for each in requests if each["seed"] == body["seed"])
+                try:
+                    meeting.wait(meet_seconds)
+                    request["met"] = True
+                except threading.BrokenBarrierError:
+                    meeting.reset()
+            message = {"role": "assistant", "content": str(body["seed"] % 10)}
+            choice = {"index": 0, "finish_reason": "stop", "message": message}
+            reply = {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
+            content = json.dumps(reply if code == 200 else {"error": {"message": "no such model"}}).encode()
+            self.send_response(code)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{running.server_port}/v1", requests
+        finally:
+            running.shutdown()

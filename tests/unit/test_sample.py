@@ -1,0 +1,215 @@
+"""Kind `sample`: which completions are kept, the rows and their columns, and a stage that goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.demo import arithmetic
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.config.schema.sample import KeepConfig
+from cosmos_core.config.schema.table import InStage
+from cosmos_core.data import prepare
+from cosmos_core.data.prepared import open_pairs, open_sequences
+from cosmos_core.errors import ConfigError, DataError, Preempted
+from cosmos_core.run.stage import Stage
+from cosmos_core.sample import program
+from cosmos_core.sample.records import FILE, Candidate, Sampled
+from cosmos_core.sample.selection import kept, metrics_of, pair, pass_rate
+from tasks.kinds import all_kinds
+from tests.unit.chat_server import chat_server
+from tests.unit.test_train import BASE, make_stage
+
+REWARD = "def first_letter(completion, **_):\n    return (ord(completion[0]) % 5) / 4 if completion else 0.0\n"
+
+
+def candidate(text: str, reward: float | None, *, is_finished: bool = True, seed: int = 0) -> Candidate:
+    return Candidate(text, [{"role": "assistant", "content": text}], reward, {}, "", seed, 1, is_finished)
+
+
+GROUP = Sampled(
+    7,
+    [
+        candidate("a", 0.5, seed=3),
+        candidate("b", 1.0, seed=2),
+        candidate("b", 1.0, seed=1),
+        candidate("c", None),
+        candidate("d", 1.0, is_finished=False, seed=4),
+        candidate("e", 0.0, seed=5),
+        candidate(" ", 0.0, seed=6),
+    ],
+)
+
+
+@pytest.mark.parametrize(
+    ("keep", "texts"),
+    [
+        ({}, "bae"),
+        ({"unique": False}, "bbae"),
+        ({"finished": False}, "bdae"),
+        ({"best": 1}, "b"),
+        ({"best": 2}, "ba"),
+        ({"min_reward": 0.5}, "ba"),
+        ({"min_reward": 2.0}, ""),
+        ({"max_pass_rate": 0.49}, ""),
+        ({"min_pass_rate": 0.5}, "bae"),
+        ({"min_pass_rate": 0.51}, ""),
+    ],
+)
+def test_completions_are_kept_by_reward_text_and_difficulty(keep: dict[str, Any], texts: str) -> None:
+    rate = pass_rate(GROUP, 1.0)
+    assert rate == 3 / 6
+    assert "".join(each.text for each in kept(GROUP, KeepConfig(**keep), rate, 0)) == texts
+
+
+def test_a_limit_chooses_at_random_by_the_seed_and_the_prompt() -> None:
+    many = Sampled(1, [candidate(str(i), 1.0, seed=i) for i in range(20)])
+    keep = KeepConfig(max_per_prompt=3)
+    choices = {tuple(each.text for each in kept(many, keep, None, seed)) for seed in range(8)}
+    assert len(choices) > 4 and all(len(set(choice)) == 3 for choice in choices)
+    assert kept(many, keep, None, 1) == kept(many, keep, None, 1) != kept(replace(many, id=2), keep, None, 1)
+
+
+def test_a_pair_is_the_best_that_passed_and_the_worst_of_all() -> None:
+    best, worst = pair(GROUP, kept(GROUP, KeepConfig(), None, 0), 0.5) or ()
+    assert (best.text, worst.text) == ("b", "e")
+    assert pair(GROUP, kept(GROUP, KeepConfig(), None, 0), 1.0) is None, "the margin is exceeded, not reached"
+    same = Sampled(0, [candidate("a", 1.0), candidate("b", 1.0)])
+    assert pair(same, kept(same, KeepConfig(), None, 0), 0.0) is None
+    assert pair(GROUP, [], 0.0) is None
+
+
+def test_metrics_compare_the_kept_with_a_random_choice() -> None:
+    other = Sampled(8, [candidate("x", 0.0), candidate("y", 0.5)])
+    passing = [kept(each, KeepConfig(best=1), None, 0) for each in (GROUP, other)]
+    metrics = metrics_of([GROUP, other], passing, [pass_rate(each, 1.0) for each in (GROUP, other)], 2)
+    assert metrics["sample/reward_random"] == pytest.approx((3.5 / 6 + 0.25) / 2)
+    assert metrics["sample/reward_best"] == metrics["sample/reward_kept"] == 0.75
+    assert metrics["sample/pass_rate"] == 0.25 and metrics["sample/solved"] == 0.5
+    assert (metrics["sample/invalid"], metrics["sample/completions"], metrics["sample/prompts_kept"]) == (1, 9, 2)
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Model, prepared prompts and a reward that differs between completions."""
+    folder = tmp_path_factory.mktemp("sample")
+    (folder / "reward.py").write_text(REWARD)
+    arithmetic.make(
+        make_stage(folder / "task", "custom", recipe(folder)), train_rows=10, heldout_rows=2, hidden_size=32
+    )
+    prepare.run(make_stage(folder / "prompts", "prepare", recipe(folder), folder / "task/model", folder / "task/data"))
+    return folder
+
+
+def recipe(folder: Path, train_policy: dict[str, Any] | None = None, **sample: Any) -> Recipe:
+    policy = train_policy or {"type": "grpo", "reward_function": f"{folder}/reward.py:first_letter"}
+    rollout = {"backend": "hf", "n_generation": 6, "batch_size": 4, "max_response_length": 4}
+    train = {**BASE["train"], "train_policy": policy}
+    return Recipe.model_validate({**BASE, "train": train, "rollout": rollout, "sample": sample})
+
+
+def stage_of(task: Path, path: Path, **sample: Any) -> Stage:
+    keep = {"finished": False, **sample.pop("keep", {"best": 1})}
+    made = recipe(task, **sample, keep=keep)
+    return make_stage(path, "sample", made, task / "task/model", task / "prompts/data")
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (path / "rows/train.jsonl").read_text().splitlines()]
+
+
+def test_the_rows_are_conversations_that_sft_learns(task: Path, tmp_path: Path) -> None:
+    stage = stage_of(task, tmp_path / "sample")
+    outcome = program.run(stage)
+    found = rows(stage.path)
+    assert outcome.metrics["sample/rows"] == len(found) == 10 and outcome.info == {"data": "rows"}
+    assert outcome.metrics["sample/reward_kept"] > outcome.metrics["sample/reward_random"]
+    records = [json.loads(line) for line in (stage.path / FILE).read_text().splitlines()]
+    for row, record in zip(found, records, strict=True):
+        user, assistant = row["conversations"]
+        best = max(each["reward"] for each in record["candidates"])
+        assert row["reward"] == best == (ord(assistant["content"][0]) % 5) / 4
+        assert (user["role"], assistant["role"], row["prompt_id"]) == ("user", "assistant", record["id"])
+        assert row["seed"] in {each["seed"] for each in record["candidates"] if each["reward"] == best}
+        assert row["pass_rate"] == sum(each["reward"] == 1 for each in record["candidates"]) / 6
+    prepare.run(
+        make_stage(tmp_path / "sft", "prepare", recipe(task, {"type": "sft"}), task / "task/model", stage.path / "rows")
+    )
+    assert len(open_sequences(tmp_path / "sft/data", "train")) == 10
+
+
+def test_pairs_are_rows_that_dpo_compares(task: Path, tmp_path: Path) -> None:
+    stage = stage_of(task, tmp_path / "sample", pairs="best-worst", min_margin=0.25)
+    program.run(stage)
+    found = rows(stage.path)
+    assert found and all(row["reward"] - row["rejected_reward"] > 0.25 for row in found)
+    dpo = recipe(task, {"type": "sft", "trainer_type": "dpo"})
+    prepare.run(make_stage(tmp_path / "dpo", "prepare", dpo, task / "task/model", stage.path / "rows"))
+    assert len(open_pairs(tmp_path / "dpo/data", "train")) == len(found)
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (
+            {"train": {"train_policy": {"type": "sft"}}},
+            "train.train_policy.type = 'sft': kind sample completes prompts",
+        ),
+        ({"train": {"train_policy": {"type": "grpo"}}, "policy": {"is_diffusers": True}}, "take a language model"),
+    ],
+)
+def test_recipes_that_sample_nothing_are_refused(policy: dict[str, Any], message: str) -> None:
+    made = Recipe.model_validate(policy)
+    refusals = "".join(made.sample.refusals(InStage(made, all_kinds()["sample"])))
+    assert message in refusals
+    assert not [*made.sample.refusals(InStage(made, all_kinds()["sft"]))]
+
+
+def contents(path: Path) -> list[bytes]:
+    return [(path / name).read_bytes() for name in (FILE, "rows/train.jsonl", "pass_rates.jsonl")]
+
+
+def test_a_stopped_stage_goes_on_and_ends_with_the_same_bytes(task: Path, tmp_path: Path) -> None:
+    program.run(stage_of(task, tmp_path / "whole"))
+    stage = stage_of(task, tmp_path / "stopped")
+    stage.stop_requested = True
+    with pytest.raises(Preempted, match="the completions of 4 prompts are kept"):
+        program.run(stage)
+    stage.stop_requested = False
+    with (stage.path / FILE).open("a") as file:  # killed while it wrote the next batch
+        file.write((tmp_path / "whole" / FILE).read_text().splitlines()[4] + '\n{"id": 5, "candi')
+    program.run(stage)
+    assert contents(stage.path) == contents(tmp_path / "whole")
+    program.run(stage)
+    assert contents(stage.path) == contents(tmp_path / "whole"), "nothing is sampled twice"
+
+
+def test_a_selection_without_rows_is_one_line(task: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"leaves no row of 60 completions: the highest reward is .*lower sample.keep"):
+        program.run(stage_of(task, tmp_path / "sample", keep={"min_reward": 2.0}))
+
+
+def test_an_endpoint_completes_the_prompts(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret-key")
+    with chat_server(first=2) as (url, requests):
+        stage = stage_of(task, tmp_path / "sample", endpoint=url, endpoint_model="m")
+        program.run(stage)
+    assert {request["key"] for request in requests} == {"Bearer secret-key"}
+    assert len(requests) == 62 and len({request["seed"] for request in requests}) == 60
+    assert all(request["max_tokens"] == 4 and request["model"] == "m" for request in requests)
+    [first] = [row for row in rows(stage.path) if row["prompt_id"] == 0]
+    assert first["conversations"][:-1] == requests[0]["messages"] and first["model"] == "m"
+    assert first["conversations"][-1]["content"] == str(first["seed"] % (1 << 31) % 10)
+
+
+def test_an_endpoint_that_refuses_is_one_line(task: Path, tmp_path: Path) -> None:
+    with (
+        chat_server(status=404) as (url, requests),
+        pytest.raises(ConfigError, match=r"sample.endpoint = .*no such model"),
+    ):
+        program.run(stage_of(task, tmp_path / "sample", endpoint=url, endpoint_model="m"))
+    assert len(requests) <= 32
