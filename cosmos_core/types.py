@@ -36,6 +36,9 @@ class StageKind:
     train."""
     has_mesh: bool = False
     """True: the stage runs on the ranks of `policy.parallelism`."""
+    has_engine: bool = False
+    """True: the stage has no mesh, and generates with one engine in its own process, on the GPUs of
+    `rollout.parallelism.tp_size`."""
     scores: bool = False
     """True: the stage may call the rewards of its recipe."""
     reads_model: Literal["", "tokenizer", "weights"] = ""
@@ -67,6 +70,11 @@ class StageKind:
     """True: the stage passes on the model of one of the branches of its `sweep`."""
     table: str = ""
     """Recipe table that only this kind reads; its keys are also keywords of the task of the kind. Empty: none."""
+    check: str = "cosmos_core.train.check:run"
+    """Import path of the program with which `cosmos check` looks at a stage that reads a model."""
+    extras: dict[str, str] = field(default_factory=dict)
+    """Packages that the program needs in addition to those of every installation, each with the extra that installs
+    it."""
     libraries: tuple[str, ...] = ()
     """Packages that affect the results of the program; their versions in the worker's interpreter enter the
     fingerprint."""

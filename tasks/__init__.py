@@ -6,6 +6,7 @@ if TYPE_CHECKING:
     from tasks.stage_task import StageTask
 
     custom: StageTask
+    evaluate: StageTask
     export: StageTask
     gate: StageTask
     prepare: StageTask

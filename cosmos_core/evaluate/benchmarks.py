@@ -1,0 +1,101 @@
+"""The tasks of lm-eval that a recipe names: found, with their rows, before a model is loaded."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from datasets.exceptions import DatasetsError
+from lm_eval.tasks import TaskManager
+from lm_eval.tasks._index import Kind
+
+from cosmos_core.config.schema.evaluate import EvaluateConfig
+from cosmos_core.errors import ConfigError, DataError, first_line
+from cosmos_core.registry import suggestion
+
+_AWAY = (OSError, ValueError, httpx.HTTPError, DatasetsError)
+"""Errors of rows that are neither in the cache nor can be downloaded, or that cannot be read."""
+_REMEDY = (
+    "download them where there is a network and set HF_HOME to that cache, or name a task of local files in "
+    "evaluate.include_path"
+)
+
+
+@dataclass(frozen=True)
+class Benchmarks:
+    """Tasks that can be run."""
+
+    manager: TaskManager
+    names: list[str]
+    """Names of tasks, groups and tags, patterns resolved."""
+    num_items: dict[str, int]
+    """Number of items to measure, by task."""
+
+
+def open_benchmarks(settings: EvaluateConfig) -> Benchmarks:
+    """Find the tasks of a recipe, and load their rows.
+
+    Raises:
+        ConfigError: there is no such task, or it needs something that is not allowed or not supported.
+        DataError: the rows of a task cannot be read.
+    """
+    if settings.confirm_run_unsafe_code:
+        os.environ["HF_ALLOW_CODE_EVAL"] = "1"
+    manager = _manager(settings)
+    names = list(dict.fromkeys(name for pattern in settings.tasks for name in matching(manager, pattern)))
+    tasks = {name: task for each in names for name, task in _load(manager, each).items()}
+    for name, task in tasks.items():
+        if getattr(task, "UNSAFE_CODE", False) and not settings.confirm_run_unsafe_code:
+            raise ConfigError(
+                f"evaluate.tasks: {name!r} executes code that the model writes, without a sandbox; set "
+                f"evaluate.confirm_run_unsafe_code = true to allow it"
+            )
+        if getattr(task, "MULTIMODAL", False):
+            raise ConfigError(f"evaluate.tasks: {name!r} has images, and evaluations have text alone; leave it out")
+    counts = {name: len(task.eval_docs) for name, task in tasks.items()}
+    return Benchmarks(manager, names, {name: min(n, settings.limit or n) for name, n in counts.items()})
+
+
+def _manager(settings: EvaluateConfig) -> TaskManager:
+    """Return the index of tasks, without lm-eval's own, which take half a minute to read, where none of them is
+    used."""
+    if settings.include_path:
+        own = TaskManager(include_path=settings.include_path, include_defaults=False)
+        tasks = {name for name, entry in own.task_index.items() if entry.kind in {Kind.TASK, Kind.PY_TASK}}
+        if tasks.issuperset(settings.tasks):
+            return own
+    return TaskManager(include_path=settings.include_path or None)
+
+
+def matching(manager: TaskManager, pattern: str) -> list[str]:
+    """Return the names that a pattern matches.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    names: list[str] = manager.match_tasks([pattern])
+    if not names:
+        raise ConfigError(
+            f"evaluate.tasks: lm-eval and evaluate.include_path have no task {pattern!r}"
+            f"{suggestion(pattern, manager.all_tasks)}"
+        )
+    return names
+
+
+def _load(manager: TaskManager, name: str) -> dict[str, Any]:
+    """Return the tasks of a name, with their rows."""
+    try:
+        tasks: dict[str, Any] = manager.load([name])["tasks"]
+        for task in tasks.values():
+            len(task.eval_docs)
+    except ImportError as error:
+        raise ConfigError(f"evaluate.tasks: {name!r} needs a package that is not installed: {error}") from error
+    except _AWAY as error:
+        entry = manager.task_index[name]
+        rows = f", {entry.cfg['dataset_path']}," if entry.cfg and entry.cfg.get("dataset_path") else ""
+        raise DataError(
+            f"evaluate.tasks: the rows of {name!r}{rows} cannot be read ({first_line(error)}); {_REMEDY}"
+        ) from error
+    return tasks

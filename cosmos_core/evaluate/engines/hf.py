@@ -1,0 +1,23 @@
+"""Benchmarks with forward passes of transformers, as `lm_eval --model hf` makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lm_eval.models.huggingface import HFLM
+
+from cosmos_core.run.stage import Stage
+
+
+def open_model(stage: Stage, watched: Callable[[Any], Any]) -> Any:
+    """Return the model of the stage."""
+    settings = stage.recipe.evaluate
+    return watched(HFLM)(
+        pretrained=stage.model,
+        revision=stage.recipe.policy.model_revision or "main",
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        batch_size=settings.batch_size or 1,
+        max_length=settings.max_length,
+    )

@@ -1,0 +1,48 @@
+"""Models of lm-eval by the name of an engine, each a file of this folder with the function `open_model`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.run.stage import Stage
+
+
+def engine_of(recipe: Recipe) -> str:
+    """Return the name of the engine that runs the benchmarks of a recipe."""
+    if recipe.evaluate.engine != "auto":
+        return recipe.evaluate.engine
+    has_vllm = recipe.rollout.backend == "vllm" and importlib.util.find_spec("vllm") is not None
+    return "vllm" if has_vllm else "hf"
+
+
+def open_model(stage: Stage, watch: Callable[[], None]) -> Any:
+    """Return a model of lm-eval that calls `watch` after each response.
+
+    Raises:
+        ConfigError: the engine does not load the model.
+    """
+    module = importlib.import_module(f"cosmos_core.evaluate.engines.{engine_of(stage.recipe)}")
+    return module.open_model(stage, lambda model_class: _watched(model_class, watch))
+
+
+class _Hook:
+    """Hook that a model of lm-eval calls with each response, in front of the one that caches responses."""
+
+    def __init__(self, inner: Any, watch: Callable[[], None]) -> None:
+        self._inner, self._watch = inner, watch
+
+    def add_partial(self, kind: str, request: Any, response: Any) -> None:
+        self._inner.add_partial(kind, request, response)
+        self._watch()
+
+
+def _watched(model_class: Any, watch: Callable[[], None]) -> Any:
+    class Watched(model_class):  # type: ignore[misc]
+        def set_cache_hook(self, cache_hook: Any) -> None:
+            super().set_cache_hook(_Hook(cache_hook, watch))
+
+    return Watched

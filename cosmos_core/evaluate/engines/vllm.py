@@ -1,0 +1,44 @@
+"""Benchmarks with vLLM in this process, as `lm_eval --model vllm` makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from cosmos_core.errors import ConfigError
+from cosmos_core.rollout.vllm import import_vllm, set_environment
+from cosmos_core.rollout.vllm_process import restore_process
+from cosmos_core.run.stage import Stage
+
+_BATCH = 256
+_SEED = 1234  # of lm-eval
+
+
+def open_model(stage: Stage, watched: Callable[[Any], Any]) -> Any:
+    """Return the model of the stage.
+
+    Raises:
+        ConfigError: vLLM does not load it.
+    """
+    settings, rollout = stage.recipe.evaluate, stage.recipe.rollout
+    set_environment()
+    with restore_process():
+        import_vllm()
+        from lm_eval.models.vllm_causallms import VLLM
+
+        try:
+            return watched(VLLM)(
+                pretrained=stage.model,
+                revision=stage.recipe.policy.model_revision,
+                tensor_parallel_size=rollout.parallelism.tp_size,
+                gpu_memory_utilization=rollout.gpu_memory_utilization,
+                enforce_eager=rollout.enforce_eager or not torch.cuda.is_available(),
+                batch_size=settings.batch_size or _BATCH,
+                max_length=settings.max_length,
+                seed=_SEED if settings.seed is None else settings.seed,
+            )
+        except ValueError as error:
+            reason = " ".join(str(error).split())[:400]
+            raise ConfigError(f"vLLM refuses {stage.model!r}: {reason}; or set evaluate.engine = 'hf'") from error

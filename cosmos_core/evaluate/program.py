@@ -1,0 +1,106 @@
+"""Worker program of stage kind `evaluate`: run lm-eval's benchmarks, with the numbers of its own command line.
+
+Writes `evaluation.json` (metrics, and how each task was run) and `items.parquet` (one row per item of a task, so that
+two models can be compared on the same items). Responses are kept until the end, and a stage that was stopped or killed
+continues after the last of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from importlib.metadata import version
+from typing import Any
+
+import lm_eval
+import pyarrow.parquet as pq
+
+from cosmos_core.errors import ModelError, Preempted
+from cosmos_core.evaluate.benchmarks import open_benchmarks
+from cosmos_core.evaluate.engines.registry import engine_of, open_model
+from cosmos_core.evaluate.results import facts_of, items_of, metrics_of
+from cosmos_core.models.hf import load_config, load_tokenizer
+from cosmos_core.models.source import check_weights
+from cosmos_core.run.files import write_json
+from cosmos_core.run.stage import Stage
+from cosmos_core.types import Outcome
+
+REPORT, ITEMS = "evaluation.json", "items.parquet"
+_RESPONSES = "responses"
+_SEEDS = {"random_seed": 0, "numpy_random_seed": 1234, "torch_random_seed": 1234, "fewshot_random_seed": 1234}
+"""Seeds of lm-eval's command line."""
+
+
+def check(stage: Stage) -> Outcome:
+    """Check that the tasks of the stage can be run, and that its model can be read.
+
+    Raises:
+        ConfigError, DataError, ModelError: the first problem.
+    """
+    found = _describe_model(stage)
+    counts = open_benchmarks(stage.recipe.evaluate).num_items
+    items = ", ".join(f"{name} ({count} items)" for name, count in counts.items())
+    return Outcome(info={"found": f"{found}, engine {engine_of(stage.recipe)}; {items}"})
+
+
+def run(stage: Stage) -> Outcome:
+    """Run the benchmarks, and return their metrics as `evaluation/TASK/METRIC`.
+
+    Raises:
+        ConfigError, DataError, ModelError: as `check`.
+        Preempted: a stop was requested.
+    """
+    _describe_model(stage)
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of each default of each task
+    stage.progress.phase("prepare")
+    settings = stage.recipe.evaluate
+    benchmarks = open_benchmarks(settings)
+    responses = 0
+
+    def watch() -> None:
+        nonlocal responses
+        responses += 1
+        stage.progress.beat()
+        if stage.stop_requested:
+            raise Preempted(f"stopped after {responses} responses, which are kept")
+
+    stage.progress.phase("load")
+    model = open_model(stage, watch)
+    stage.progress.phase("evaluate", deadline_seconds=3600)
+    results: Any = lm_eval.simple_evaluate(
+        model=model,
+        tasks=benchmarks.names,
+        task_manager=benchmarks.manager,
+        num_fewshot=settings.num_fewshot,
+        limit=settings.limit,
+        apply_chat_template=settings.apply_chat_template,
+        fewshot_as_multiturn=settings.apply_chat_template and settings.fewshot_as_multiturn,
+        confirm_run_unsafe_code=settings.confirm_run_unsafe_code,
+        use_cache=str(stage.path / f"{_RESPONSES}-{stage.fingerprint[:16]}"),
+        **(_SEEDS if settings.seed is None else dict.fromkeys(_SEEDS, settings.seed)),
+    )
+    metrics = metrics_of(results["results"])
+    stage.metrics.log(0, metrics)
+    report = {
+        "lm_eval": version("lm-eval"),
+        "engine": engine_of(stage.recipe),
+        "settings": settings.model_dump(exclude={"include_path"}),
+        "tasks": facts_of(results),
+        "metrics": metrics,
+    }
+    write_json(stage.path / REPORT, report)
+    pq.write_table(items_of(results["samples"]), stage.path / ITEMS)
+    for file in stage.path.glob(f"{_RESPONSES}-*"):
+        file.unlink()
+    return Outcome(outputs=(REPORT, ITEMS), metrics=metrics)
+
+
+def _describe_model(stage: Stage) -> str:
+    """Return the architecture of the model, after a check that it has weights, a tokenizer and a chat template if the
+    tasks need one."""
+    revision = stage.recipe.policy.model_revision
+    config = load_config(stage.model, revision)
+    tokenizer = load_tokenizer(stage.model, revision)
+    if stage.recipe.evaluate.apply_chat_template and not tokenizer.chat_template:
+        raise ModelError(f"evaluate.apply_chat_template = true: {stage.model!r} has no chat template; set it to false")
+    check_weights(stage.model)
+    return next(iter(config.architectures or ()), type(config).__name__)

@@ -1,0 +1,81 @@
+"""What lm-eval returns, as metrics, as a table with one row per item, and as a report of how tasks were run.
+
+lm-eval names a metric by the filter that extracts the final result from the response. The first filter of a task is
+left out here, so gsm8k has `exact_match` (of `strict-match`) and `exact_match_flexible-extract`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
+
+import pyarrow as pa
+
+from cosmos_core.types import JsonValue
+
+_STDERR = "_stderr"
+_FACTS = ("dataset_path", "dataset_name", "test_split", "output_type", "generation_kwargs", "filter_list")
+_TEXTS = ("doc_hash", "prompt_hash", "response")
+
+
+def metrics_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Return the metrics of tasks and groups as `evaluation/TASK/METRIC`, with `evaluation/TASK/METRIC_stderr` where
+    lm-eval knows the standard error."""
+    metrics: dict[str, float] = {}
+    for task, values in results.items():
+        first = next((filter_ for _, comma, filter_ in (key.partition(",") for key in values) if comma), "")
+        for key, value in values.items():
+            name, comma, filter_ = key.partition(",")
+            if comma and isinstance(value, Real):
+                plain = _named(name.removesuffix(_STDERR), filter_, first)
+                suffix = _STDERR if name.endswith(_STDERR) else ""
+                metrics[f"evaluation/{task}/{plain}{suffix}"] = float(value)
+    return metrics
+
+
+def items_of(samples: Mapping[str, list[dict[str, Any]]]) -> pa.Table:
+    """Return a table with the columns task, doc_id, doc_hash, prompt_hash, response and one for each metric of any
+    task, null where the task has no such metric.
+
+    A response is the generated text or, for choices, a JSON list of `[log-probability, is greedy]`.
+    """
+    rows: dict[tuple[str, int], dict[str, Any]] = {}
+    for task, scored in samples.items():
+        for sample in scored:
+            key = (task, sample["doc_id"])
+            row = rows.setdefault(key, {name: sample.get(name) or _response(sample) for name in _TEXTS})
+            for metric in sample["metrics"]:
+                if isinstance(sample[metric], Real):
+                    row[_named(metric, sample["filter"], scored[0]["filter"])] = float(sample[metric])
+    columns = dict.fromkeys(name for row in rows.values() for name in row)
+    return pa.table({
+        "task": pa.array([task for task, _ in rows], pa.string()),
+        "doc_id": pa.array([doc_id for _, doc_id in rows], pa.int64()),
+        **{
+            name: pa.array([row.get(name) for row in rows.values()], pa.string() if name in _TEXTS else pa.float64())
+            for name in columns
+        },
+    }).sort_by([("task", "ascending"), ("doc_id", "ascending")])  # fmt: skip
+
+
+def facts_of(results: Mapping[str, Any]) -> dict[str, JsonValue]:
+    """Return by task how it was run: its version, number of items and examples, and settings of generation."""
+    facts: dict[str, JsonValue] = {}
+    for task, config in results["configs"].items():
+        settings = {name: config[name] for name in _FACTS if config.get(name) is not None}
+        own = {"version": results["versions"].get(task), "num_fewshot": results["n-shot"].get(task)}
+        items = results["n-samples"].get(task, {}).get("effective")
+        facts[task] = json.loads(json.dumps(own | {"items": items} | settings, default=str))
+    return facts
+
+
+def _named(metric: str, filter_: str, first: str) -> str:
+    return metric if filter_ == first else f"{metric}_{filter_}"
+
+
+def _response(sample: Mapping[str, Any]) -> str:
+    responses = [each[0] for each in sample["resps"]]
+    is_text = len(responses) == 1 and isinstance(responses[0], str)
+    return responses[0] if is_text else json.dumps(responses, default=str)

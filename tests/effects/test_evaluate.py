@@ -1,0 +1,83 @@
+"""Keys of benchmarks: what is asked, how, of how many items, and by which engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.errors import ConfigError
+from cosmos_core.evaluate import program
+from cosmos_core.evaluate.engines.registry import engine_of, open_model
+from tests.effects.change import SFT, Change, changes, stage_of
+from tests.unit.benchmark_tasks import save_model, write_tasks
+
+BASE = {**SFT, "evaluate.tasks": ["choice"], "evaluate.include_path": "tasks", "evaluate.engine": "hf"}
+CHAT = {**BASE, "evaluate.num_fewshot": 2, "evaluate.apply_chat_template": True}
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_tasks(Path("tasks"))
+    save_model(Path("model"))
+
+
+def asked(recipe: Recipe) -> tuple[set[str], list[str]]:
+    """The tasks, and a hash of each prompt."""
+    path = Path("stages") / str(len(list(Path().glob("stages/*"))))
+    program.run(stage_of(path.absolute(), recipe, kind="evaluate", model=Path("model").absolute()))
+    items = pq.read_table(path / "items.parquet")
+    return set(items["task"].to_pylist()), items["prompt_hash"].to_pylist()
+
+
+@changes(
+    Change("evaluate.num_fewshot", 1, BASE),
+    Change("evaluate.apply_chat_template", True, BASE),
+    Change("evaluate.fewshot_as_multiturn", False, CHAT),
+    Change("evaluate.seed", 7, {**BASE, "evaluate.num_fewshot": 2}),
+)
+def test_it_changes_the_prompts(change: Change) -> None:
+    (tasks, before), (same_tasks, after) = asked(change.before), asked(change.after)
+    assert tasks == same_tasks == {"choice"} and len(before) == len(after) == 8
+    assert not set(before) & set(after) or change.key == "evaluate.seed"
+    assert before != after
+
+
+@changes(
+    (Change("evaluate.tasks", ["choice", "copy"], BASE), ({"choice", "copy"}, 16)),
+    (Change("evaluate.limit", 3, BASE), ({"choice"}, 3)),
+    (Change("evaluate.include_path", "other", BASE), ({"choice"}, 2)),
+)
+def test_it_changes_which_items_are_measured(change: Change, expected: Any) -> None:
+    write_tasks(Path("other"), [{"question": "?", "choices": ["a", "b"], "label": 0, "answer": "a"}] * 2)
+    tasks, prompts = asked(change.after)
+    assert (tasks, len(prompts)) == expected
+    assert asked(change.before)[0] == {"choice"}
+
+
+@changes(
+    (Change("evaluate.batch_size", 4, BASE), ("batch_size", 1, 4)),
+    (Change("evaluate.max_length", 99, BASE), ("max_length", 256, 99)),
+)
+def test_it_changes_the_model_of_lm_eval(change: Change, expected: Any) -> None:
+    name, before, after = expected
+    for recipe, value in ((change.before, before), (change.after, after)):
+        stage = stage_of(Path("stages/1").absolute(), recipe, kind="evaluate", model=Path("model").absolute())
+        assert getattr(open_model(stage, lambda: None), name) == value
+
+
+@changes(Change("evaluate.engine", "hf", {**SFT, "evaluate.tasks": ["choice"]}))
+def test_it_changes_the_engine_of_benchmarks(change: Change) -> None:
+    assert (engine_of(change.before), engine_of(change.after)) == ("vllm", "hf")
+
+
+@changes(Change("evaluate.confirm_run_unsafe_code", True, {**BASE, "evaluate.include_path": "unsafe"}))
+def test_it_allows_code_to_be_executed(change: Change) -> None:
+    write_tasks(Path("unsafe"), unsafe_code=True)
+    with pytest.raises(ConfigError, match="executes code that the model writes"):
+        asked(change.before)
+    assert len(asked(change.after)[1]) == 8

@@ -1,0 +1,174 @@
+"""Benchmarks: the numbers are those of lm-eval's own entry point, and mistakes are one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lm_eval
+import pyarrow.parquet as pq
+import pytest
+from lm_eval.tasks import TaskManager
+
+from cosmos_core.config.capabilities import check_capabilities
+from cosmos_core.config.compose import Pipeline, load_pipeline
+from cosmos_core.errors import ConfigError, DataError, ModelError, Preempted
+from cosmos_core.evaluate import program
+from cosmos_core.evaluate.benchmarks import matching
+from cosmos_core.evaluate.results import metrics_of
+from tasks.kinds import all_kinds
+from tests.unit.benchmark_tasks import ROWS, evaluate_stage, save_model, write_tasks
+from tests.unit.run_folder import fingerprint_of
+
+
+def plain_lm_eval(folder: Path, **settings: Any) -> dict[str, Any]:
+    """Call lm-eval as its command line does: `lm_eval --model hf --model_args pretrained=DIR --include_path TASKS`."""
+    results = lm_eval.simple_evaluate(
+        model="hf", model_args=f"pretrained={folder / 'model'}", device="cpu", tasks=["choice", "copy"],
+        task_manager=TaskManager(include_path=str(folder / "tasks"), include_defaults=False),
+        **{"batch_size": 1, "fewshot_as_multiturn": False} | settings,
+    )  # fmt: skip
+    assert results is not None
+    return dict(results)
+
+
+def answerable(folder: Path) -> None:
+    """Write the tasks anew so that the model gives half of the answers."""
+    evaluate_stage(folder)
+    said = [each["resps"][0][0].strip()[:1] for each in plain_lm_eval(folder)["samples"]["copy"][: len(ROWS)]]
+    rows = [row | {"answer": text if i % 2 else "?"} for i, (row, text) in enumerate(zip(ROWS, said, strict=True))]
+    write_tasks(folder / "tasks", rows)
+
+
+def test_metrics_and_items_are_those_of_lm_eval(tmp_path: Path) -> None:
+    answerable(tmp_path)
+    settings: dict[str, Any] = {"num_fewshot": 1, "limit": 6, "batch_size": 2, "apply_chat_template": True}
+    for ours, theirs in (({}, {}), (settings, settings | {"fewshot_as_multiturn": True})):
+        stage = evaluate_stage(tmp_path, **ours)
+        outcome, plain = program.run(stage), plain_lm_eval(tmp_path, **theirs)
+        choice, copy = plain["results"]["choice"], plain["results"]["copy"]
+        assert outcome.metrics == {
+            "evaluation/choice/acc": choice["acc,none"],
+            "evaluation/choice/acc_stderr": choice["acc_stderr,none"],
+            "evaluation/choice/acc_norm": choice["acc_norm,none"],
+            "evaluation/choice/acc_norm_stderr": choice["acc_norm_stderr,none"],
+            "evaluation/copy/exact_match": copy["exact_match,first"],
+            "evaluation/copy/exact_match_stderr": copy["exact_match_stderr,first"],
+            "evaluation/copy/exact_match_whole": copy["exact_match,whole"],
+            "evaluation/copy/exact_match_whole_stderr": copy["exact_match_stderr,whole"],
+        }
+        items = pq.read_table(stage.path / "items.parquet").to_pylist()
+        for task, metric in (("choice", "acc"), ("copy", "exact_match")):
+            samples = [each for each in plain["samples"][task] if each["filter"] in {"none", "first"}]
+            mine = [item for item in items if item["task"] == task]
+            assert [i["doc_id"] for i in mine] == list(range(ours.get("limit", 8)))
+            assert [(i["prompt_hash"], i[metric]) for i in mine] == [(s["prompt_hash"], s[metric]) for s in samples]
+    assert 0 < program.run(evaluate_stage(tmp_path)).metrics["evaluation/copy/exact_match"] <= 0.5
+    report = json.loads((stage.path / "evaluation.json").read_text())
+    assert (report["engine"], report["settings"]["limit"], report["tasks"]["copy"]["items"]) == ("hf", 6, 6)
+    assert report["tasks"]["copy"]["version"] == 1.0 and report["tasks"]["copy"]["generation_kwargs"]["until"] == ["\n"]
+
+
+def test_a_group_has_metrics_too(tmp_path: Path) -> None:
+    assert metrics_of({"both": {"alias": "both", "acc,none": 0.5, "acc_stderr,none": "N/A"}}) == {
+        "evaluation/both/acc": 0.5
+    }
+
+
+def test_a_stopped_evaluation_goes_on_after_its_last_response(tmp_path: Path) -> None:
+    whole, stopped = program.run(evaluate_stage(tmp_path)), evaluate_stage(tmp_path)
+    stopped.stop_requested = True
+    for _ in range(2):
+        with pytest.raises(Preempted, match="stopped after 1 responses, which are kept"):
+            program.run(stopped)
+    stopped.stop_requested = False
+    assert program.run(stopped).metrics == whole.metrics
+    assert {file.name for file in stopped.path.iterdir()} >= {"evaluation.json", "items.parquet"}
+    assert not list(stopped.path.glob("responses*"))
+
+
+def test_check_says_what_will_be_run(tmp_path: Path) -> None:
+    assert program.check(evaluate_stage(tmp_path, limit=3)).info == {
+        "found": "Qwen3ForCausalLM, engine hf; choice (3 items), copy (3 items)"
+    }
+
+
+@pytest.mark.parametrize("call", [program.check, program.run])
+def test_what_cannot_be_run_is_refused_in_one_line(tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # no time is spent on looking for a network
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+
+    def refusal(kind: type[Exception], **settings: Any) -> str:
+        with pytest.raises(kind) as error:
+            call(evaluate_stage(tmp_path, **settings))
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    write_tasks(tmp_path / "unsafe", unsafe_code=True)
+    assert "set evaluate.confirm_run_unsafe_code = true" in refusal(ConfigError, include_path=str(tmp_path / "unsafe"))
+    write_tasks(tmp_path / "away", dataset_path="nobody/nothing", dataset_kwargs={})
+    message = refusal(DataError, include_path=str(tmp_path / "away"), tasks=["copy"])
+    assert message.startswith("evaluate.tasks: the rows of 'copy', nobody/nothing, cannot be read (")
+    assert "set HF_HOME to that cache, or name a task of local files in evaluate.include_path" in message
+    evaluate_stage(tmp_path)
+    (tmp_path / "model" / "chat_template.jinja").unlink()
+    assert "has no chat template; set it to false" in refusal(ModelError, apply_chat_template=True)
+    (tmp_path / "tasks" / "test.jsonl").unlink()
+    assert "test.jsonl" in refusal(DataError)
+    for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"):
+        (tmp_path / "model" / name).unlink(missing_ok=True)
+    assert "the folder has no tokenizer" in refusal(ModelError)
+
+
+def pipeline_with(folder: Path, *settings: str) -> Pipeline:
+    file = folder / "pipeline.toml"
+    file.write_text(
+        '[[pipeline.stages]]\nname = "scores"\nkind = "evaluate"\nmodel = "model"\n'
+        '[evaluate]\ntasks = ["choice"]\ninclude_path = "suite"\n'
+    )
+    return load_pipeline(file, settings, all_kinds())
+
+
+def fingerprint_with(folder: Path, *settings: str) -> str:
+    return fingerprint_of(pipeline_with(folder, *settings), "scores").value
+
+
+def test_models_tasks_rows_and_settings_count_by_content(tmp_path: Path) -> None:
+    write_tasks(tmp_path / "suite", dataset_kwargs={"data_files": {"test": [str(tmp_path / "elsewhere.jsonl")]}})
+    save_model(tmp_path / "model")
+    seen = [fingerprint_with(tmp_path)]
+    (tmp_path / "elsewhere.jsonl").write_text("{}")
+    seen.append(fingerprint_with(tmp_path))
+    (tmp_path / "elsewhere.jsonl").write_text("{ }")
+    seen.append(fingerprint_with(tmp_path))
+    (tmp_path / "suite" / "choice.yaml").write_text("task: choice")
+    seen.append(fingerprint_with(tmp_path))
+    (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": 3}')
+    seen.append(fingerprint_with(tmp_path))
+    for setting in ("evaluate.limit=3", 'evaluate.engine="hf"', 'rollout.backend="hf"', "evaluate.seed=0"):
+        seen.append(fingerprint_with(tmp_path, setting))
+    assert len(set(seen)) == len(seen)
+    (tmp_path / "suite" / "__pycache__").mkdir()
+    (tmp_path / "suite" / "__pycache__" / "utils.cpython-311.pyc").write_bytes(b"0")
+    unread = ("policy.model_max_length=99", "train.seed=3", "evaluate.fewshot_as_multiturn=true")
+    assert {fingerprint_with(tmp_path, setting) for setting in ("pipeline.name=a", *unread)} == {seen[4]}
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ("evaluate.tasks=[]", "evaluate.tasks is empty; name tasks of lm-eval"),
+        ("policy.is_diffusers=true", "measure a diffusion model with a stage of kind validate"),
+    ],
+)
+def test_a_stage_without_tasks_or_a_model_of_text_is_refused(tmp_path: Path, setting: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        check_capabilities(pipeline_with(tmp_path, setting))
+
+
+def test_an_unknown_task_is_refused_with_a_near_name(tmp_path: Path) -> None:
+    manager = TaskManager(include_path=str(write_tasks(tmp_path / "tasks")), include_defaults=False)
+    with pytest.raises(ConfigError, match=r"have no task 'choise'; did you mean 'choice'\?"):
+        matching(manager, "choise")
+    assert matching(manager, "c*") == ["choice", "copy"]
