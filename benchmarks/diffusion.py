@@ -30,11 +30,12 @@ from benchmarks.diffusion_shapes import flops_of, sd35_step_flops
 from configs.demo.digits import WORDS, make_pipeline
 from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.data.flow_sample import seed_of
+from cosmos_core.data.kinds.media import NoisyRows, draws_of
 from cosmos_core.data.media_pixels import Framing, pixels_of
 from cosmos_core.data.media_rows import MediaRow, open_media
 from cosmos_core.data.media_source import Content
 from cosmos_core.models.flops import matmul_rate
-from cosmos_core.train.feeds import MediaFeed, draws_of
+from cosmos_core.train.feeds import RowFeed
 from cosmos_core.train.setup import open_trainer, train
 from tests import tiny_pipelines
 from tests.reference import diffusion_runs, plain_diffusion_nft, plain_diffusion_sft
@@ -78,7 +79,8 @@ def cached_against_uncached(
     adapter: Any = trainer.adapter
     assert stage.data is not None
     rows, family = open_media(stage.data, "train"), adapter.family
-    feed, draws = MediaFeed(rows, stage.recipe, adapter), draws_of(rows, stage.recipe, adapter)
+    draws = draws_of(rows, stage.recipe.policy.diffusers, adapter)
+    feed = RowFeed(NoisyRows(rows, draws), stage.recipe)
     spent: dict[str, list[float]] = {"read, decode, resize": [], "text encoders": [], "VAE": [], "train": []}
 
     def learn(samples: Any) -> None:
@@ -87,7 +89,7 @@ def cached_against_uncached(
 
     def uncached(step: int) -> None:
         times = [_now()]
-        chosen = feed.positions(step).tolist()
+        [chosen] = feed.micro_batches(step).values()
         read = [pixels_of(Content(False, images[i][1]), Framing((size, size)), 0.0) for i in chosen]
         pixels = torch.from_numpy(np.stack(read)).float() / 127.5 - 1
         times.append(_now())

@@ -85,7 +85,7 @@ def init() -> None:
     opts = {"method": method}
     opts["model"] = typer.prompt("Which model? A folder or a Hub id", default="Qwen/Qwen3-0.6B")
     opts["data"] = typer.prompt("Which rows? A file, a folder or a Hub id")
-    if METHODS[method].rows == "prompts":
+    if METHODS[method].needs_reward:
         opts["reward"] = typer.prompt("Which reward? A name, or file.py:function", default="boxed_math")
     path = _written(opts, _proposed(opts), typer.prompt("Where to write the recipe?", default=str(_path(opts, ""))))
     if typer.confirm(f"saved as {path}. Run it now?"):

@@ -10,16 +10,15 @@ Shapes: B sequences, T tokens.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from cosmos_core.algorithms.aggregate import Metrics, apply_mask, means
 from cosmos_core.algorithms.base import Algorithm, Loss, Update, View
 from cosmos_core.config.schema.kto import KtoConfig, KtoLossConfig
-from cosmos_core.data.sample import Sample
+from cosmos_core.data.sample import Sample, swap_responses
 from cosmos_core.models.base import MicroBatch
 
 
@@ -49,21 +48,6 @@ def unpaired_loss(judged: LabelledLogprobs, kl: Tensor, config: KtoLossConfig, t
         for side, own_B in (("chosen", is_desirable_B), ("rejected", ~is_desirable_B))
     }
     return loss, metrics | {"kl": torch.stack([kl.double(), torch.ones_like(kl).double()])}
-
-
-def swap_responses(samples: Sequence[Sample], max_tokens: int) -> list[Sample]:
-    """Return each prompt with the response of the previous sample (for the first, of the last), truncated to
-    `max_tokens`."""
-    starts = [int(sample.loss_mask.argmax()) for sample in samples]
-
-    def join(name: str, i: int) -> np.ndarray:
-        prompt, other = getattr(samples[i], name)[: starts[i]], getattr(samples[i - 1], name)[starts[i - 1] :]
-        return np.concatenate([prompt, other])[:max_tokens]
-
-    return [
-        replace(sample, input_ids=join("input_ids", i), loss_mask=join("loss_mask", i))
-        for i, sample in enumerate(samples)
-    ]
 
 
 class Kto(Algorithm):

@@ -14,12 +14,13 @@ import json
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import pyarrow as pa
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from cosmos_core.data.kinds.registry import row_kind
 from cosmos_core.data.lazy import LazySequence
 from cosmos_core.data.prepared import open_table
 from cosmos_core.errors import DataError, first_line
@@ -134,7 +135,7 @@ def open_media(folder: Path, split: str) -> MediaRows:
     Raises:
         DataError: the split does not exist, its file is damaged, or it holds rows of another kind.
     """
-    return MediaRows(open_table(folder, split, "media"), folder)
+    return MediaRows(open_table(folder, split, row_kind("media")), folder)
 
 
 def open_media_prompts(folder: Path, split: str) -> MediaPrompts:
@@ -143,8 +144,7 @@ def open_media_prompts(folder: Path, split: str) -> MediaPrompts:
     Raises:
         DataError: the split does not exist, its file is damaged, or it holds rows of another kind.
     """
-    kinds: tuple[Literal["media", "media_prompts"], ...] = ("media_prompts", "media")
-    return MediaPrompts(open_table(folder, split, *kinds), folder)
+    return MediaPrompts(open_table(folder, split, row_kind("media_prompts"), row_kind("media")), folder)
 
 
 @lru_cache(maxsize=_OPEN_SHARDS)

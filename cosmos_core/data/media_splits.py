@@ -18,15 +18,15 @@ from torch import Tensor
 
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.data.kinds.base import TRAIN, VALIDATION
+from cosmos_core.data.kinds.registry import row_kind
 from cosmos_core.data.media_cache import digest_of
 from cosmos_core.data.media_pixels import Framing
 from cosmos_core.data.media_source import Content, Item, Items, open_items
 from cosmos_core.data.order import shuffled
-from cosmos_core.data.prepared import MEDIA, RowKind
 from cosmos_core.errors import ConfigError, DataError
 from cosmos_core.run.stage import Stage
 
-TRAIN, VALIDATION = "train", "validation"
 _DECODERS = 4  # threads; Pillow and PyAV release the GIL
 
 T = TypeVar("T")
@@ -119,9 +119,9 @@ def framing_of(recipe: Recipe, dataset: DatasetConfig, source: Source) -> Framin
     )
 
 
-def read_splits(stage: Stage, source: Source, kind: RowKind) -> dict[str, Split]:
+def read_splits(stage: Stage, source: Source) -> dict[str, Split]:
     """Return the training split, and the held-out split if there is one; nothing is encoded."""
-    splits, most = _all_splits(stage, source, kind), stage.recipe.validation.max_rows
+    splits, most = _all_splits(stage, source), stage.recipe.validation.max_rows
     if VALIDATION in splits and most is not None:
         held_out, rest = splits[VALIDATION], iter(range(most))
         limited_rows = [row if row is not None and next(rest, None) is not None else None for row in held_out.rows]
@@ -129,11 +129,11 @@ def read_splits(stage: Stage, source: Source, kind: RowKind) -> dict[str, Split]
     return splits
 
 
-def _all_splits(stage: Stage, source: Source, kind: RowKind) -> dict[str, Split]:
+def _all_splits(stage: Stage, source: Source) -> dict[str, Split]:
     policy, validation = stage.recipe.train.train_policy, stage.recipe.validation
     key = f"stage {stage.name!r}: data" if stage.data else "train.train_policy.dataset"
     config = policy.dataset.derived(name=str(stage.data), local_dir="") if stage.data else policy.dataset
-    train = _looked_at(stage, source, config, key, needs_media=kind == MEDIA[0])
+    train = _looked_at(stage, source, config, key, needs_media=row_kind(policy.rows).has_media)
     if validation.dataset.name or validation.dataset.local_dir:
         held_out = _looked_at(stage, source, validation.dataset, "validation.dataset", needs_media=False)
         return {TRAIN: train, VALIDATION: held_out}

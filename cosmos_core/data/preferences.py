@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -120,12 +120,6 @@ def read_labelled(
     if last < 0:
         raise SkippedRow(where, "without a prompt")
     return [{**turn, "weight": 0} if i < last and turn["role"] == "assistant" else turn for i, turn in enumerate(turns)]
-
-
-READERS: dict[str, Callable[..., Any]] = {
-    "sequences": read_conversation, "pairs": read_preference, "labelled": read_labelled,
-}  # fmt: skip
-"""Reader function of each kind of rows to learn, called with row, location, column, system prompt and `with_images`."""
 
 
 def _agreed(prompt: list[Message], shared: list[Message], column: str | None, where: str) -> list[Message]:

@@ -15,10 +15,9 @@ import os
 from collections import deque
 from collections.abc import Generator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import lru_cache, partial
-from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -32,9 +31,12 @@ from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.chat import chat_of, is_told_of_tools
 from cosmos_core.data.formats import Located
+from cosmos_core.data.kinds.base import TRAIN, VALIDATION
+from cosmos_core.data.kinds.registry import row_kind, tokenised_kind
+from cosmos_core.data.messages import SkippedRow
 from cosmos_core.data.pool import begin
-from cosmos_core.data.prepared import DATA_TERM, LEARNED_HELD_OUT, MEDIA, split_path
-from cosmos_core.data.records import Job, check_columns, make_chunk, processor_of
+from cosmos_core.data.prepared import DATA_TERM, LEARNED_HELD_OUT, split_path
+from cosmos_core.data.records import Job, make_chunk, processor_of
 from cosmos_core.data.rows import Rows, has_local_split, load_rows, split_rows
 from cosmos_core.data.statistics import Chunk, Counts
 from cosmos_core.data.user_dataset import Opener
@@ -48,11 +50,19 @@ from cosmos_core.types import JsonValue, Outcome
 
 logger = logging.getLogger(__name__)
 
-_TRAIN, _VALIDATION = "train", "validation"
 _CHUNK_ROWS = 256  # rows per record batch and per task of a process; changing it changes the files' bytes
 
 
 def run(stage: Stage) -> Outcome:
+    """Prepare the rows of a stage, as their kind is prepared.
+
+    Raises:
+        As `tokenise`; ModelError: the model of media is not a supported pipeline.
+    """
+    return row_kind(stage.recipe.train.train_policy.rows).prepare(stage)
+
+
+def tokenise(stage: Stage) -> Outcome:
     """Tokenise the training rows, and the held-out rows if there are any.
 
     Raises:
@@ -60,8 +70,6 @@ def run(stage: Stage) -> Outcome:
         ModelError: the tokenizer is missing or has no chat template.
         Preempted: a stop was requested; no file was written.
     """
-    if stage.recipe.train.train_policy.rows in MEDIA:
-        return import_module("cosmos_core.data.prepare_media").run(stage)  # diffusers is not imported for text
     stage.progress.phase("prepare")
     splits = _splits(stage)
     tokenizer = _tokenizer(stage.model, stage.recipe.policy)
@@ -96,7 +104,7 @@ def _rendered_jobs(
     stage: Stage, jobs: dict[str, Job], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[dict[str, Job], list[JsonValue]]:
     """Return the jobs with the recipe's rendering of prompts, and notices about it."""
-    if all(job.kind != "prompts" for job in jobs.values()):
+    if not any(job.kind.is_completed for job in jobs.values()):
         return jobs, []
     chat = chat_of(stage.recipe.rollout.multi_turn_config)
     notices: list[JsonValue] = []
@@ -137,11 +145,16 @@ def _splits(stage: Stage) -> dict[str, Rows]:
     if policy.real_rows is not None:
         extra_splits[DATA_TERM] = load_rows(policy.real_rows.dataset, "train.train_policy.data_term")
     splits = _own_splits(stage, opener)
-    if _VALIDATION in splits:
-        held_out = splits[_VALIDATION] = splits[_VALIDATION].first(stage.recipe.validation.max_rows)
-        if policy.rows == "sequences" and stage.recipe.validation.reward_function:
-            extra_splits[LEARNED_HELD_OUT] = held_out
+    if VALIDATION in splits:
+        held_out = splits[VALIDATION].first(stage.recipe.validation.max_rows)
+        splits |= dict.fromkeys(_held_out_kinds(stage.recipe), held_out)
     return {**splits, **extra_splits}
+
+
+def _held_out_kinds(recipe: Recipe) -> dict[str, str]:
+    """Return the splits that held-out rows are prepared as, with the kind of rows of each."""
+    kind = row_kind(recipe.train.train_policy.rows)
+    return kind.held_out_kinds(has_rewards=bool(recipe.validation.reward_function))
 
 
 def _own_splits(stage: Stage, opener: Opener) -> dict[str, Rows]:
@@ -154,15 +167,17 @@ def _own_splits(stage: Stage, opener: Opener) -> dict[str, Rows]:
     else:
         train = load_rows(DatasetConfig(name=str(stage.data)), f"stage {stage.name!r}: data")
     if validation.dataset.name:
-        return {_TRAIN: train, _VALIDATION: load_rows(validation.dataset, "validation.dataset", opener)}
-    if stage.data is not None and has_local_split(stage.data, _VALIDATION):
-        held_out = DatasetConfig(name=str(stage.data), split=(_VALIDATION,))
-        return {_TRAIN: train, _VALIDATION: load_rows(held_out, f"stage {stage.name!r}: data")}
+        return {TRAIN: train, VALIDATION: load_rows(validation.dataset, "validation.dataset", opener)}
+    if stage.data is not None and has_local_split(stage.data, VALIDATION):
+        held_out = DatasetConfig(name=str(stage.data), split=(VALIDATION,))
+        return {TRAIN: train, VALIDATION: load_rows(held_out, f"stage {stage.name!r}: data")}
     if policy.dataset.test_size is not None:
-        check_columns(stage.recipe, next(iter(train)))
+        where, row = next(iter(train))
+        with suppress(SkippedRow):  # an error about columns comes before an error about the number of rows
+            tokenised_kind(policy.rows).read(row, where, policy)
         train, rest = split_rows(train, policy.dataset.test_size, stage.seed)
-        return {_TRAIN: train, _VALIDATION: rest}
-    return {_TRAIN: train}
+        return {TRAIN: train, VALIDATION: rest}
+    return {TRAIN: train}
 
 
 def _opener(stage: Stage) -> Opener:
@@ -174,7 +189,7 @@ def _dataset(recipe: Recipe, split: str) -> DatasetConfig:
     data_term, held_out = recipe.train.train_policy.real_rows, recipe.validation.dataset
     if split == DATA_TERM and data_term is not None:
         return data_term.dataset
-    return held_out if split in (_VALIDATION, LEARNED_HELD_OUT) and held_out.name else recipe.train.train_policy.dataset
+    return held_out if split in (VALIDATION, LEARNED_HELD_OUT) and held_out.name else recipe.train.train_policy.dataset
 
 
 def end_ids(model: str, revision: str | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -188,21 +203,19 @@ def end_ids(model: str, revision: str | None, tokenizer: PreTrainedTokenizerBase
 def _job(stage: Stage, split: str, rows: Rows) -> Job:
     recipe, validation = stage.recipe, stage.recipe.validation
     max_length = recipe.policy.model_max_length
-    kind = recipe.train.train_policy.rows
-    if kind == "sequences" and split == _VALIDATION and validation.reward_function:
-        kind = "prompts"
-    if split == DATA_TERM:
-        kind = "sequences"
+    is_data_term, policy = split == DATA_TERM, recipe.train.train_policy
+    name = "sequences" if is_data_term else _held_out_kinds(recipe).get(split, policy.rows)
+    kind = tokenised_kind(name)
     media = media_of(recipe)
     root: Path | None = Path(os.path.expanduser(media.media_path)).absolute() if media.media_path else rows.folder
     revision = recipe.policy.model_revision
     named = (revision, media.pixels, recipe.policy.chat_template)
     if not processor_files(stage.model, revision) or processor_of(stage.model, *named) is None:
         root = None
-    if kind != "prompts":
-        return Job(recipe, kind, max_length, stage.model, root)
+    if not kind.is_completed:
+        return Job(recipe, kind, max_length, stage.model, root, is_data_term=is_data_term)
     longest = recipe.rollout.max_response_length
-    if split == _VALIDATION:
+    if split == VALIDATION:
         longest = validation.max_response_length or longest
     return Job(recipe, kind, max_length - 1, stage.model, root, longest_completion=longest)
 
@@ -217,14 +230,14 @@ def _tokenised(stage: Stage, job: Job, rows: Rows) -> Generator[Chunk]:
     if num_workers <= 1:
         yield from map(partial(make_chunk, _tokenizer(model, policy), job), chunks)
         return
-    tokenise = partial(_make_chunk_there, model, policy, job)
+    convert = partial(_make_chunk_there, model, policy, job)
     context = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
     pool = ProcessPoolExecutor(num_workers, context, begin)
-    pending = deque(pool.submit(tokenise, chunk) for chunk in islice(chunks, 2 * num_workers))
+    pending = deque(pool.submit(convert, chunk) for chunk in islice(chunks, 2 * num_workers))
     try:
         while pending:
             yield pending.popleft().result()
-            pending.extend(pool.submit(tokenise, chunk) for chunk in islice(chunks, 1))
+            pending.extend(pool.submit(convert, chunk) for chunk in islice(chunks, 1))
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -22,13 +22,15 @@ import pyarrow as pa
 import torch
 
 from cosmos_core.data.embeddings import read_embedding
+from cosmos_core.data.kinds.base import TRAIN
+from cosmos_core.data.kinds.registry import row_kind
 from cosmos_core.data.media_cache import Entry, Keyed, MediaCache, digest_of, shards_of
 from cosmos_core.data.media_pixels import Framing, bucket_sizes, frame_rate, pixels_of
 from cosmos_core.data.media_rows import NULL_TEXT, TENSORS
 from cosmos_core.data.media_source import Content
-from cosmos_core.data.media_splits import TRAIN, Row, Source, Split, framing_of, in_threads, read_splits
+from cosmos_core.data.media_splits import Row, Source, Split, framing_of, in_threads, read_splits
 from cosmos_core.data.messages import remedy_of
-from cosmos_core.data.prepared import MEDIA, SCHEMAS, RowKind, split_path
+from cosmos_core.data.prepared import split_path
 from cosmos_core.errors import DataError, Preempted
 from cosmos_core.models.families import open_family
 from cosmos_core.registry import code_digest
@@ -67,14 +69,14 @@ def look(stage: Stage, source: Source | None = None) -> dict[str, tuple[str, int
     Raises:
         ModelError, DataError: as in `run`.
     """
-    source, kind = source or source_of(stage), stage.recipe.train.train_policy.rows
-    return {name: _look(stage, source, name, split, kind) for name, split in read_splits(stage, source, kind).items()}
+    source = source or source_of(stage)
+    return {name: _look(stage, source, name, split) for name, split in read_splits(stage, source).items()}
 
 
-def _look(stage: Stage, source: Source, name: str, split: Split, kind: RowKind) -> tuple[str, int, list[JsonValue]]:
+def _look(stage: Stage, source: Source, name: str, split: Split) -> tuple[str, int, list[JsonValue]]:
     skipped, rates, num_kept = list(split.skipped), set[float](), len(split.kept)
     details = ""
-    if is_learned(name, split, kind):
+    if is_learned(stage, name, split):
         framing, stride = framing_of(stage.recipe, split.config, source), -(-num_kept // _MOST_DECODED) or 1
         media = ((row, item.content) for row, item in zip(split.rows, split.items(), strict=False) if row is not None)
         sampled = islice(media, 0, None, stride)
@@ -101,9 +103,10 @@ def _looked_at(row: Row, content: Content | None, framing: Framing) -> tuple[Row
     return row, frame_rate(content) if content and content.is_video else 0.0, ""
 
 
-def is_learned(name: str, split: Split, kind: RowKind) -> bool:
+def is_learned(stage: Stage, name: str, split: Split) -> bool:
     """Return whether the media of a split are encoded in addition to its prompts."""
-    return kind == MEDIA[0] and (name == TRAIN or all(row.media for row in split.kept))
+    has_media = row_kind(stage.recipe.train.train_policy.rows).has_media
+    return has_media and (name == TRAIN or all(row.media for row in split.kept))
 
 
 def source_of(stage: Stage) -> Source:
@@ -135,9 +138,8 @@ def prepare(stage: Stage, source: Source) -> Outcome:
         Preempted: a stop was requested; what was encoded stays in the cache.
     """
     stage.progress.phase("prepare")
-    kind: RowKind = stage.recipe.train.train_policy.rows
-    splits = read_splits(stage, source, kind)
-    work = _Work(stage, source, kind)
+    splits = read_splits(stage, source)
+    work = _Work(stage, source)
     with replaced_folder(stage.path / "data") as folder:
         (folder / TENSORS).mkdir()
         null = work.texts([Keyed(digest_of("text", ""), "")], folder)
@@ -160,8 +162,8 @@ def prepare(stage: Stage, source: Source) -> Outcome:
 class _Work:
     """Encodes the texts and media that are not cached, and writes splits from the cache."""
 
-    def __init__(self, stage: Stage, source: Source, kind: RowKind) -> None:
-        self._stage, self._source, self._kind = stage, source, kind
+    def __init__(self, stage: Stage, source: Source) -> None:
+        self._stage, self._source = stage, source
         self._cache = MediaCache(stage.run_path.parent / SHARED / CACHE, source.digest)
         self._batch = stage.recipe.train.train_policy.mini_batch
         self.num_encoded = [0, 0]
@@ -172,7 +174,7 @@ class _Work:
         Raises:
             DataError: too many rows cannot be used, or no row is left.
         """
-        is_media = is_learned(name, split, self._kind)
+        is_media = is_learned(self._stage, name, split)
         with self._source.encoders.residence.staying():
             texts = self._entries(split, is_media=False, folder=folder)
         with self._source.encoders.residence.staying():
@@ -188,7 +190,7 @@ class _Work:
             values += [media.at[row.media], media.shapes[row.media]] if is_media else []
             records.append((*values, row.where))
         _check_skipped(name, skipped, split, len(records))
-        schema = SCHEMAS["media" if is_media else "media_prompts"]
+        schema = row_kind("media" if is_media else "media_prompts").schema
         schema = schema.with_metadata({**schema.metadata, NULL_TEXT: json.dumps(null).encode()})
         columns = [pa.array([record[i] for record in records], field.type) for i, field in enumerate(schema)]
         with pa.ipc.new_file(split_path(folder, name), schema) as file:

@@ -57,3 +57,18 @@ def within_budget(samples: Sequence[Sample], most_tokens: int | None) -> list[Sa
         count += 1
         assigned[i] = replace(samples[i], micro_batch=number)
     return assigned
+
+
+def swap_responses(samples: Sequence[Sample], max_tokens: int) -> list[Sample]:
+    """Return each prompt with the response of the previous sample (for the first, of the last), truncated to
+    `max_tokens`."""
+    starts = [int(sample.loss_mask.argmax()) for sample in samples]
+
+    def join(name: str, i: int) -> np.ndarray:
+        prompt, other = getattr(samples[i], name)[: starts[i]], getattr(samples[i - 1], name)[starts[i - 1] :]
+        return np.concatenate([prompt, other])[:max_tokens]
+
+    return [
+        replace(sample, input_ids=join("input_ids", i), loss_mask=join("loss_mask", i))
+        for i, sample in enumerate(samples)
+    ]

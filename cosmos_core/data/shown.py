@@ -8,7 +8,8 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from cosmos_core.data.prepared import LOCATION, open_table
+from cosmos_core.data.kinds.base import LOCATION, TRAIN
+from cosmos_core.data.prepared import open_table
 
 
 def shown_rows(folder: Path, tokenizer: PreTrainedTokenizerBase, count: int) -> list[str]:
@@ -17,7 +18,7 @@ def shown_rows(folder: Path, tokenizer: PreTrainedTokenizerBase, count: int) -> 
     Raises:
         DataError: the file of the training split is missing or damaged.
     """
-    table = open_table(folder, "train", "sequences", "pairs", "labelled", "prompts")
+    table = open_table(folder, TRAIN)
     columns = [name for name in table.column_names if name not in {"images", "prompt_text"}]
     lines = []
     for row in table.select(columns).slice(0, count).to_pylist():

@@ -10,14 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from cosmos_core.data.kinds.base import TokenisedKind
 from cosmos_core.data.messages import remedy_of
-from cosmos_core.data.prepared import SCHEMAS, RowKind
 from cosmos_core.errors import DataError
-
-IDS = {kind: [name for name in schema.names if name.endswith("_ids")] for kind, schema in SCHEMAS.items()}
-"""Columns of token ids, by kind of rows."""
-MASKS = {kind: [name for name in schema.names if name.endswith("_mask")] for kind, schema in SCHEMAS.items()}
-"""Columns of loss masks, by kind of rows, in the same order as the columns of token ids."""
 
 _MOST_REASONS = 5
 """Maximum number of reasons in a notice: a chat template may give a different reason for each row."""
@@ -63,7 +58,7 @@ class _First:
 class Counts:
     """Statistics of one split, collected chunk by chunk."""
 
-    def __init__(self, kind: RowKind, column: str = "", room: tuple[int, int] = (0, 0)) -> None:
+    def __init__(self, kind: TokenisedKind, column: str = "", room: tuple[int, int] | None = None) -> None:
         """`column` is the column that the recipe names, or empty; `room` is `Job.room`."""
         self._room = room
         self._kind = kind
@@ -77,7 +72,7 @@ class Counts:
 
     def add(self, chunk: Chunk) -> None:
         """Add the rows of the next chunk."""
-        lengths = [np.diff(chunk.batch.column(name).offsets.to_numpy()) for name in IDS[self._kind]]
+        lengths = [np.diff(chunk.batch.column(name).offsets.to_numpy()) for name in self._kind.id_columns]
         self._lengths.append(np.sum(lengths, axis=0).astype(np.int32))
         self._counts += chunk.counts
         self._unread += chunk.unread
@@ -87,7 +82,7 @@ class Counts:
             self._skipped.setdefault(skipped.reason, _First()).add(skipped.where)
             if skipped.refusal:
                 self._refused.add(skipped.refusal)
-        for name in MASKS[self._kind]:
+        for name in self._kind.mask_columns:
             self._counts["label_tokens"] += int(chunk.batch.column(name).values.to_numpy().sum(dtype=np.int64))
 
     @property
@@ -104,7 +99,7 @@ class Counts:
     def _teaches_end(self) -> bool:
         """Return whether a row teaches the end token, or none could because rows have no loss or are all cut."""
         is_always_cut = self._counts["truncated_rows"] >= self.num_rows
-        return not MASKS[self._kind] or is_always_cut or self._counts["learned_ends"] > 0
+        return not self._kind.mask_columns or is_always_cut or self._counts["learned_ends"] > 0
 
     def check_refused(self, most: float, total: int) -> None:
         """Refuse a split of which too many rows cannot be read or are refused by the chat template.
@@ -137,12 +132,10 @@ class Counts:
                 f"{count} of {self.num_rows} rows are learned as the text of column {self._column!r} alone, and have a "
                 "response in another column; leave train.train_policy.conversation_column_name out to learn that"
             )
-        longest_prompt, completion = self._room
-        num_short = sum(int((lengths > longest_prompt).sum()) for lengths in self._lengths)
-        if self._kind == "prompts" and num_short:
+        if self._room and (num_short := sum(int((lengths > self._room[0]).sum()) for lengths in self._lengths)):
             lines.append(
                 f"{num_short} of {self.num_rows} prompts leave less room in policy.model_max_length than the "
-                f"{completion} tokens of max_response_length: their completions end earlier"
+                f"{self._room[1]} tokens of max_response_length: their completions end earlier"
             )
         if self._merged.count:
             lines.append(
@@ -161,7 +154,7 @@ class Counts:
         lengths = np.concatenate(self._lengths).astype(np.int64)
         p50, p95 = np.percentile(lengths, [50, 95])
         return {
-            "kind": self._kind,
+            "kind": self._kind.name,
             "rows": len(lengths),
             "tokens": int(lengths.sum()),
             "label_tokens": self._counts["label_tokens"],

@@ -25,6 +25,7 @@ from cosmos_core.config.schema.algorithm import AlgorithmConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.data.formats import Located, Part
+from cosmos_core.data.kinds.registry import tokenised_kind
 from cosmos_core.data.messages import Row, SkippedRow
 from cosmos_core.errors import ConfigError, DataError, StageFailed
 from cosmos_core.registry import import_user_code, location_of
@@ -83,15 +84,15 @@ class Opener:
                 f"train.train_policy.data_packer = {policy.data_packer!r} has {', '.join(unused)}, which nothing calls "
                 "here: batches are made by the model's adapter; remove it, or write an algorithm of your own"
             )
-        method_name = "get_rollout_input" if isinstance(policy, RlConfig) else "sft_process_sample"
+        method_name = tokenised_kind(policy.rows).packer_method
         with _blamed(f"train.train_policy.data_packer = {policy.data_packer!r}", loaded):
             packer = _thing_of(loaded, self._recipe)
             self._set_up(packer)
-        method = getattr(packer, method_name, None)
-        if policy.rows == "pairs" or method is None:
+        method = getattr(packer, method_name, None) if method_name else None
+        if method is None:
             raise ConfigError(
                 f"train.train_policy.data_packer = {policy.data_packer!r}: a training on {policy.rows} calls "
-                + ("none; leave it out" if policy.rows == "pairs" else f"{method_name}, which it does not have")
+                + (f"{method_name}, which it does not have" if method_name else "none; leave it out")
             )
         return partial(_packed, method, policy)
 

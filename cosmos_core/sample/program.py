@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any
 
 from cosmos_core.config.inputs import source_of
+from cosmos_core.data.kinds.prompts import Prompts, open_prompts
 from cosmos_core.data.messages import system_of, with_system
-from cosmos_core.data.prepared import Prompts, open_prompts
 from cosmos_core.errors import DataError, Preempted
 from cosmos_core.parallel.mesh import broadcast_object, is_first, num_ranks
 from cosmos_core.rollout.base import generate

@@ -22,6 +22,7 @@ from cosmos_core.config.schema.table import InStage
 from cosmos_core.data import prepare
 from cosmos_core.data.chat import ToolText, chat_of
 from cosmos_core.data.prepare import end_ids
+from cosmos_core.data.prepared import HELD_OUT_REMEDY
 from cosmos_core.data.shown import shown_rows
 from cosmos_core.errors import DataError, ModelError, RewardError
 from cosmos_core.models.balance import balance_of
@@ -43,7 +44,7 @@ from cosmos_core.run.stage import Stage
 from cosmos_core.tools.base import tool_names
 from cosmos_core.train.check_rewards import call_rewards, first_prompts
 from cosmos_core.train.feeds import unused_rows
-from cosmos_core.train.measure import HELD_OUT_REMEDY, Rewards, reward_weights, trained_rewards
+from cosmos_core.train.measure import Rewards, reward_weights, trained_rewards
 from cosmos_core.types import JsonValue, Outcome
 
 _MOST_SHOWN = 5  # rows shown as examples

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from cosmos_core.data.prepared import has_split, open_prompts, rows_kind
+from cosmos_core.data.kinds.media_prompts import REFERENCE_KEYS
+from cosmos_core.data.kinds.prompts import find_prompts
 from cosmos_core.errors import RewardError
 from cosmos_core.rewards.base import metric_names
 from cosmos_core.run.stage import CHECKED_PROMPTS, Stage
-from cosmos_core.train.diffusion_setup import REFERENCE_KEYS
 from cosmos_core.train.measure import open_rewards
 from cosmos_core.types import Completion, DiffusionSample, Group, JsonValue, Prompt, ScoredGroup, Segment
 
@@ -31,8 +31,7 @@ def first_prompts(folder: Path) -> dict[str, JsonValue]:
     """Return the first prompts of each split of prepared rows, as JSON objects."""
     prompts_of_split: dict[str, JsonValue] = {}
     for name in SPLITS:
-        if has_split(folder, name) and rows_kind(folder, name) == "prompts":
-            prompts = open_prompts(folder, name)
+        if (prompts := find_prompts(folder, name)) is not None:
             first = [prompts[i] for i in range(min(_NUM_PROMPTS, len(prompts)))]
             prompts_of_split[name] = [{"text": p.text, "reference": p.reference, "metadata": p.metadata} for p in first]
     return prompts_of_split

@@ -1,4 +1,4 @@
-"""Setup of trainings whose rollouts are images or videos: prompts, the source that the engine samples with, and the
+"""Setup of trainings whose rollouts are images or videos: the source that the engine samples with, and the
 loss on real data that is added to the RL loss."""
 
 from __future__ import annotations
@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from cosmos_core.algorithms.base import Algorithm, Loss, Update
@@ -14,68 +13,21 @@ from cosmos_core.algorithms.diffusion_sft import flow_loss
 from cosmos_core.algorithms.flow_credit import make_noise
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.flow_sample import FlowSample, seed_of
-from cosmos_core.data.lazy import LazySequence
-from cosmos_core.data.media_rows import MediaPrompts, MediaRows, open_media, open_media_prompts
+from cosmos_core.data.kinds.media import draws_of
+from cosmos_core.data.media_rows import MediaRows, open_media, open_media_prompts
 from cosmos_core.data.order import batch_positions
 from cosmos_core.models.base import MicroBatch
 from cosmos_core.rollout.base import request_seed
 from cosmos_core.rollout.flow_path import SHARED_NOISE, stochastic_steps, table_of
 from cosmos_core.rollout.flow_source import FlowSource
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.feeds import draws_of, rows_per_step
+from cosmos_core.train.feeds import rows_per_step
 from cosmos_core.train.rollout_feed import training_sampling
 from cosmos_core.train.trainer import Trainer
-from cosmos_core.types import FlowSampling, Prompt, Sampling
+from cosmos_core.types import FlowSampling, Sampling
 
-REFERENCE_KEYS = ("reference", "answer", "label")
-"""Keys of a prompt's metadata that are searched for the reference value of its rewards if the recipe names no
-column."""
 _DATA = 0x64617461
 """Offset of the seed, so that the random numbers of the data term differ from others with the same seed."""
-
-
-class DrawnPrompts(LazySequence[Prompt]):
-    """Prepared prompts for images or videos, as a sequence of `Prompt`."""
-
-    def __init__(self, prompts: MediaPrompts, column: str = "", clips: MediaRows | None = None) -> None:
-        """Wrap prepared prompts.
-
-        Args:
-            prompts: the prepared prompts, with their text embeddings.
-            column: the metadata key of the rewards' reference; empty: the first of `REFERENCE_KEYS` that a prompt has.
-            clips: the clips of the same rows, for rollouts that are conditioned on first frames.
-        """
-        self.media, self._columns, self._clips = prompts, (column,) if column else REFERENCE_KEYS, clips
-
-    def __len__(self) -> int:
-        return len(self.media)
-
-    def item(self, index: int) -> Prompt:
-        entry = self.media[index]
-        reference = next((str(entry.metadata[name]) for name in self._columns if name in entry.metadata), "")
-        return Prompt(
-            entry.row,
-            (),
-            entry.prompt,
-            reference,
-            embedding=dict(entry.text),
-            metadata=dict(entry.metadata),
-            conditioning_clip=self._clips[index].mean.float() if self._clips is not None else None,
-        )
-
-
-def open_drawn(folder: Path, split: str, recipe: Recipe) -> DrawnPrompts:
-    """Return the prompts of one split of a prepare stage's data folder.
-
-    Raises:
-        DataError: there is no such split, or it is damaged.
-    """
-    policy = recipe.train.train_policy
-    with_clips = (
-        policy.has_rollouts and policy.rows == "media" and recipe.policy.diffusers.flow_rl.max_conditional_frames
-    )
-    clips = open_media(folder, split) if with_clips else None
-    return DrawnPrompts(open_media_prompts(folder, split), getattr(policy, "response_column_name", ""), clips)
 
 
 def evaluation_sampling(recipe: Recipe) -> FlowSampling:
@@ -116,9 +68,8 @@ def prepare_algorithm(stage: Stage, trainer: Trainer, algorithm: Algorithm) -> N
         DataError: there are no images or clips for a data term.
     """
     assert stage.data is not None
-    flow_rl, policy = stage.recipe.policy.diffusers.flow_rl, stage.recipe.train.train_policy
     algorithm.null_text = open_media_prompts(stage.data, "train").null_text
-    if flow_rl.data_beta and policy.rows == "media":
+    if stage.recipe.policy.diffusers.flow_rl.data_beta:  # the schema allows it only with images or clips
         algorithm.data_term = data_term(open_media(stage.data, "train"), stage.recipe, trainer)
 
 
@@ -130,7 +81,8 @@ def data_term(rows: MediaRows, recipe: Recipe, trainer: Trainer) -> Callable[[in
     Otherwise rows, noise and levels are drawn as in SFT, anew for each optimizer step. The function takes the number of
     the train step and the number of the optimizer step, both counted from 0.
     """
-    draws, flow_rl = draws_of(rows, recipe, trainer.adapter), recipe.policy.diffusers.flow_rl
+    diffusers = recipe.policy.diffusers
+    draws, flow_rl = draws_of(rows, diffusers, trainer.adapter), diffusers.flow_rl
     size, seed = min(len(rows), rows_per_step(recipe)), recipe.train.order_seed
     shuffles = recipe.train.train_policy.dataloader_shuffle
 

@@ -22,7 +22,8 @@ from cosmos_core.config.media import media_of
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.supervised import SupervisedConfig
 from cosmos_core.config.schema.train import TrainConfig
-from cosmos_core.data.prepared import Pairs, Sequences, open_pairs, open_sequences
+from cosmos_core.data.kinds.base import TRAIN
+from cosmos_core.data.kinds.registry import row_kind
 from cosmos_core.data.rows import load_rows, split_rows
 from cosmos_core.errors import first_line
 from cosmos_core.models.causal_lm import CausalLM, Reading
@@ -263,9 +264,9 @@ def _pretend_data(model: PreTrainedModel) -> None:
 def _prepared_rows(recipe: Recipe, folder: Path) -> _Rows:
     statistics = json.loads((folder / "statistics.json").read_text(encoding="utf-8"))["train"]
     longest, of_a_row = statistics["length"]["max"], _of_a_row(recipe)
-    if of_a_row == 2:
-        pairs = open_pairs(folder, "train")
-        longest = int(max(pairs.chosen.lengths.max(), pairs.rejected.lengths.max()))
+    if of_a_row > 1:
+        rows = row_kind(recipe.train.train_policy.rows).open(folder, TRAIN, recipe.policy)
+        longest = int(rows.token_counts(is_packed=False).max()) // of_a_row
     return _Rows(statistics["rows"], longest, statistics["length"]["mean"] / of_a_row, of_a_row)
 
 
@@ -317,13 +318,8 @@ def _balanced_course(recipe: Recipe, prepared: Path | None) -> _Course:
         assert isinstance(policy, SupervisedConfig)
         of_a_step = policy.load_balanced_batches_per_optimizer_step * micro_batch_tokens(recipe)
         return _Course(steps, steps * of_a_step, True)
-    rows: Sequences | Pairs
-    if _of_a_row(recipe) == 2:
-        rows = open_pairs(prepared, "train")
-        lengths = rows.chosen.lengths + rows.rejected.lengths
-    else:
-        rows = open_sequences(prepared, "train", recipe.train.train_policy.rows)
-        lengths = rows.lengths
+    rows = row_kind(recipe.train.train_policy.rows).open(prepared, TRAIN, recipe.policy)
+    lengths = rows.token_counts(is_packed=True)
     plan = balanced_steps(rows, recipe)
     assert plan is not None
     indices = [i for step in range(plan.total_steps) for batch in plan.micro_batches(step) for i in batch]

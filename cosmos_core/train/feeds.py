@@ -8,29 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from cosmos_core.algorithms.base import Update
 from cosmos_core.algorithms.data_term import sft_term
-from cosmos_core.algorithms.kto import swap_responses
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.supervised import SupervisedConfig
 from cosmos_core.data.balance import BalancedSteps, Budget
-from cosmos_core.data.flow_sample import Draws, FlowSample, seed_of
-from cosmos_core.data.media_rows import MediaRows
+from cosmos_core.data.kinds.base import LearnedRows
 from cosmos_core.data.order import batch_positions, batches_per_epoch, epoch_order, left_over
-from cosmos_core.data.prepared import Pairs, Sequences
-from cosmos_core.data.sample import Sample, within_budget
+from cosmos_core.data.sample import within_budget
 from cosmos_core.errors import DataError
-from cosmos_core.models.base import ModelAdapter
 
 _DATA_TERM = 0x64617461
 """Offset of the seed, so that the order of the data term's rows differs from the order of the prompts."""
-_HELD_OUT = -1
-"""The value that replaces the step number in the seeds of held-out rows."""
 
 
 class Feed:
@@ -97,18 +90,17 @@ def unused_rows(recipe: Recipe, num_rows: int) -> str:
     return left_over(recipe.train, 1 if recipe.spreads_groups else rows_per_step(recipe), num_rows)
 
 
-def balanced_steps(rows: Sequences | Pairs | MediaRows, recipe: Recipe) -> BalancedSteps | None:
+def balanced_steps(rows: LearnedRows, recipe: Recipe) -> BalancedSteps | None:
     """Return train steps whose micro-batches are filled up to a number of tokens; None if a batch is a number of
     rows."""
     train, policy = recipe.train, recipe.train.train_policy
     if not policy.balances_tokens:
         return None
-    # the schema requires it
-    assert isinstance(policy, SupervisedConfig) and not isinstance(rows, MediaRows) and train.max_num_steps is not None
+    assert isinstance(policy, SupervisedConfig) and train.max_num_steps is not None  # the schema requires it
     # None (the model decides) counts as padded, which needs at least as many tokens
     is_packed = bool(train.sequence_packing)
     return BalancedSteps(
-        _pair_lengths(rows, is_packed=is_packed) if isinstance(rows, Pairs) else rows.lengths,
+        rows.token_counts(is_packed=is_packed),
         lambda epoch: epoch_order(train.order_seed, epoch, len(rows), policy.dataloader_shuffle),
         Budget(
             micro_batch_tokens(recipe),
@@ -122,12 +114,6 @@ def balanced_steps(rows: Sequences | Pairs | MediaRows, recipe: Recipe) -> Balan
     )
 
 
-def _pair_lengths(pairs: Pairs, *, is_packed: bool) -> np.ndarray:
-    """Return the tokens of each pair in a micro-batch: packed, the sum of both; padded, twice the longer response."""
-    lengths = np.stack([pairs.chosen.lengths, pairs.rejected.lengths])
-    return lengths.sum(0) if is_packed else 2 * lengths.max(0)
-
-
 def micro_batch_tokens(recipe: Recipe) -> int:
     """Return the maximum number of tokens in a micro-batch that is filled by tokens."""
     policy = recipe.train.train_policy
@@ -137,11 +123,16 @@ def micro_batch_tokens(recipe: Recipe) -> int:
 
 
 class RowFeed(Feed):
-    """Feed of prepared rows, in an order that is a pure function of seed, epoch and position."""
+    """Feed of prepared rows, in an order that is a pure function of seed, epoch and position.
 
-    def __init__(self, rows: Sequences | Pairs | MediaRows, recipe: Recipe) -> None:
+    Rows that take long to read are read in a thread one step in advance, while the current step is trained.
+    """
+
+    def __init__(self, rows: LearnedRows, recipe: Recipe) -> None:
         self._rows, self._recipe = rows, recipe
         self._batch = recipe.train.train_batch_per_replica
+        self._thread = ThreadPoolExecutor(1, "row-feed") if rows.is_prefetched else None
+        self._prefetched: tuple[int, Future[list[Any]]] | None = None
         self._balanced = balanced_steps(rows, recipe)
         if self._balanced:
             self.steps_per_epoch, self.total_steps = self._balanced.steps_per_epoch, self._balanced.total_steps
@@ -150,107 +141,43 @@ class RowFeed(Feed):
         self.steps_per_epoch = batches_per_epoch(self._batch, len(rows), recipe.train.train_policy.drops_last)
         self.total_steps = total_steps(recipe, len(rows))
 
-    def positions(self, step: int) -> np.ndarray:
-        """Return the row numbers of a train step, for batches of a fixed number of rows."""
-        train = self._recipe.train
-        return batch_positions(
+    @property
+    def trained(self) -> np.ndarray:
+        """Return the sorted numbers of the rows that at least one train step uses."""
+        steps = range(self.total_steps or 0)
+        return np.unique([i for step in steps for batch in self.micro_batches(step).values() for i in batch])
+
+    def samples(self, step: int) -> tuple[list[Any], dict[str, float]]:
+        prefetched, self._prefetched = self._prefetched, None
+        samples = prefetched[1].result() if prefetched and prefetched[0] == step else self._read(step)
+        if self._thread and step + 1 != self.total_steps:
+            self._prefetched = step + 1, self._thread.submit(self._read, step + 1)
+        epoch = self._balanced.epochs_done(step) if self._balanced else (step + 1) / self.steps_per_epoch
+        return samples, {"epoch": epoch}
+
+    def _read(self, step: int) -> list[Any]:
+        seed = self._recipe.train.order_seed, step
+        batches = self.micro_batches(step).items()
+        return [sample for number, batch in batches for sample in self._rows.samples(batch, seed, number)]
+
+    def micro_batches(self, step: int) -> dict[int | None, Sequence[int]]:
+        """Return the row numbers of each micro-batch of a train step, or all under None if the trainer divides them."""
+        if self._balanced:
+            return dict(enumerate(self._balanced.micro_batches(step)))
+        train, mesh = self._recipe.train, self._recipe.policy.parallelism
+        positions = batch_positions(
             train.order_seed, step, self._batch, len(self._rows),
             train.train_policy.dataloader_shuffle, train.train_policy.drops_last,
         )  # fmt: skip
-
-    def _epoch(self, step: int) -> dict[str, float]:
-        return {"epoch": self._balanced.epochs_done(step) if self._balanced else (step + 1) / self.steps_per_epoch}
-
-
-class SequenceFeed(RowFeed):
-    """Feed of prepared sequences, with one sample for each sequence."""
-
-    _rows: Sequences
-
-    def samples(self, step: int) -> tuple[list[Sample], dict[str, float]]:
-        """Return the sequences of train step `step` as samples, and metrics about them."""
-        if self._balanced:
-            batches = enumerate(self._balanced.micro_batches(step))
-            samples = [sequence_sample(self._rows, i, micro_batch=number) for number, batch in batches for i in batch]
-        else:
-            samples = [sequence_sample(self._rows, int(i)) for i in self.positions(step)]
-        return samples, self._epoch(step)
-
-
-class PairFeed(RowFeed):
-    """Feed of prepared pairs: the chosen sample, then the rejected one, in the same micro-batch."""
-
-    _rows: Pairs
-
-    def __init__(self, pairs: Pairs, recipe: Recipe) -> None:
-        super().__init__(pairs, recipe)
-        self._lengths = _pair_lengths(pairs, is_packed=False)
-        self.reference: np.ndarray | None = None
-        """Log-probabilities of the chosen and the rejected response of each pair under the reference policy, or
-        None."""
-
-    @property
-    def trained(self) -> np.ndarray:
-        """Return the sorted numbers of the pairs that at least one train step uses."""
-        steps = range(self.total_steps or 0)
-        return np.unique([i for step in steps for batch in self._micro_batches(step) for i in batch])
-
-    def samples(self, step: int) -> tuple[list[Sample], dict[str, float]]:
-        """Return the samples of the pairs of train step `step`, and metrics about them."""
-        samples = [
-            sample
-            for number, batch in enumerate(self._micro_batches(step))
-            for i in batch
-            for sample in pair_samples(self._rows, i, self.reference, micro_batch=number)
-        ]
-        return samples, self._epoch(step)
-
-    def _micro_batches(self, step: int) -> list[list[int]]:
-        """Return the pairs of a step in micro-batches of similar length.
-
-        Each micro-batch is small enough that every data-parallel rank gets one. All pairs in a micro-batch have the
-        same number of images.
-        """
-        if self._balanced:
-            return self._balanced.micro_batches(step)
-        policy, mesh = self._recipe.train.train_policy, self._recipe.policy.parallelism
-        ordered = sorted(self.positions(step).tolist(), key=lambda i: -self._lengths[i])
+        # small enough that every data-parallel rank gets one
         num_ranks = mesh.dp_replicate_size * abs(mesh.dp_shard_size)
-        size = min(policy.mini_batch, -(-len(ordered) // num_ranks))
-        num_images = self._rows.chosen.num_images
-        groups = [[i for i in ordered if num_images[i] == count] for count in np.unique(num_images[ordered])]
-        return [rows[start : start + size] for rows in groups for start in range(0, len(rows), size)]
+        batches = self._rows.micro_batches(
+            positions, min(train.train_policy.mini_batch, -(-len(positions) // num_ranks))
+        )
+        return {None: positions.tolist()} if batches is None else dict(enumerate(batches))
 
 
-class MediaFeed(RowFeed):
-    """Feed of prepared images or clips, each at a noise level that is drawn anew for each step.
-
-    Reading a row and drawing its noise takes milliseconds for large latents, so a thread prefetches the next step while
-    the current one is trained.
-    """
-
-    _rows: MediaRows
-
-    def __init__(self, rows: MediaRows, recipe: Recipe, adapter: ModelAdapter) -> None:
-        super().__init__(rows, recipe)
-        self._draws = draws_of(rows, recipe, adapter)
-        self._thread = ThreadPoolExecutor(1, "media-feed")
-        self._ahead: tuple[int, Future[list[FlowSample]]] | None = None
-
-    def samples(self, step: int) -> tuple[list[FlowSample], dict[str, float]]:
-        """Return the images or clips of train step `step`, with their noise, and metrics about them."""
-        prefetched, self._ahead = self._ahead, None
-        samples = prefetched[1].result() if prefetched and prefetched[0] == step else self._drawn(step)
-        if step + 1 != self.total_steps:
-            self._ahead = step + 1, self._thread.submit(self._drawn, step + 1)
-        return samples, self._epoch(step)
-
-    def _drawn(self, step: int) -> list[FlowSample]:
-        seed = self._recipe.train.order_seed
-        return [self._draws.sample(self._rows[i], seed_of(seed, step, i)) for i in self.positions(step).tolist()]
-
-
-def sft_rows(rows: Sequences, recipe: Recipe) -> Callable[[int], Update]:
+def sft_rows(rows: LearnedRows, recipe: Recipe) -> Callable[[int], Update]:
     """Return a function that builds the data term of an optimizer step from rows in a seeded order of their own.
 
     Raises:
@@ -267,53 +194,7 @@ def sft_rows(rows: Sequences, recipe: Recipe) -> Callable[[int], Update]:
 
     def update(number: int) -> Update:
         positions = batch_positions(train.order_seed + _DATA_TERM, number, term.batch_size, len(rows), shuffle=True)
-        samples = [sequence_sample(rows, int(i)) for i in positions]
+        samples = rows.samples(positions.tolist())
         return sft_term(within_budget(samples, most_tokens), term.weight)
 
     return update
-
-
-def draws_of(rows: MediaRows, recipe: Recipe, adapter: Any) -> Draws:
-    """Return the generator of noise levels, noise and dropped captions for the rows that a diffusion model trains
-    on."""
-    family = adapter.family
-    return Draws(recipe.policy.diffusers, family.dropped_text(rows.null_text), family.train_shift, family.max_given)
-
-
-def held_out_sample(rows: MediaRows, i: int, draws: Draws) -> FlowSample:
-    """Return row `i` with its caption, and with noise and a noise level that are the same at every call."""
-    return draws.sample(rows[i], seed_of(_HELD_OUT, i), dropout=0.0)
-
-
-def sequence_sample(rows: Sequences, i: int, micro_batch: int | None = None) -> Sample:
-    """Return prepared sequence `i` as a sample; its reward is the row's label, or 0 without labels."""
-    reward = 0.0 if rows.labels is None else float(rows.labels[i])
-    return Sample(*rows[i], reward=reward, images=rows.images(i), micro_batch=micro_batch)
-
-
-def labelled_samples(
-    rows: Sequences, positions: Sequence[int], reference: np.ndarray | None, max_tokens: int
-) -> list[Sample]:
-    """Return two samples of each row at `positions`: its own, and its prompt with the response of another of them.
-
-    `reference` holds the log-probabilities of both under the reference policy, shape (rows, 2).
-    """
-    own = [sequence_sample(rows, i) for i in positions]
-    both = [sample for pair in zip(own, swap_responses(own, max_tokens), strict=True) for sample in pair]
-    logprobs = np.zeros(len(both)) if reference is None else reference[list(positions)].ravel()
-    return [replace(sample, reference_logprob=float(value)) for sample, value in zip(both, logprobs, strict=True)]
-
-
-def pair_samples(
-    pairs: Pairs, i: int, reference: np.ndarray | None, micro_batch: int | None = None
-) -> tuple[Sample, Sample]:
-    """Return the chosen and the rejected sample of prepared pair `i`.
-
-    `reference` holds the log-probabilities of all pairs under the reference policy, shape (pairs, 2).
-    """
-    chosen, rejected = (0.0, 0.0) if reference is None else reference[i].tolist()
-    images = pairs.chosen.images(i)  # the images are in the prompt, which both responses share
-    return (
-        Sample(*pairs.chosen[i], reference_logprob=chosen, images=images, micro_batch=micro_batch),
-        Sample(*pairs.rejected[i], reference_logprob=rejected, images=images, micro_batch=micro_batch),
-    )

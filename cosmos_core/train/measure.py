@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -19,19 +19,7 @@ from cosmos_core.algorithms.base import Algorithm
 from cosmos_core.algorithms.flow_credit import diversity
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
-from cosmos_core.data.media_rows import MediaRows, open_media, open_media_prompts
-from cosmos_core.data.prepared import (
-    LEARNED_HELD_OUT,
-    MEDIA,
-    Pairs,
-    Prompts,
-    Sequences,
-    has_split,
-    open_pairs,
-    open_prompts,
-    open_sequences,
-    rows_kind,
-)
+from cosmos_core.data.kinds.base import COMPARED_ROWS, LearnedRows
 from cosmos_core.environment import hide
 from cosmos_core.errors import DataError
 from cosmos_core.observe import gallery
@@ -45,9 +33,7 @@ from cosmos_core.rollout.groups import reward_means, turn_metrics
 from cosmos_core.run.files import json_objects, telling_of_full_disk, write_text
 from cosmos_core.run.progress import Progress, has_step
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.diffusion_setup import DrawnPrompts, evaluation_sampling
-from cosmos_core.train.feeds import draws_of, held_out_sample, sequence_sample
-from cosmos_core.train.reference import CHUNK, compared_samples, is_compared
+from cosmos_core.train.diffusion_setup import evaluation_sampling
 from cosmos_core.train.stop import check_stop
 from cosmos_core.train.trainer import Trainer
 from cosmos_core.types import Group, Prompt, Sampling, Score, ScoredGroup
@@ -56,7 +42,6 @@ Rewards = dict[str, float] | RemoteRewardConfig
 """Reward functions with their weights, or the rewards of a remote service."""
 
 SAMPLES = "samples.jsonl"
-HELD_OUT_REMEDY = "name validation.dataset, or split some off with train.train_policy.dataset.test_size"
 PREFIX = "validation/"
 _NUM_SAMPLES = 24
 _SEED_STEP = 0
@@ -67,32 +52,15 @@ It is the same in all validations, so that two validations differ only in the we
 
 
 def row_metrics(
-    trainer: Trainer,
-    algorithm: Algorithm,
-    rows: Sequences | Pairs | MediaRows,
-    reference: np.ndarray | None,
-    recipe: Recipe,
-    progress: Progress,
+    trainer: Trainer, algorithm: Algorithm, rows: LearnedRows, size: int, progress: Progress
 ) -> dict[str, float]:
-    """Return the algorithm's metrics over all held-out rows.
-
-    `reference`: for pairs and rows with a label, the log-probabilities of all rows under the reference policy.
-    """
-    size = recipe.validation.batch_size or recipe.train.train_policy.mini_batch
-    rows_per_chunk = CHUNK if is_compared(rows) else size
-    draws = draws_of(rows, recipe, trainer.adapter) if isinstance(rows, MediaRows) else None
+    """Return the algorithm's metrics over all held-out rows; `size`: number of rows in a forward pass."""
+    rows_per_chunk = COMPARED_ROWS if rows.is_compared else size
 
     def chunks() -> Iterator[list[Any]]:
         for start in range(0, len(rows), rows_per_chunk):
             progress.advance(start, len(rows))
-            positions = range(start, min(start + rows_per_chunk, len(rows)))
-            if isinstance(rows, MediaRows):
-                assert draws is not None
-                yield [held_out_sample(rows, i, draws) for i in positions]
-            elif is_compared(rows):
-                yield compared_samples(rows, positions, reference, recipe)
-            else:
-                yield [sequence_sample(cast("Sequences", rows), i) for i in positions]
+            yield rows.samples(range(start, min(start + rows_per_chunk, len(rows))))
 
     return {PREFIX + name: value for name, value in algorithm.measure(chunks(), trainer, size).items()}
 
@@ -159,12 +127,12 @@ def pass_at(k: int, count: int, right: int) -> float:
 class Completions:
     """Validation by generating and scoring completions of held-out prompts."""
 
-    def __init__(self, prompts: Prompts | DrawnPrompts, engine: Engine, score: ScoreGroups, stage: Stage) -> None:
-        self._prompts: Sequence[Prompt] = prompts
+    def __init__(self, prompts: Sequence[Prompt], engine: Engine, score: ScoreGroups, stage: Stage) -> None:
+        self._prompts = prompts
         self._engine, self._score, self._stage = engine, score, stage
         self._sampling = validation_sampling(stage.recipe)
         self._full = full_reward(stage.recipe)
-        self._is_scored = bool(reward_weights(stage.recipe)) or isinstance(prompts, Prompts)
+        self._is_scored = bool(reward_weights(stage.recipe)) or self._sampling.flow is None
 
     def measure(self, step: int) -> dict[str, float]:
         """Return the validation metrics after `step` train steps, and add some completions to `samples.jsonl`.
@@ -201,7 +169,7 @@ class Completions:
         if is_first():
             with telling_of_full_disk(self._stage.path):
                 add_samples(self._stage.path / SAMPLES, step, groups[:_NUM_SAMPLES], is_scored=self._is_scored)
-        if isinstance(self._prompts, Prompts):
+        if self._sampling.flow is None:
             return completion_metrics(groups, self._full)
         diversity_metrics = {f"{PREFIX}diversity": diversity(groups)} if self._sampling.num_completions > 1 else {}
         return (completion_metrics(groups, self._full) if self._is_scored else {}) | diversity_metrics
@@ -257,6 +225,11 @@ def validation_sampling(recipe: Recipe) -> Sampling:
         seed=recipe.train.seed,
         flow=evaluation_sampling(recipe) if recipe.policy.is_diffusers else None,
     )
+
+
+def held_out_batch(recipe: Recipe) -> int:
+    """Return the number of held-out rows in a forward pass."""
+    return recipe.validation.batch_size or recipe.train.train_policy.mini_batch
 
 
 def most_tokens(recipe: Recipe) -> int:
@@ -337,32 +310,6 @@ def shared(score: ScoreGroups) -> ScoreGroups:
         return [ScoredGroup(group, scores) for group, scores in zip(groups, all_scores, strict=True)]
 
     return scored
-
-
-def held_out(folder: Path) -> Prompts | Pairs | Sequences | MediaRows | DrawnPrompts:
-    """Return the held-out rows of prepared data.
-
-    Raises:
-        DataError: no rows are held out.
-    """
-    if not has_split(folder, "validation"):
-        raise DataError(f"{folder} has no held-out rows; {HELD_OUT_REMEDY}")
-    kind = rows_kind(folder, "validation")
-    if kind == "prompts":
-        return open_prompts(folder, "validation")
-    if kind == "media":
-        return open_media(folder, "validation")
-    if kind in MEDIA:
-        return DrawnPrompts(open_media_prompts(folder, "validation"))
-    if kind == "pairs":
-        return open_pairs(folder, "validation")
-    return open_sequences(folder, "validation", "labelled" if kind == "labelled" else "sequences")
-
-
-def learned_held_out(folder: Path) -> Sequences | None:
-    """Return held-out rows with their trained responses, if the validation split holds only prompts; None: there are
-    none."""
-    return open_sequences(folder, LEARNED_HELD_OUT) if has_split(folder, LEARNED_HELD_OUT) else None
 
 
 def prepared_folder(stage: Stage) -> Path:

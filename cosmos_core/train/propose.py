@@ -22,8 +22,8 @@ import torch
 
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.methods import METHODS, Method
-from cosmos_core.data.messages import ReadRow, Row, SkippedRow, columns_of, read_conversation, read_prompt, texts_of
-from cosmos_core.data.preferences import read_preference
+from cosmos_core.data.kinds.registry import row_kind, tokenised_kind
+from cosmos_core.data.messages import Row, SkippedRow, columns_of, texts_of
 from cosmos_core.data.rows import load_rows
 from cosmos_core.errors import CosmosError, DataError
 from cosmos_core.models.hf import load_config, load_tokenizer, model_without_weights
@@ -35,6 +35,7 @@ _NUM_ROWS = 500
 _GIB = 2**30
 _STATE_BYTES = 16  # for each trained weight: the weight, its gradient and both moments of Adam in float32
 _ROOM = 0.7  # fraction of memory for weights and optimizer; the rest is for activations
+_COLUMN_KEYS = ("prompt_column_name", "response_column_name")
 _IMAGES = {".png", ".jpg", ".jpeg", ".webp"}
 
 
@@ -79,7 +80,7 @@ def propose(asked: Asked, here: Machine) -> Iterator[Setting]:
     method = METHODS[asked.method]
     yield "policy.model_name_or_path", asked.model, "--model"
     yield from ((key, value, f"cosmos {method.command}") for key, value in method.settings.items())
-    yield from _of_images(asked, method, here) if method.rows == "media" else _of_text(asked, method, here)
+    yield from _of_images(asked, method, here) if row_kind(method.rows).has_media else _of_text(asked, method, here)
     yield "train.ckpt.enable_checkpoint", True, "so that a killed run goes on from here"
     yield "train.ckpt.save_freq", 50, "steps"
     yield "train.ckpt.max_keep", 2, "older ones are removed"
@@ -94,12 +95,14 @@ def _of_text(asked: Asked, method: Method, here: Machine) -> Iterator[Setting]:
     yield "train.train_policy.dataset.name", asked.data, f"--data; {len(rows):,} rows"
     yield from ((f"train.train_policy.{key}", column, reason) for key, column in columns.items())
     config, tokenizer = load_config(asked.model), load_tokenizer(asked.model)
-    longest = _longest(tokenizer, _reader(method, columns), sample)
-    has_turns = method.rows == "prompts" or any(isinstance(value, list) for value in sample[0][1].values())
+    kind = tokenised_kind(method.rows)
+    prompt, response = (columns.get(name, "") for name in _COLUMN_KEYS)
+    longest = _longest(tokenizer, lambda row, where: kind.read_columns(row, where, prompt, response), sample)
+    has_turns = kind.is_completed or any(isinstance(value, list) for value in sample[0][1].values())
     if has_turns and not tokenizer.chat_template:  # plain text is trained on without a template
         named = "chatml" if {"<|im_start|>", "<|im_end|>"} <= tokenizer.get_vocab().keys() else "plain"
         yield "policy.chat_template", named, "the model has none, and the rows have turns"
-    text, is_drawn = config.get_text_config(), method.rows == "prompts"
+    text, is_drawn = config.get_text_config(), kind.is_completed
     drawn = (1024 if here.num_gpus else 256) * is_drawn
     context_length = getattr(text, "max_position_embeddings", None) or 1 << 20
     length = min(context_length, 64 * ceil((longest * 1.1 + drawn) / 64))
@@ -134,11 +137,12 @@ def _columns(asked: Asked, method: Method, row: Row) -> tuple[dict[str, str], st
     Raises:
         DataError: the columns cannot be inferred.
     """
-    named = {"prompt_column_name": asked.prompt, "response_column_name": asked.response}
+    named = dict(zip(_COLUMN_KEYS, (asked.prompt, asked.response), strict=True))
+    kind = tokenised_kind(method.rows)
     if any(named.values()):
         return {key: value for key, value in named.items() if value}, "named by an option"
     try:
-        _reader(method, {})(row, "the first row")
+        kind.read_columns(row, "the first row", "", "")
     except SkippedRow:
         pass
     except DataError as error:
@@ -150,22 +154,13 @@ def _columns(asked: Asked, method: Method, row: Row) -> tuple[dict[str, str], st
             if len(sentence_columns) == 2
             else [name for name, value in row.items() if isinstance(value, str)]
         )
-        if method.rows == "pairs":
+        if not kind.has_one_response:
             raise DataError(f"--data {asked.data}: {error}") from error
         if len(text_columns) != 2:
             options = "--prompt COLUMN and --response COLUMN"
             raise DataError(f"--data {asked.data}: the columns are {columns_of(row)}; name them: {options}") from error
         return dict(zip(named, text_columns, strict=True)), "the only two columns of text, in their order"
     return {}, ""
-
-
-def _reader(method: Method, columns: dict[str, str]) -> Callable[[Row, str], Any]:
-    names = (columns.get("prompt_column_name", ""), columns.get("response_column_name", ""))
-    if method.rows == "prompts":
-        return lambda row, where: read_prompt(row, where, *names, with_images=True)[0]
-    columns_by_field = {field: name for field, name in zip(("prompt", "response"), names, strict=True) if name}
-    read = read_preference if method.rows == "pairs" else read_conversation
-    return lambda row, where: read(ReadRow(row, columns_by_field, where), where, with_images=True)
 
 
 def _longest(tokenizer: Any, read: Callable[[Row, str], Any], sample: list[tuple[str, Row]]) -> int:

@@ -11,26 +11,21 @@ import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 import torch
 
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.data.prepared import Pairs, Sequences
-from cosmos_core.data.sample import Sample
+from cosmos_core.data.kinds.base import COMPARED_ROWS, LearnedRows
 from cosmos_core.errors import ConfigError, Preempted
 from cosmos_core.parallel.mesh import any_on_ranks, broadcast_object, is_first
 from cosmos_core.run.files import read_json, sha256, write_json
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.feeds import labelled_samples, pair_samples
 from cosmos_core.train.trainer import Trainer
 
 NAME = "reference"
 """Name of the weights, and of the folder in the stage."""
-CHUNK = 256
-"""Number of rows that are computed together; constant, because padding and so the result depend on the chunk, and for
-rows with a label also which of them are mismatched."""
 _SAVE_SECONDS = 60.0
 _COLUMNS = ("chosen", "rejected")
 """Names of both samples of a row in the file, also where they are the labelled and the mismatched one."""
@@ -38,36 +33,19 @@ _COLUMNS = ("chosen", "rejected")
 logger = logging.getLogger(__name__)
 
 
-def is_compared(rows: Any) -> TypeGuard[Pairs | Sequences]:
-    """Return whether rows are pairs or have a label."""
-    return isinstance(rows, Pairs) or (isinstance(rows, Sequences) and rows.labels is not None)
-
-
-def compared_samples(
-    rows: Pairs | Sequences, positions: Sequence[int], reference: np.ndarray | None, recipe: Recipe
-) -> list[Sample]:
-    """Return two samples of each row at `positions`: chosen and rejected, or labelled and mismatched."""
-    if isinstance(rows, Pairs):
-        return [sample for i in positions for sample in pair_samples(rows, i, reference)]
-    return labelled_samples(rows, positions, reference, recipe.policy.model_max_length)
-
-
-def compared_logprobs(
-    trainer: Trainer, rows: Pairs | Sequences, positions: Sequence[int], recipe: Recipe
-) -> np.ndarray:
+def compared_logprobs(trainer: Trainer, rows: LearnedRows, positions: Sequence[int], recipe: Recipe) -> np.ndarray:
     """Return the log-probabilities of both samples of the rows at `positions` under the current policy.
 
     The result has shape (N, 2), float64, summed over the trained tokens.
     """
-    samples = compared_samples(rows, positions, None, recipe)
-    size = recipe.train.train_policy.mini_batch * (2 if isinstance(rows, Pairs) else 1)
-    outputs = trainer.evaluate(samples, size=size)
+    policy = recipe.train.train_policy
+    outputs = trainer.evaluate(rows.samples(positions), size=policy.mini_batch * policy.sequences_per_row)
     sums = [row["logprobs"].sum(dtype=torch.float64) for row in outputs]
     return torch.stack(sums).cpu().numpy().reshape(-1, 2)
 
 
 def reference_logprobs(
-    stage: Stage, trainer: Trainer, rows: Pairs | Sequences, split: str, positions: np.ndarray
+    stage: Stage, trainer: Trainer, rows: LearnedRows, split: str, positions: np.ndarray
 ) -> np.ndarray | None:
     """Return the reference log-probabilities of all rows, shape (rows, 2), NaN outside `positions`.
 
@@ -84,9 +62,9 @@ def reference_logprobs(
     saved_before = torch.from_numpy(_saved(file, key, len(rows))) if is_first() else torch.empty(0)
     logprobs = broadcast_object(saved_before).numpy()
     saved = time.monotonic()
-    for start in range(0, len(positions), CHUNK):
+    for start in range(0, len(positions), COMPARED_ROWS):
         stage.progress.advance(start, len(positions))
-        chunk = positions[start : start + CHUNK]
+        chunk = positions[start : start + COMPARED_ROWS]
         if not np.isnan(logprobs[chunk]).any():
             continue
         if any_on_ranks(stage.stop_requested):
@@ -100,7 +78,7 @@ def reference_logprobs(
     return logprobs
 
 
-def handed_on(stage: Stage, rows: Pairs | Sequences, split: str) -> np.ndarray | None:
+def handed_on(stage: Stage, rows: LearnedRows, split: str) -> np.ndarray | None:
     """Return the log-probabilities of these rows that an earlier stage's training saved; None if none are needed.
 
     Raises:

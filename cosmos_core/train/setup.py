@@ -22,8 +22,10 @@ from cosmos_core.algorithms.data_term import WithDataTerm
 from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.checkpoint.best import Best
 from cosmos_core.checkpoint.save import Checkpointer
-from cosmos_core.data.media_rows import MediaRows, open_media
-from cosmos_core.data.prepared import DATA_TERM, Prompts, open_pairs, open_prompts, open_sequences
+from cosmos_core.data.kinds.base import TRAIN, VALIDATION
+from cosmos_core.data.kinds.registry import row_kind
+from cosmos_core.data.kinds.sequences import open_sequences
+from cosmos_core.data.prepared import DATA_TERM, open_held_out
 from cosmos_core.models.base import ModelAdapter
 from cosmos_core.models.teacher import TEACHER, open_teacher
 from cosmos_core.observe.gallery import FOLDER as DRAWINGS
@@ -35,17 +37,16 @@ from cosmos_core.run.stage import Stage
 from cosmos_core.train.async_validation import AsyncValidation, is_possible
 from cosmos_core.train.completions import FOLDER as COMPLETIONS
 from cosmos_core.train.completions import CompletionLog
-from cosmos_core.train.diffusion_setup import DrawnPrompts, open_drawn, prepare_algorithm
+from cosmos_core.train.diffusion_setup import prepare_algorithm
 from cosmos_core.train.ema import MovingAverage
-from cosmos_core.train.feeds import Feed, MediaFeed, PairFeed, SequenceFeed, rows_per_step, sft_rows, total_steps
+from cosmos_core.train.feeds import Feed, RowFeed, rows_per_step, sft_rows, total_steps
 from cosmos_core.train.generation import Generation, transfer_dtype_of
 from cosmos_core.train.logprob_drift import LogprobDrift
 from cosmos_core.train.loop import Loop, Measure
 from cosmos_core.train.measure import (
     SAMPLES,
     Completions,
-    held_out,
-    learned_held_out,
+    held_out_batch,
     most_tokens,
     prepared_folder,
     reward_weights,
@@ -54,7 +55,7 @@ from cosmos_core.train.measure import (
 )
 from cosmos_core.train.mfu import Utilization
 from cosmos_core.train.reference import NAME as REFERENCE
-from cosmos_core.train.reference import is_compared, reference_logprobs
+from cosmos_core.train.reference import reference_logprobs
 from cosmos_core.train.resume_from import adopt_checkpoint, named_checkpoint
 from cosmos_core.train.rollout_feed import (
     PromptOrder,
@@ -172,22 +173,16 @@ def _feed(
 ) -> Feed:
     """Return the feed of the stage; the policy has the weights that the stage starts from."""
     recipe, folder = stage.recipe, prepared_folder(stage)
-    policy = recipe.train.train_policy
-    if policy.rows in {"sequences", "labelled"}:
-        return SequenceFeed(open_sequences(folder, "train", policy.rows), recipe)
-    if policy.rows == "media" and not policy.has_rollouts:
-        return MediaFeed(open_media(folder, "train"), recipe, trainer.adapter)
-    if policy.rows == "pairs":
-        pairs = open_pairs(folder, "train")
-        feed = PairFeed(pairs, recipe)
-        feed.reference = reference_logprobs(stage, trainer, pairs, "train", feed.trained)
+    policy, kind = recipe.train.train_policy, row_kind(recipe.train.train_policy.rows)
+    if not policy.has_rollouts:
+        rows = kind.open(folder, TRAIN, recipe.policy, trainer.adapter)
+        feed = RowFeed(rows, recipe)
+        if policy.scores_rows_once:
+            rows.reference = reference_logprobs(stage, trainer, rows, TRAIN, feed.trained)
         return feed
-    prompts: Sequence[Prompt]
+    prompts = kind.prompts(folder, TRAIN, policy, recipe.policy)
     if recipe.policy.is_diffusers:
-        prompts = open_drawn(folder, "train", recipe)
         prepare_algorithm(stage, trainer, algorithm)
-    else:
-        prompts = open_prompts(folder, "train")
     order = PromptOrder(prompts, recipe)
     source: GroupSource
     if recipe.engines_apart:
@@ -256,42 +251,35 @@ def _measure(stage: Stage, trainer: Trainer, algorithm: Algorithm, generation: G
     """Return the validation of the training, on held-out rows or on completions of held-out prompts; None: disabled."""
     if not stage.recipe.validation.enable:
         return None
-    rows = held_out(prepared_folder(stage))
-    completion_metrics: Measure = _measure_nothing
-    if isinstance(rows, MediaRows):
-        drawn = open_drawn(prepared_folder(stage), "validation", stage.recipe)
-        if stage.recipe.train.train_policy.has_rollouts:
-            rows = drawn
-        else:
-            completion_metrics = _completions(drawn, generation, stage)
-    if isinstance(rows, Prompts) and (learned := learned_held_out(prepared_folder(stage))) is not None:
-        completion_metrics, rows = _completions(rows, generation, stage), learned
-    if isinstance(rows, Prompts | DrawnPrompts):
-        return _completions(rows, generation, stage)
-    reference = None
-    if is_compared(rows):
-        reference = reference_logprobs(stage, trainer, rows, "validation", np.arange(len(rows)))
+    recipe = stage.recipe
+    rows, prompts = open_held_out(prepared_folder(stage), recipe.train.train_policy, recipe.policy, trainer.adapter)
+    completion_metrics = _measure_nothing if prompts is None else _completions(prompts, generation, stage)
+    if rows is None:
+        return completion_metrics
+    if rows.is_compared:
+        rows.reference = reference_logprobs(stage, trainer, rows, VALIDATION, np.arange(len(rows)))
+    size = held_out_batch(recipe)
     return lambda step: {
-        **row_metrics(trainer, algorithm, rows, reference, stage.recipe, stage.progress),
-        **completion_metrics(step),
-    }
+        **row_metrics(trainer, algorithm, rows, size, stage.progress), **completion_metrics(step)
+    }  # fmt: skip
 
 
 def _apart(stage: Stage, generation: Generation) -> AsyncValidation | None:
     """Return the validation that runs while the training continues; None: the training waits for each validation."""
     if not (stage.recipe.validation.enable and is_possible(stage.recipe)):
         return None
-    rows = held_out(prepared_folder(stage))
-    assert isinstance(rows, Prompts)
-    score = generation.score_here(reward_weights(stage.recipe), most_tokens(stage.recipe))
-    completions = Completions(rows, generation.fleet, score, stage)
+    recipe = stage.recipe
+    prompts = open_held_out(prepared_folder(stage), recipe.train.train_policy, recipe.policy).prompts
+    assert prompts is not None
+    score = generation.score_here(reward_weights(recipe), most_tokens(recipe))
+    completions = Completions(prompts, generation.fleet, score, stage)
     return AsyncValidation(completions, generation.fleet, generation.resync, stage.progress.beat)
 
 
-def _completions(rows: Prompts | DrawnPrompts, generation: Generation, stage: Stage) -> Measure:
+def _completions(prompts: Sequence[Prompt], generation: Generation, stage: Stage) -> Measure:
     """Return a function that validates on completions of held-out prompts."""
     score = generation.score(reward_weights(stage.recipe), most_tokens(stage.recipe))
-    completions = Completions(rows, generation.engine, score, stage)
+    completions = Completions(prompts, generation.engine, score, stage)
     if stage.recipe.train.train_policy.has_rollouts:
         return completions.measure
 

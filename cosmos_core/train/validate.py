@@ -8,25 +8,23 @@ from contextlib import ExitStack
 import torch
 
 from cosmos_core.algorithms.registry import make_algorithm
-from cosmos_core.data.media_rows import MediaRows
-from cosmos_core.data.prepared import Prompts
+from cosmos_core.data.kinds.base import VALIDATION
+from cosmos_core.data.prepared import check_held_out, open_held_out
 from cosmos_core.errors import Preempted
 from cosmos_core.observe.gallery import FOLDER as DRAWINGS
 from cosmos_core.parallel.mesh import is_first
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.diffusion_setup import DrawnPrompts, open_drawn
 from cosmos_core.train.generation import Generation
 from cosmos_core.train.measure import (
     SAMPLES,
     Completions,
-    held_out,
-    learned_held_out,
+    held_out_batch,
     most_tokens,
     prepared_folder,
     reward_weights,
     row_metrics,
 )
-from cosmos_core.train.reference import handed_on, is_compared
+from cosmos_core.train.reference import handed_on
 from cosmos_core.train.setup import open_trainer
 from cosmos_core.train.stop import StopAsked
 from cosmos_core.types import Outcome
@@ -36,32 +34,27 @@ METRICS = "metrics.json"
 
 def run(stage: Stage) -> Outcome:
     """Evaluate the model on its held-out rows, and write `metrics.json`."""
-    rows = held_out(prepared_folder(stage))
+    recipe, folder = stage.recipe, prepared_folder(stage)
+    check_held_out(folder)
     trainer = open_trainer(stage)
+    rows, prompts = open_held_out(folder, recipe.train.train_policy, recipe.policy, trainer.adapter)
     with torch.no_grad():
         trainer.adapter.prove()
     stage.progress.phase("validate")
     outputs = [METRICS]
-    drawn = rows
-    if isinstance(rows, MediaRows):
-        drawn = open_drawn(prepared_folder(stage), "validation", stage.recipe)
-        rows = drawn if stage.recipe.train.train_policy.has_rollouts else rows
     metrics: dict[str, float] = {}
-    if isinstance(drawn, Prompts | DrawnPrompts):
+    if prompts is not None:
         with ExitStack() as stack:
             generation = Generation(stage, trainer, stack)
-            score = generation.score(reward_weights(stage.recipe), most_tokens(stage.recipe))
+            score = generation.score(reward_weights(recipe), most_tokens(recipe))
             try:
-                metrics = Completions(drawn, generation.engine, score, stage).measure(0)
+                metrics = Completions(prompts, generation.engine, score, stage).measure(0)
             except StopAsked:
                 raise Preempted("stopped while it measured; nothing saved") from None
         outputs += [name for name in (SAMPLES, DRAWINGS) if (stage.path / name).exists()]
-    if isinstance(rows, Prompts) and (learned := learned_held_out(prepared_folder(stage))) is not None:
-        rows = learned
-    if not isinstance(rows, Prompts | DrawnPrompts):
-        reference = handed_on(stage, rows, "validation") if is_compared(rows) else None
-        algorithm = make_algorithm(stage.recipe)
-        metrics |= row_metrics(trainer, algorithm, rows, reference, stage.recipe, stage.progress)
+    if rows is not None:
+        rows.reference = handed_on(stage, rows, VALIDATION) if rows.is_compared else None
+        metrics |= row_metrics(trainer, make_algorithm(recipe), rows, held_out_batch(recipe), stage.progress)
     stage.metrics.log(0, metrics)
     if is_first():
         (stage.path / METRICS).write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")

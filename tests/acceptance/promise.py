@@ -34,7 +34,8 @@ from cosmos_core.config.inputs import source_of
 from cosmos_core.config.mesh import check_meshes, on_these_gpus
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.data import look
-from cosmos_core.data.prepared import open_prompts, open_table, rows_kind
+from cosmos_core.data.kinds.prompts import find_prompts
+from cosmos_core.data.prepared import open_table
 from cosmos_core.errors import CosmosError
 from cosmos_core.launch.check import check_readers
 from cosmos_core.registry import import_thing
@@ -229,10 +230,9 @@ def _rows_problem(at: Stage, settings: dict[str, Any]) -> str:
     """Compare what is learned of each row with what the row says is the assistant's: its words begin with `a`, those of
     others with `u`, and each has the number of its row."""
     tokenizer = AutoTokenizer.from_pretrained(at.model)
-    if rows_kind(at.path / "data", "train") == "prompts":
-        texts = [prompt.text for prompt in open_prompts(at.path / "data", "train")]
-        return next((f"prompt has an answer in it: {text!r}" for text in texts if "a0" in text), "")
-    table_ = open_table(at.path / "data", "train", "sequences", "pairs", "labelled")
+    if (prompts := find_prompts(at.path / "data", "train")) is not None:
+        return next((f"prompt has an answer in it: {each.text!r}" for each in prompts if "a0" in each.text), "")
+    table_ = open_table(at.path / "data", "train")
     for row in table_.to_pylist():
         for side in [name[: -len("_ids")] for name in row if name.endswith("_ids")]:
             ids, mask = row[f"{side}_ids"], row["loss_mask" if side == "input" else f"{side}_mask"]

@@ -27,7 +27,7 @@ from cosmos_core.data import prepare
 from cosmos_core.run.files import read_json, sha256
 from cosmos_core.run.progress import Metrics, Progress, read_metrics
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.feeds import SequenceFeed
+from cosmos_core.train.feeds import RowFeed
 from cosmos_core.train.setup import run
 from cosmos_core.types import Outcome
 from tasks.kinds import all_kinds
@@ -167,16 +167,16 @@ def _train(folder: Path, task: Path, mesh: dict[str, int], stop: threading.Event
     """One rank; every step's rows are noted."""
     torch.set_num_threads(1)
     stage = _stage(folder / "sft", task / "task/model", task / "rows/data", **mesh)
-    read = SequenceFeed.samples
+    read = RowFeed.samples
 
-    def noted(feed: SequenceFeed, step: int) -> Any:
+    def noted(feed: RowFeed, step: int) -> Any:
         samples, figures = read(feed, step)
         digests = [hashlib.sha256(sample.input_ids.tobytes()).hexdigest()[:16] for sample in samples]
         with open(folder / RECORD, "a", encoding="utf-8") as file:
             file.write(json.dumps([step, digests]) + "\n")
         return samples, figures
 
-    SequenceFeed.samples = noted  # type: ignore[method-assign]
+    RowFeed.samples = noted  # type: ignore[method-assign]
     if torch.distributed.is_initialized() and torch.distributed.get_rank():
         own = folder / f"rank_{torch.distributed.get_rank()}"
         own.mkdir(exist_ok=True)

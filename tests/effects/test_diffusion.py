@@ -10,10 +10,10 @@ import torch
 
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.flow_sample import FlowSample
+from cosmos_core.data.kinds.media import draws_of
 from cosmos_core.data.media_rows import MediaRow
 from cosmos_core.models.families import open_family
 from cosmos_core.models.sana import Sana
-from cosmos_core.train.feeds import draws_of
 from tests import tiny_pipelines
 from tests.effects.change import SFT, Change, changes
 
@@ -47,7 +47,7 @@ class Adapter:
 
 def drawn(recipe: Recipe, pipeline: Path, frames: int = 0) -> list[FlowSample]:
     rows: Any = Rows()
-    draws = draws_of(rows, recipe, Adapter(open_family(str(pipeline), recipe.policy)))
+    draws = draws_of(rows, recipe.policy.diffusers, Adapter(open_family(str(pipeline), recipe.policy)))
     return [draws.sample(row(frames), seed) for seed in range(64)]
 
 

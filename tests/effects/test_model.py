@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.sample import Sample
 from cosmos_core.run.progress import Progress
-from cosmos_core.train.measure import row_metrics
+from cosmos_core.train.measure import held_out_batch, row_metrics
 from cosmos_core.train.setup import open_trainer
 from cosmos_core.train.trainer import Trainer
 from tests.effects.change import GRPO, SFT, Change, changes, stage_of
@@ -130,22 +130,22 @@ def test_it_changes_the_rows_of_a_forward_pass(
 
 
 class Rows(list[Any]):
-    """Prepared rows without images."""
+    """Prepared rows, as samples."""
 
-    labels = None
+    is_compared = False
 
-    def images(self, index: int) -> tuple[str, ...]:
-        return ()
+    def samples(self, positions: Sequence[int]) -> list[Any]:
+        return [self[i] for i in positions]
 
 
 @changes(Change("validation.batch_size", 8, EAGER))
 def test_it_changes_the_rows_of_a_forward_pass_in_validation(change: Change, model: Path, tmp_path: Path) -> None:
     def passes(recipe: Recipe) -> list[int]:
         rank = rank_of(recipe, model, tmp_path)
-        rows: Any = Rows((sample.input_ids, sample.loss_mask) for sample in samples())
+        rows: Any = Rows(samples())
         logprobs(rank, samples(1), 1.0)
         passes = Passes(rank.adapter.model)
-        row_metrics(rank, sft(), rows, None, recipe, Progress(tmp_path / "progress.json"))
+        row_metrics(rank, sft(), rows, held_out_batch(recipe), Progress(tmp_path / "progress.json"))
         return passes.rows
 
     assert passes(change.before) == [1, 1, 1, 1]

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.train.feeds import SequenceFeed, sft_rows
+from cosmos_core.data.kinds.base import LearnedRows
+from cosmos_core.data.sample import Sample
+from cosmos_core.train.feeds import RowFeed, sft_rows
 from tests.effects.change import GRPO, SFT, Change, Settings, changes
 from tests.unit.trainers import micro_batch
 
@@ -26,10 +28,8 @@ TOKENS = {**IN_FILE, "train.max_num_steps": 9, "policy.model_max_length": 8, "tr
 BALANCED = {**TOKENS, "train.train_policy.enable_dp_load_balancing": True}
 
 
-class Rows:
+class Rows(LearnedRows):
     """Rows that repeat their number, ten of one token unless said otherwise."""
-
-    labels = None
 
     def __init__(self, lengths: Sequence[int] = (1,) * 10) -> None:
         self.lengths = np.array(lengths)
@@ -37,17 +37,18 @@ class Rows:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        return np.full(self.lengths[index], index), np.ones(self.lengths[index], dtype=np.uint8)
+    def token_counts(self, *, is_packed: bool) -> np.ndarray:
+        return self.lengths
 
-    def images(self, index: int) -> tuple[str, ...]:
-        return ()
+    def samples(self, positions: Any, seed: Any = None, micro_batch: int | None = None) -> list[Sample]:
+        each = [(np.full(self.lengths[i], i), np.ones(self.lengths[i], dtype=np.uint8)) for i in positions]
+        return [Sample(ids, mask, micro_batch=micro_batch) for ids, mask in each]
 
 
 def micro_batches(recipe: Recipe) -> list[dict[int | None, list[int]]]:
     """The rows of each micro-batch of each step."""
     rows: Any = Rows([4, 1, 3, 8, 2, 5, 4, 4])
-    feed = SequenceFeed(rows, recipe)
+    feed = RowFeed(rows, recipe)
     found: list[dict[int | None, list[int]]] = []
     for step in range(feed.total_steps):
         found.append({})
@@ -59,7 +60,7 @@ def micro_batches(recipe: Recipe) -> list[dict[int | None, list[int]]]:
 def steps(recipe: Recipe) -> list[list[int]]:
     """The rows of each step."""
     rows: Any = Rows()
-    feed = SequenceFeed(rows, recipe)
+    feed = RowFeed(rows, recipe)
     return [[int(sample.input_ids[0]) for sample in feed.samples(step)[0]] for step in range(feed.total_steps)]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.data.prepared import Prompts
+from cosmos_core.data.kinds.prompts import Prompts
 from cosmos_core.rollout.async_groups import AsyncGroupSource
 from cosmos_core.train import generation, setup
 from cosmos_core.train.loop import Loop

@@ -12,7 +12,9 @@ import pytest
 
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import prepare
-from cosmos_core.data.prepared import has_split, open_prompts, open_sequences, rows_kind
+from cosmos_core.data.kinds.prompts import open_prompts
+from cosmos_core.data.kinds.sequences import open_sequences
+from cosmos_core.data.prepared import has_split, rows_kind
 from cosmos_core.errors import DataError
 from cosmos_core.models.hf import load_tokenizer
 from cosmos_core.run.progress import Progress

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from cosmos_core.data.prepared import Sequences
+from cosmos_core.data.kinds.sequences import Sequences
 
 CAPITALS = {
     "France": "Paris", "Japan": "Tokyo", "Egypt": "Cairo", "Peru": "Lima", "Norway": "Oslo", "Kenya": "Nairobi",

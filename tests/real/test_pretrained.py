@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from cosmos_core.data import prepare
-from cosmos_core.data.prepared import open_sequences
+from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.train.setup import run
 from tests.conftest import Workspace, wait_until

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference, KTOTrainer
 
-from cosmos_core.algorithms.kto import Kto, mismatched
+from cosmos_core.algorithms.kto import Kto
 from cosmos_core.config.schema.kto import KtoConfig, KtoLossConfig
-from cosmos_core.data.sample import Sample
+from cosmos_core.data.sample import Sample, swap_responses
 from cosmos_core.run.progress import Progress
 from tests.effects.change import SFT, recipe
 from tests.unit.tiny_model import save_tiny_model
@@ -116,7 +116,7 @@ def test_loss_gradient_and_metrics_equal_those_of_trl_however_the_step_is_split(
         algorithm = Kto(KtoConfig(type="sft", kto=config))
         algorithm.max_tokens = MAX_TOKENS
         samples = [sample_of(row) for row in rows]
-        both = [sample for pair in zip(samples, mismatched(samples, MAX_TOKENS), strict=True) for sample in pair]
+        both = [sample for pair in zip(samples, swap_responses(samples, MAX_TOKENS), strict=True) for sample in pair]
         scored = rank.evaluate(both, weights="reference")
         sums = [row["logprobs"].sum().item() for row in scored]
         rows_of_two = [replace(sample, reference_logprob=value) for sample, value in zip(both, sums, strict=True)]

@@ -13,7 +13,7 @@ import pytest
 from cosmos_core.checkpoint.best import Best
 from cosmos_core.checkpoint.save import Checkpointer
 from cosmos_core.cluster.group import RanksMustRestart
-from cosmos_core.data.prepared import open_sequences
+from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.errors import CosmosError, DataError, DiskFull, Preempted, StageFailed
 from cosmos_core.parallel.exchange import _from_bytes, _to_bytes
 from cosmos_core.rollout.engine_pool import LostWeights
@@ -21,7 +21,7 @@ from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
 from cosmos_core.train import async_validation
 from cosmos_core.train.async_validation import AsyncValidation, Ended
-from cosmos_core.train.feeds import SequenceFeed
+from cosmos_core.train.feeds import RowFeed
 from cosmos_core.train.loop import Loop
 from cosmos_core.train.setup import open_trainer
 from cosmos_core.types import Group
@@ -68,7 +68,7 @@ def train_apart(at: Stage, published: list[int], asked: list[int], stop_after: i
         return {}
 
     assert at.data is not None
-    feed = SequenceFeed(open_sequences(at.data, "train"), at.recipe)
+    feed = RowFeed(open_sequences(at.data, "train"), at.recipe)
     loop = Loop(
         at, open_trainer(at), feed, sft(), checkpointer, publish=publish, apart=apart, watch=watch,
         measure=lambda step: {"validation/reward": apart.values[step]},

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from cosmos_core.data.kinds.pairs import open_pairs
+from cosmos_core.data.kinds.prompts import open_prompts
+from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.data.prepare import run
-from cosmos_core.data.prepared import check_ids, longest_row, open_pairs, open_prompts, open_sequences
+from cosmos_core.data.prepared import check_ids, longest_row
 from cosmos_core.errors import ConfigError, DataError, ModelError
 from cosmos_core.models.hf import load_tokenizer
 from cosmos_core.models.row_limits import check_rows

@@ -8,8 +8,9 @@ import pytest
 
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import look
+from cosmos_core.data.kinds.pairs import open_pairs
+from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.data.prepare import run
-from cosmos_core.data.prepared import open_pairs, open_sequences
 from cosmos_core.errors import DataError
 from cosmos_core.run.files import read_json
 from cosmos_core.train import check

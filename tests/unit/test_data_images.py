@@ -22,8 +22,8 @@ from cosmos_core.config.media import media_of
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.images import ImageRef, in_rgb, open_image, placed_images, read_image
+from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.data.prepare import run
-from cosmos_core.data.prepared import open_sequences
 from cosmos_core.errors import ConfigError, DataError, ModelError
 from cosmos_core.models.processor import load_processor
 from cosmos_core.run.files import read_json, sha256

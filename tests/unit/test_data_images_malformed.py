@@ -11,7 +11,7 @@ import pytest
 from PIL import features
 
 from cosmos_core.data.images import read_image
-from cosmos_core.data.prepared import open_sequences
+from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.errors import DataError
 from cosmos_core.models.hf import load_tokenizer
 from tests.unit.data_tokenizers import learned

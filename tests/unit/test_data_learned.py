@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from cosmos_core.data.conversation import conversation_tokens
+from cosmos_core.data.kinds.pairs import open_pairs
+from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.data.messages import SkippedRow, read_conversation
 from cosmos_core.data.prepare import run
-from cosmos_core.data.prepared import open_pairs, open_sequences
 from cosmos_core.errors import DataError
 from tests.unit.chat_families import FAMILIES, Family
 from tests.unit.data_tokenizers import CHATML, FORGETS_THOUGHTS, TRIMS_THE_END, byte_tokenizer, learned

@@ -16,8 +16,8 @@ import pytest
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import bounds
+from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.data.prepare import run
-from cosmos_core.data.prepared import open_sequences
 from cosmos_core.errors import EXIT_USAGE, DataError, ModelError
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome

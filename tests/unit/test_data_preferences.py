@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from cosmos_core.data.kinds.pairs import Pairs, open_pairs
+from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.data.messages import SkippedRow
 from cosmos_core.data.preferences import read_preference
 from cosmos_core.data.prepare import run
-from cosmos_core.data.prepared import Pairs, open_pairs, open_sequences
 from cosmos_core.errors import DataError
 from cosmos_core.run.files import read_json
 from cosmos_core.run.stage import Stage

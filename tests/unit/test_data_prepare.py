@@ -16,12 +16,13 @@ import pytest
 
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.data.kinds.prompts import open_prompts
+from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.data.prepare import run
-from cosmos_core.data.prepared import has_split, open_prompts, open_sequences
+from cosmos_core.data.prepared import has_split
 from cosmos_core.errors import DataError, ModelError, Preempted
 from cosmos_core.run.files import read_json, sha256
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.measure import learned_held_out
 from tasks.kinds import all_kinds
 from tests.unit.data_tokenizers import CHATML, MISTRAL, byte_tokenizer, learned
 
@@ -117,29 +118,6 @@ def test_grpo_rows_come_back_as_prompts_with_references(tmp_path, model):
     )
     assert byte_tokenizer(CHATML).decode(list(prompt.token_ids)) == prompt.text
     assert [p.id for p in prompts[298:]] == [298, 299] and len(list(prompts)) == 300
-
-
-def test_held_out_rows_are_sequences_for_sft_and_prompts_when_rewards_score_them(tmp_path, model):
-    rows, held_out = write_rows(tmp_path / "a.jsonl", 4), write_rows(tmp_path / "v.jsonl", 2, first=50)
-    validation = {"dataset": {"name": str(held_out)}}
-    run(make_stage(tmp_path / "loss", model, {**sft(rows), "validation": validation}))
-    assert len(open_sequences(tmp_path / "loss" / "data", "validation")) == 2
-    rewarded = {**validation, "reward_function": "exact_match", "max_response_length": 8}
-    run(make_stage(tmp_path / "reward", model, {**sft(rows), "validation": rewarded}))
-    prompts = open_prompts(tmp_path / "reward" / "data", "validation")
-    assert [p.reference for p in prompts] == ["It is 51.", "It is 52."]
-    assert prompts[0].text == "<|im_start|>user\nWhat is 50+1?<|im_end|>\n<|im_start|>assistant\n"
-    loss = open_sequences(tmp_path / "loss" / "data", "validation")
-    both = learned_held_out(tmp_path / "reward" / "data")
-    assert both is not None and [both[i][0].tolist() for i in range(2)] == [loss[i][0].tolist() for i in range(2)]
-    asked = tmp_path / "asked.jsonl"
-    asked.write_text(json.dumps({"messages": [{"role": "user", "content": "?"}], "answer": "42"}) + "\n")
-    asking = {**rewarded, "dataset": {"name": str(asked)}}
-    run(make_stage(tmp_path / "asked", model, {**sft(rows), "validation": asking}))
-    assert len(open_prompts(tmp_path / "asked" / "data", "validation")) == 1
-    assert learned_held_out(tmp_path / "asked" / "data") is None, "no turn to learn"
-    run(make_stage(tmp_path / "rl", model, {**grpo(rows), "validation": validation}))
-    assert len(open_prompts(tmp_path / "rl" / "data", "validation")) == 2
 
 
 def test_test_size_splits_the_training_rows_without_overlap(tmp_path, model):

@@ -17,6 +17,7 @@ from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import InStage
 from cosmos_core.config.schema.train import TrainConfig
+from cosmos_core.data.kinds.base import LearnedRows
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import DataError
 from cosmos_core.models.hf import load_model
@@ -103,20 +104,17 @@ def test_the_gradient_is_that_of_the_algorithm_plus_weight_times_that_of_sft(
         torch.testing.assert_close(gradient, of_rl[key] + 0.25 * of_sft[key], rtol=1e-9, atol=1e-12)
 
 
-class Numbered:
+class Numbered(LearnedRows):
     """Rows of three tokens, each its own number."""
 
     def __init__(self, count: int) -> None:
-        self.count, self.labels = count, None
+        self.count = count
 
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        return np.full(3, index), np.ones(3, dtype=np.uint8)
-
-    def images(self, index: int) -> tuple[str, ...]:
-        return ()
+    def samples(self, positions: Any, seed: Any = None, micro_batch: int | None = None) -> list[Sample]:
+        return [Sample(np.full(3, i), np.ones(3, dtype=np.uint8), micro_batch=micro_batch) for i in positions]
 
 
 def recipe(**term: Any) -> Recipe:
@@ -134,7 +132,7 @@ def beside(**term: Any) -> WithDataTerm:
     config = GrpoConfig.model_validate(
         {"batch_size_per_optimize": 1, "mini_batch": 1, "use_rollout_logprobs_for_loss": True}
     )
-    return WithDataTerm(grpo(config), sft_rows(Numbered(12), recipe(**term)))  # type: ignore[arg-type]
+    return WithDataTerm(grpo(config), sft_rows(Numbered(12), recipe(**term)))
 
 
 def test_each_optimizer_step_has_rows_of_its_own_and_each_row_comes_once_an_epoch() -> None:

@@ -18,14 +18,14 @@ from cosmos_core.algorithms.dpo import Dpo
 from cosmos_core.config.schema.dpo import DpoConfig, DpoLossConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import prepare
-from cosmos_core.data.prepared import Pairs, open_pairs
+from cosmos_core.data.kinds.pairs import Pairs, open_pairs
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ConfigError, Preempted
 from cosmos_core.models.hf import load_model
 from cosmos_core.run.progress import Progress, read_metrics
 from cosmos_core.run.stage import Stage
 from cosmos_core.train import reference, validate
-from cosmos_core.train.feeds import PairFeed
+from cosmos_core.train.feeds import RowFeed
 from cosmos_core.train.setup import open_trainer, run, train
 from tests.effects.change import SFT, recipe, stage_of
 from tests.unit.tiny_model import save_tiny_model
@@ -106,8 +106,8 @@ def test_loss_and_gradients_are_those_of_a_plain_loop_however_pairs_are_split(in
         config = recipe(split)
         rank = trainer_of(load_model(folder, dtype=torch.float64), config.train, 0, Progress(tmp_path / "p.json"))
         score_in(rank, torch.float64)
-        feed = PairFeed(pairs, config)
-        feed.reference = reference.compared_logprobs(rank, pairs, range(len(pairs)), config)
+        feed = RowFeed(pairs, config)
+        pairs.reference = reference.compared_logprobs(rank, pairs, range(len(pairs)), config)
         moved(rank.adapter.model)
         samples, _ = feed.samples(0)
         (update,) = Dpo(DpoConfig(type="sft", dpo=DpoLossConfig(beta=0.5))).updates(samples, NoView())
@@ -224,7 +224,7 @@ class StopsAt(Stage):
 def test_stopped_and_resumed_ends_with_the_same_bits(
     inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapter: bool
 ) -> None:
-    monkeypatch.setattr(reference, "CHUNK", 4)
+    monkeypatch.setattr(reference, "COMPARED_ROWS", 4)
     settings = {"train.epoch": 2, "policy.lora.r": 4} if adapter else {"train.epoch": 2}
     expected = train(stage(inputs, tmp_path / "whole", **settings))
     for stop_at in (0, 2, 5):
@@ -244,7 +244,7 @@ def test_stopped_and_resumed_ends_with_the_same_bits(
 def test_the_reference_is_computed_once_for_the_pairs_that_are_trained(
     inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reference, "CHUNK", 4)
+    monkeypatch.setattr(reference, "COMPARED_ROWS", 4)
     pairs, at = pairs_of(inputs), stage(inputs, tmp_path / "s", **{"train.max_num_steps": 2})
     rank = open_trainer(at)
     calls: list[int] = []
@@ -268,7 +268,7 @@ def test_the_reference_is_computed_once_for_the_pairs_that_are_trained(
     at.fingerprint = "0" * 64  # another model or other settings
     reference.reference_logprobs(at, rank, pairs, "train", places)
     assert len(calls) == 6
-    feed = PairFeed(pairs, at.recipe)
+    feed = RowFeed(pairs, at.recipe)
     trained = {tuple(sample.input_ids) for step in range(2) for sample in feed.samples(step)[0]}
     assert {tuple(rows[int(i)][0]) for i in feed.trained for rows in (pairs.chosen, pairs.rejected)} == trained
     assert len(feed.trained) == 8
@@ -284,7 +284,7 @@ def test_the_reference_is_computed_once_for_the_pairs_that_are_trained(
 def test_a_pair_is_in_one_micro_batch_and_each_rank_has_some(inputs: Path, settings: dict[str, int]) -> None:
     mesh = {f"policy.parallelism.{key}": value for key, value in settings.items()}
     config: Recipe = recipe({**DPO, "train.train_policy.mini_batch": 4, **mesh})
-    samples, _ = PairFeed(pairs_of(inputs), config).samples(0)
+    samples, _ = RowFeed(pairs_of(inputs), config).samples(0)
     assert [sample.micro_batch for sample in samples] == ([0] * 8 if not settings else [0] * 4 + [1] * 4)
     lengths = [max(len(a.input_ids), len(b.input_ids)) for a, b in zip(samples[::2], samples[1::2], strict=True)]
     assert lengths == sorted(lengths, reverse=True)
@@ -296,7 +296,7 @@ def test_pairs_fill_a_budget_of_tokens(inputs: Path) -> None:
         **DPO, "train.train_policy.enable_dp_load_balancing": True, "train.max_num_steps": 99,
         "train.train_policy.load_balanced_max_tokens_for_batch": 200,
     }  # fmt: skip
-    feed = PairFeed(pairs, recipe(balanced))
+    feed = RowFeed(pairs, recipe(balanced))
     steps = [feed.samples(step)[0] for step in range(feed.total_steps)]
     assert sum(len(samples) for samples in steps) == 2 * NUM_PAIRS
     for samples in steps:

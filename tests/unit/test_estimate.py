@@ -17,12 +17,13 @@ from cosmos_core.config.compose import load_pipeline
 from cosmos_core.config.mesh import check_meshes
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import prepare
-from cosmos_core.data.prepared import open_pairs, open_sequences
+from cosmos_core.data.kinds.pairs import open_pairs
+from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.launch.estimate import estimate_in_worker, estimate_table
 from cosmos_core.run.plan import Decision
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.estimate import Estimate, estimate, kv_cache_bytes, sharded
-from cosmos_core.train.feeds import Feed, PairFeed, SequenceFeed
+from cosmos_core.train.feeds import Feed, RowFeed
 from cosmos_core.train.memory import Memory, eight_bit_moments
 from tasks.kinds import all_kinds
 from tests.effects.change import stage_of
@@ -198,9 +199,9 @@ def test_steps_of_batches_filled_by_tokens_are_those_that_the_feed_takes(
 ) -> None:
     config, data = balanced(tiny, tmp_path, trainer_type=trainer)
     feed: Feed = (
-        PairFeed(open_pairs(data, "train"), config)
+        RowFeed(open_pairs(data, "train"), config)
         if trainer == "dpo"
-        else SequenceFeed(open_sequences(data, "train"), config)
+        else RowFeed(open_sequences(data, "train"), config)
     )
     lengths = [len(sample.input_ids) for step in range(feed.total_steps) for sample in feed.samples(step)[0]]
     found, unprepared = of(tiny, config, data), of(tiny, config)

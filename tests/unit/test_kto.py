@@ -10,7 +10,8 @@ import pytest
 
 from cosmos_core.config.schema.table import InStage
 from cosmos_core.data import look, prepare
-from cosmos_core.data.prepared import open_sequences
+from cosmos_core.data.kinds.labelled import LabelledSequences
+from cosmos_core.data.kinds.registry import row_kind
 from cosmos_core.errors import ConfigError, DataError
 from cosmos_core.models.hf import load_tokenizer
 from cosmos_core.run.progress import read_metrics
@@ -60,10 +61,11 @@ def test_of_a_row_with_a_label_the_last_response_is_learned(
     row: dict[str, Any], expected: tuple[str, bool], model: Path, tmp_path: Path
 ) -> None:
     at = stage(tmp_path, [row], model)
-    rows = open_sequences(at.path / "data", "train", "labelled")
+    rows = row_kind("labelled").open(at.path / "data", "train", at.recipe.policy)
+    assert isinstance(rows, LabelledSequences)
     ids, mask = rows[0]
     assert learned(load_tokenizer(str(model)), ids.tolist(), mask.tolist()) == [f"{expected[0]}<|im_end|>"]
-    assert rows.labels is not None and rows.labels.tolist() == [expected[1]]
+    assert rows.labels.tolist() == [expected[1]]
 
 
 @pytest.mark.parametrize(

@@ -18,16 +18,16 @@ from cosmos_core.checkpoint.resume import problem
 from cosmos_core.checkpoint.save import Checkpointer
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import prepare
-from cosmos_core.data.prepared import open_sequences
+from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ConfigError, ModelError, Preempted
 from cosmos_core.models.hf import load_model
 from cosmos_core.run.files import write_json
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.feeds import SequenceFeed
+from cosmos_core.train.feeds import RowFeed
 from cosmos_core.train.loop import Loop
-from cosmos_core.train.measure import row_metrics
+from cosmos_core.train.measure import held_out_batch, row_metrics
 from cosmos_core.train.resume_from import adopt_checkpoint
 from cosmos_core.train.setup import hand_over, open_trainer
 from cosmos_core.train.setup import train as train_stage
@@ -78,7 +78,7 @@ def train(at: Stage, values: Sequence[float], stop_after: int = 0, metric: str =
         at.stop_requested = step == stop_after
         return {metric: values[step - 1]}
 
-    feed = SequenceFeed(open_sequences(at.data, "train"), at.recipe)
+    feed = RowFeed(open_sequences(at.data, "train"), at.recipe)
     loop = Loop(at, rank, feed, sft(), checkpointer, measure=measure)
     try:
         loop.run()
@@ -169,7 +169,7 @@ def test_held_out_figures_are_those_of_the_whole_logits(inputs: Path, tmp_path: 
     at = stage(tmp_path / "sft", inputs)
     rank = open_trainer(at)
     rows = open_sequences(inputs / "rows/data", "validation")
-    figures = row_metrics(rank, sft(), rows, None, at.recipe, at.progress)
+    figures = row_metrics(rank, sft(), rows, held_out_batch(at.recipe), at.progress)
     model = load_model(str(inputs / "model"), dtype=torch.float32).eval()
     losses, hits = [], []
     for sample in (Sample(*rows[i]) for i in range(len(rows))):
@@ -220,7 +220,7 @@ def test_validation_and_the_hand_over_are_of_the_average_and_the_training_is_not
     rows = open_sequences(inputs / "rows/data", "validation")
     rank = open_trainer(at)
     rank.adapter.model.load_state_dict(exported, strict=False)
-    measured = row_metrics(rank, sft(), rows, None, at.recipe, at.progress)
+    measured = row_metrics(rank, sft(), rows, held_out_batch(at.recipe), at.progress)
     assert measured["validation/loss"] == pytest.approx(trained.metrics["validation/loss"], rel=1e-6)
     assert trained.metrics["validation/loss"] > plain.metrics["validation/loss"]  # the average is behind
     assert trained.metrics["loss"] == plain.metrics["loss"]

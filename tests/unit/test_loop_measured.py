@@ -10,10 +10,10 @@ import pytest
 
 from cosmos_core.checkpoint.best import Best
 from cosmos_core.checkpoint.save import Checkpointer
-from cosmos_core.data.prepared import open_sequences
+from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.errors import Preempted
 from cosmos_core.run.progress import read_metrics
-from cosmos_core.train.feeds import SequenceFeed
+from cosmos_core.train.feeds import RowFeed
 from cosmos_core.train.loop import Loop
 from cosmos_core.train.setup import open_trainer
 from cosmos_core.train.stop import StopAsked
@@ -29,7 +29,7 @@ def test_the_last_step_is_measured_where_the_data_ends_before_anybody_knows(
     inputs: Path,  # noqa: F811 - the fixture
     tmp_path: Path,
 ) -> None:
-    class Ends(SequenceFeed):
+    class Ends(RowFeed):
         def next(self) -> Any:
             return super().next() if self.step < 3 else None
 
@@ -76,7 +76,7 @@ def test_a_stop_cuts_a_validation_off_and_the_step_is_measured_when_the_training
 
     for _ in range(2):
         checkpointer = Checkpointer(at.path / "checkpoints", fingerprint="f", max_keep=-1, asynchronous=False)
-        feed = SequenceFeed(open_sequences(at.data, "train"), at.recipe)
+        feed = RowFeed(open_sequences(at.data, "train"), at.recipe)
         loop = Loop(at, open_trainer(at), feed, sft(), checkpointer, measure=measure)
         with (
             nullcontext() if 4 in measured else pytest.raises(Preempted, match="stopped after step 4 of 6; checkpoint")

@@ -14,7 +14,7 @@ from cosmos_core.config.compose import load_pipeline
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import prepare
-from cosmos_core.data.prepared import Sequences, open_sequences
+from cosmos_core.data.kinds.sequences import Sequences, open_sequences
 from cosmos_core.models.hf import load_tokenizer
 from cosmos_core.run.files import read_json
 from cosmos_core.run.progress import read_metrics

@@ -14,7 +14,8 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.sample import KeepConfig
 from cosmos_core.config.schema.table import InStage
 from cosmos_core.data import prepare
-from cosmos_core.data.prepared import open_pairs, open_sequences
+from cosmos_core.data.kinds.pairs import open_pairs
+from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.errors import ConfigError, DataError, Preempted
 from cosmos_core.run.stage import Stage
 from cosmos_core.sample import program

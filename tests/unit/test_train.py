@@ -19,7 +19,7 @@ from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import prepare
-from cosmos_core.data.prepared import open_sequences
+from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import Preempted, StageFailed
 from cosmos_core.models.hf import load_model
@@ -262,11 +262,11 @@ def test_stopped_twice_and_resumed_ends_with_the_same_bits_and_the_same_curve(
 
 
 def test_every_row_is_seen_once_an_epoch_in_an_order_of_its_own(task: Path) -> None:
-    from cosmos_core.data.prepared import open_sequences
-    from cosmos_core.train.feeds import SequenceFeed
+    from cosmos_core.data.kinds.sequences import open_sequences
+    from cosmos_core.train.feeds import RowFeed
 
     rows = open_sequences(task / "sft-data/data", "train")
-    feed = SequenceFeed(rows, recipe(SFT, train_batch_per_replica=8, epoch=2))
+    feed = RowFeed(rows, recipe(SFT, train_batch_per_replica=8, epoch=2))
     assert feed.total_steps == 16
     epochs = []
     for epoch in range(2):

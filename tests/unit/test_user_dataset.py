@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from cosmos_core.data import prepare
-from cosmos_core.data.prepared import open_prompts, open_sequences
+from cosmos_core.data.kinds.prompts import open_prompts
+from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.errors import ConfigError, DataError
 from cosmos_core.models.hf import load_tokenizer
 from tests.effects.change import GRPO, SFT, recipe, stage_of

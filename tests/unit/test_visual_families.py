@@ -18,8 +18,8 @@ from transformers import PreTrainedModel, ProcessorMixin
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.data.prepare import run
-from cosmos_core.data.prepared import open_sequences
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ConfigError
 from cosmos_core.models.freeze import choose_trained

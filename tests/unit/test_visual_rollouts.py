@@ -17,7 +17,9 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data import prepare
-from cosmos_core.data.prepared import open_pairs, open_prompts, shows_images
+from cosmos_core.data.kinds.pairs import open_pairs
+from cosmos_core.data.kinds.prompts import open_prompts
+from cosmos_core.data.prepared import shows_images
 from cosmos_core.errors import DataError, Preempted
 from cosmos_core.models.hf import load_model, load_tokenizer
 from cosmos_core.models.processor import Vision, load_processor

@@ -20,8 +20,6 @@ from cosmos_core.types import FlowSampling
 if TYPE_CHECKING:
     from cosmos_core.config.schema.diffusers import DiffusersConfig
 
-RowKind = Literal["sequences", "pairs", "labelled", "prompts", "media", "media_prompts"]
-
 REWARD_TIMEOUT_SECONDS = 10.0
 
 
@@ -30,9 +28,14 @@ class AlgorithmConfig(Table):
 
     algorithm: ClassVar[str]
     """The `trainer_type` that means this table."""
-    rows: ClassVar[RowKind]
-    """Kind of rows that `prepare` makes: token sequences, pairs of sequences, sequences with a label, or prompts; for a
-    diffusion model images and clips with their prompts (`media`), or only prompts (`media_prompts`)."""
+    rows: ClassVar[str]
+    """The kind of rows that `prepare` makes: the name of a file of `cosmos_core/data/kinds/`."""
+    sequences_per_row: ClassVar[int] = 1
+    """Number of token sequences in a row."""
+    completes_held_out: ClassVar[bool] = True
+    """Whether held-out rows can be completed and scored by reward functions."""
+    reports_rewards: ClassVar[bool] = True
+    """Whether a validation without reward functions of its own may report more than the metrics of rows."""
     modalities: ClassVar[tuple[str, ...]] = ("causal_lm",)
     """The model adapters that accept the algorithm."""
     has_rollouts: ClassVar[bool] = False
@@ -138,17 +141,12 @@ class AlgorithmConfig(Table):
     @property
     def saves_reference(self) -> bool:
         """Whether training saves the reference log-probabilities of held-out rows, for stages that measure later."""
-        return (self.scores_rows_once or self.rows == "labelled") and "reference" in self.named_weights
+        return self.scores_rows_once and "reference" in self.named_weights
 
     @property
     def named_weights(self) -> tuple[str, ...]:
         """Return the names of the weights that the algorithm needs in addition to the policy's."""
         return ()
-
-    @property
-    def sequences_per_row(self) -> int:
-        """Return how many sequences one row is."""
-        return 2 if self.rows == "pairs" else 1
 
     @field_validator("dataloader_num_workers")
     @classmethod

@@ -3,7 +3,6 @@
 
 from typing import ClassVar, Literal
 
-from cosmos_core.config.schema.algorithm import RowKind
 from cosmos_core.config.schema.flow_grpo import FlowGrpoConfig
 
 
@@ -17,6 +16,6 @@ class DdrlConfig(FlowGrpoConfig):
     """The algorithm."""
 
     @property
-    def rows(self) -> RowKind:  # type: ignore[override]
+    def rows(self) -> str:  # type: ignore[override]
         """See `AlgorithmConfig.rows`; `learns_data` has no effect."""
         return "media"

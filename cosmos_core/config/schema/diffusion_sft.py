@@ -2,7 +2,6 @@
 
 from typing import Annotated, ClassVar
 
-from cosmos_core.config.schema.algorithm import RowKind
 from cosmos_core.config.schema.marks import Only, Where
 from cosmos_core.config.schema.supervised import SupervisedConfig
 from cosmos_core.config.schema.values import Thing
@@ -13,7 +12,7 @@ class DiffusionSftConfig(SupervisedConfig):
     `[policy.diffusers]` defines."""
 
     algorithm: ClassVar[str] = "diffusion_sft"
-    rows: ClassVar[RowKind] = "media"
+    rows: ClassVar[str] = "media"
     modalities: ClassVar[tuple[str, ...]] = ("diffusion",)
 
     trainer_type: Annotated[

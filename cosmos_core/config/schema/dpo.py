@@ -5,7 +5,6 @@ from typing import Annotated, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from cosmos_core.config.schema.algorithm import RowKind
 from cosmos_core.config.schema.supervised import SupervisedConfig
 from cosmos_core.config.schema.table import InStage, Table
 from cosmos_core.config.schema.values import Names, NonNegativeFloat, PositiveFloat
@@ -68,7 +67,9 @@ class DpoConfig(SupervisedConfig):
     """`type = "sft"`, `trainer_type = "dpo"`: learn from pairs of a chosen and a rejected response."""
 
     algorithm: ClassVar[str] = "dpo"
-    rows: ClassVar[RowKind] = "pairs"
+    rows: ClassVar[str] = "pairs"
+    sequences_per_row: ClassVar[int] = 2
+    completes_held_out: ClassVar[bool] = False
     scores_rows_once: ClassVar[bool] = True
 
     trainer_type: Literal["dpo"] = "dpo"

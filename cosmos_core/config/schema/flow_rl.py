@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import field_validator
 
-from cosmos_core.config.schema.algorithm import RowKind
 from cosmos_core.config.schema.flow_sampling import KERNELS
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.table import InStage
@@ -48,7 +47,7 @@ class FlowPolicyConfig(GrpoConfig):
         return True
 
     @property
-    def rows(self) -> RowKind:  # type: ignore[override]
+    def rows(self) -> str:  # type: ignore[override]
         """See `AlgorithmConfig.rows`."""
         return "media" if self.learns_data else "media_prompts"
 

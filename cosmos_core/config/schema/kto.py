@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from cosmos_core.config.schema.algorithm import RowKind
 from cosmos_core.config.schema.sft import SftConfig
 from cosmos_core.config.schema.table import InStage, Table
 from cosmos_core.config.schema.values import NonNegativeFloat, PositiveFloat
@@ -28,7 +27,9 @@ class KtoConfig(SftConfig):
     """`type = "sft"`, `trainer_type = "kto"`: learn from responses with a label, desirable or not."""
 
     algorithm: ClassVar[str] = "kto"
-    rows: ClassVar[RowKind] = "labelled"
+    rows: ClassVar[str] = "labelled"
+    completes_held_out: ClassVar[bool] = False
+    reports_rewards: ClassVar[bool] = True
 
     trainer_type: Literal["kto"] = "kto"  # type: ignore[assignment]
     """The algorithm."""
@@ -36,6 +37,10 @@ class KtoConfig(SftConfig):
     """Column with the label of the response, desirable or not: true or false, or 1 or 0."""
     kto: KtoLossConfig = KtoLossConfig()
     """How a response is judged."""
+
+    @property
+    def saves_reference(self) -> bool:
+        return True
 
     @property
     def named_weights(self) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from cosmos_core.config.schema.algorithm import AlgorithmConfig, RowKind
+from cosmos_core.config.schema.algorithm import AlgorithmConfig
 from cosmos_core.config.schema.marks import Needs, NoResult, Unit
 from cosmos_core.config.schema.overlong_reward import OverlongRewardConfig
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
@@ -19,7 +19,7 @@ DAPO_FETCH = 128
 class RlConfig(AlgorithmConfig):
     """What the algorithms that sample groups of completions and score them share."""
 
-    rows: ClassVar[RowKind] = "prompts"
+    rows: ClassVar[str] = "prompts"
     has_rollouts: ClassVar[bool] = True
 
     type: Literal["grpo"] = "grpo"

@@ -4,7 +4,6 @@ from typing import Annotated, ClassVar, Self
 
 from pydantic import model_validator
 
-from cosmos_core.config.schema.algorithm import RowKind
 from cosmos_core.config.schema.marks import Only, Where
 from cosmos_core.config.schema.supervised import SupervisedConfig
 from cosmos_core.config.schema.values import Thing
@@ -14,7 +13,8 @@ class SftConfig(SupervisedConfig):
     """`type = "sft"`: learn the assistant's turns of conversations, or all of plain text."""
 
     algorithm: ClassVar[str] = "sft"
-    rows: ClassVar[RowKind] = "sequences"
+    rows: ClassVar[str] = "sequences"
+    reports_rewards: ClassVar[bool] = False
 
     trainer_type: Annotated[
         Thing, Only(("sft",), "this version trains with 'sft', 'dpo' and 'kto'", takes_import_paths=True), Where.CODE

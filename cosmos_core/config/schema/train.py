@@ -180,7 +180,7 @@ class TrainConfig(Table):
             yield "train.optm_name = 'Muon' needs whole matrices, which this version has on one rank alone; use 'AdamW'"
         if self.master_dtype == "bfloat16" and self.param_dtype == "float32":
             yield "train.param_dtype = 'float32' is wider than train.master_dtype = 'bfloat16'; make them equal"
-        if self.train_policy.rows in {"pairs", "labelled"} and stage.recipe.validation.reward_function:
+        if not self.train_policy.completes_held_out and stage.recipe.validation.reward_function:
             yield (
                 f"validation.reward_function: held-out rows are {self.train_policy.rows}, and nothing is generated; "
                 "leave it out"

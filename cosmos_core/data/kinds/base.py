@@ -1,0 +1,219 @@
+"""The interface of a kind of rows: how rows of a data set are prepared, and how prepared rows are read.
+
+Each kind is one file of this folder, and an algorithm declares its kind by name (`rows`). Nothing outside this folder
+depends on which kind it is.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from cosmos_core.config.schema.algorithm import AlgorithmConfig
+from cosmos_core.config.schema.policy import PolicyConfig
+from cosmos_core.config.schema.supervised import SupervisedConfig
+from cosmos_core.data.messages import ReadRow, Row
+from cosmos_core.types import Outcome, Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from cosmos_core.data.records import Job, Record
+    from cosmos_core.run.stage import Stage
+
+TRAIN, VALIDATION = "train", "validation"
+"""Names of the splits with the training rows and with the held-out rows."""
+LOCATION = "place"
+"""Name of the column with the location that a row was read from."""
+COMPARED_ROWS = 256
+"""Number of rows that are compared with a reference together; constant, because padding and so the result depend on
+it, and for rows with a label also which responses are swapped."""
+IDS, MASK = pa.list_(pa.int32()), pa.list_(pa.uint8())
+_IMAGE = pa.struct({"path": pa.string(), "content": pa.large_binary(), "sha256": pa.string()})
+IMAGE_ROOT = b"images below"
+"""Key of the schema's metadata with the folder that image paths are relative to."""
+
+
+class LearnedRows(ABC):
+    """Prepared rows to learn, which are read on access."""
+
+    is_compared: ClassVar[bool] = False
+    """Whether a held-out row is two samples, which are measured against the reference policy."""
+    is_prefetched: ClassVar[bool] = False
+    """Whether reading a row takes so long that the rows of the next step are read in advance."""
+    reference: np.ndarray | None = None
+    """Log-probabilities of both samples of each row under the reference policy, shape (rows, 2); None: they are not
+    needed."""
+    path: Path
+    """File of the rows."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of rows."""
+
+    @abstractmethod
+    def samples(
+        self, positions: Sequence[int], seed: tuple[int, int] | None = None, micro_batch: int | None = None
+    ) -> list[Any]:
+        """Return the samples of the rows at `positions`.
+
+        Args:
+            positions: row numbers.
+            seed: seed of the data order and number of the train step, from which random values such as noise are drawn;
+                None: the rows are held out, and the values are the same at each call.
+            micro_batch: number of the micro-batch that all these samples belong to; None: the trainer divides them.
+        """
+
+    def token_counts(self, *, is_packed: bool) -> np.ndarray:
+        """Return the number of tokens that each row takes in a packed or padded micro-batch, int64."""
+        raise NotImplementedError(type(self).__name__)
+
+    def micro_batches(self, positions: np.ndarray, most_rows: int) -> list[list[int]] | None:
+        """Divide the rows of a step into micro-batches of at most `most_rows` rows; None: the trainer divides the
+        samples."""
+        return None
+
+
+class HeldOut(NamedTuple):
+    """Held-out rows: texts or media to learn, prompts to complete, or both."""
+
+    rows: LearnedRows | None
+    prompts: Sequence[Prompt] | None
+
+
+class RowKind(ABC):
+    """A kind of rows."""
+
+    name: ClassVar[str]
+    """Name of the kind, which is also the name of its file."""
+    purpose: ClassVar[str]
+    """What rows of this kind are needed for, for messages: "to learn (SFT)"."""
+    columns: ClassVar[dict[str, pa.DataType]]
+    """Columns of the prepared file, without the location of the row."""
+    has_media: ClassVar[bool] = False
+    """Whether `prepare` encodes images or clips in addition to their prompts."""
+
+    @cached_property
+    def schema(self) -> pa.Schema:
+        """Arrow schema of the prepared file."""
+        return pa.schema({**self.columns, LOCATION: pa.string()}, metadata={b"rows": self.name.encode()})
+
+    @property
+    def visual_schema(self) -> pa.Schema:
+        """Arrow schema of prepared rows that may show images."""
+        return self.schema.insert(len(self.schema) - 1, pa.field("images", pa.list_(_IMAGE)))
+
+    def schema_of(self, root: Path | None) -> pa.Schema:
+        """Return the schema of rows whose image paths are relative to `root`; None: rows show no images."""
+        if root is None:
+            return self.schema
+        return self.visual_schema.with_metadata({**self.schema.metadata, IMAGE_ROOT: str(root).encode()})
+
+    def held_out_kinds(self, *, has_rewards: bool) -> dict[str, str]:
+        """Return the splits that held-out rows are prepared as, with the kind of rows of each.
+
+        `has_rewards`: whether validation scores completions by reward functions.
+        """
+        return {VALIDATION: self.name}
+
+    @abstractmethod
+    def prepare(self, stage: Stage) -> Outcome:
+        """Prepare the rows of a stage: the program of a `prepare` stage."""
+
+    def open(self, folder: Path, split: str, model: PolicyConfig, adapter: Any = None) -> LearnedRows:
+        """Return the rows of a split to learn.
+
+        Args:
+            folder: data folder of a `prepare` stage.
+            split: name of the split.
+            model: settings of the model.
+            adapter: adapter of the model; needed only for diffusion models.
+
+        Raises:
+            DataError: the split does not exist, its file is damaged, or it holds rows of another kind.
+        """
+        raise NotImplementedError(f"{self.name} are not learned")
+
+    def prompts(self, folder: Path, split: str, policy: AlgorithmConfig, model: PolicyConfig) -> Sequence[Prompt]:
+        """Return the rows of a split as prompts to complete, with the references and clips that the algorithm reads.
+
+        Raises:
+            DataError: the split does not exist, its file is damaged, or it holds rows of another kind.
+        """
+        raise NotImplementedError(f"{self.name} are not completed")
+
+    def held_out(self, folder: Path, policy: AlgorithmConfig, model: PolicyConfig, adapter: Any) -> HeldOut:
+        """Return the held-out rows of a data folder whose validation split is of this kind.
+
+        Raises:
+            DataError: a file is damaged.
+        """
+        return HeldOut(self.open(folder, VALIDATION, model, adapter), None)
+
+
+class TokenisedKind(RowKind):
+    """A kind of rows of text, which `prepare` tokenises one by one."""
+
+    is_completed: ClassVar[bool] = False
+    """Whether an engine completes the rows, so that they must leave room for a completion."""
+    packer_method: ClassVar[str | None] = "sft_process_sample"
+    """Method of a user's data packer that rows of this kind are passed through; None: there is none."""
+    has_one_response: ClassVar[bool] = True
+    """Whether a row is one prompt with one response, so that two columns of text can be taken for them."""
+    reader: ClassVar[Callable[..., Any]]
+    """Reader of a row, called with row, location, column, system prompt and `with_images`."""
+
+    @property
+    def id_columns(self) -> list[str]:
+        """Return the columns of token ids."""
+        return [name for name in self.columns if name.endswith("_ids")]
+
+    @property
+    def mask_columns(self) -> list[str]:
+        """Return the columns of loss masks, in the order of the columns of token ids."""
+        return [name for name in self.columns if name.endswith("_mask")]
+
+    def read(self, row: Row, where: str, policy: AlgorithmConfig) -> Any:
+        """Read a row as `prepare` does, but without opening images or tokenising.
+
+        Raises:
+            DataError: the row lacks a column, or a column has the wrong form.
+            SkippedRow: the row has no content to learn.
+        """
+        assert isinstance(policy, SupervisedConfig)
+        column, system_prompt = policy.conversation_column_name, policy.system_prompt
+        return self.reader(ReadRow(row, policy.own_names, where), where, column, system_prompt, with_images=True)
+
+    def read_columns(self, row: Row, where: str, prompt: str, response: str) -> Any:
+        """Read a row whose prompt and response are in the columns of these names; empty: in a column that is known.
+
+        Raises:
+            DataError, SkippedRow: as in `read`.
+        """
+        own_names = {known: name for known, name in (("prompt", prompt), ("response", response)) if name}
+        return self.reader(ReadRow(row, own_names, where), where, with_images=True)
+
+    @abstractmethod
+    def record(self, tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) -> Record:
+        """Return the record of a row in the prepared file.
+
+        Raises:
+            DataError: the row cannot be read.
+            SkippedRow: the row has no content to learn.
+        """
+
+    def leaves_out_response(self, row: Row, column: str) -> bool:
+        """Return whether learning `column` leaves out a response in another column."""
+        return False
+
+    def prepare(self, stage: Stage) -> Outcome:
+        """Tokenise the rows of a stage."""
+        outcome: Outcome = import_module("cosmos_core.data.prepare").tokenise(stage)  # imports the kinds
+        return outcome

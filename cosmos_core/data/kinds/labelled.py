@@ -1,0 +1,72 @@
+"""Token sequences with a label that says whether the response is desirable (KTO)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pyarrow as pa
+from transformers import PreTrainedTokenizerBase
+
+from cosmos_core.config.schema.policy import PolicyConfig
+from cosmos_core.data.kinds.base import VALIDATION
+from cosmos_core.data.kinds.sequences import Sequences, SequencesKind
+from cosmos_core.data.messages import Row
+from cosmos_core.data.preferences import read_label, read_labelled
+from cosmos_core.data.prepared import open_table, split_path
+from cosmos_core.data.records import Job, Record
+from cosmos_core.data.sample import Sample, swap_responses
+
+
+class LabelledSequences(Sequences):
+    """Token sequences to learn, each with a label."""
+
+    is_compared = True
+
+    def __init__(self, table: pa.Table, path: Path, max_tokens: int) -> None:
+        super().__init__(table, path)
+        self.labels: np.ndarray = table["label"].to_numpy()
+        """True for each row whose completion is desirable."""
+        self._max_tokens = max_tokens
+
+    def samples(
+        self, positions: Sequence[int], seed: tuple[int, int] | None = None, micro_batch: int | None = None
+    ) -> list[Sample]:
+        """Return a sample for each sequence, whose reward is the row's label.
+
+        After the sample of a held-out row follows its prompt with the response of another row of `positions`.
+        """
+        rows = zip(positions, super().samples(positions, seed, micro_batch), strict=True)
+        labelled = [replace(sample, reward=float(self.labels[i])) for i, sample in rows]
+        if seed is not None:
+            return labelled
+        swapped = swap_responses(labelled, self._max_tokens)
+        both = [sample for pair in zip(labelled, swapped, strict=True) for sample in pair]
+        logprobs = np.zeros(len(both)) if self.reference is None else self.reference[list(positions)].ravel()
+        return [replace(sample, reference_logprob=float(value)) for sample, value in zip(both, logprobs, strict=True)]
+
+
+class LabelledKind(SequencesKind):
+    """Token sequences to learn, each with a label."""
+
+    name = "labelled"
+    purpose = "with a label (KTO)"
+    columns: ClassVar[dict[str, pa.DataType]] = {"label": pa.bool_(), **SequencesKind.columns}
+    reader = staticmethod(read_labelled)
+
+    def open(self, folder: Path, split: str, model: PolicyConfig, adapter: Any = None) -> LabelledSequences:
+        table = open_table(folder, split, self)
+        return LabelledSequences(table, split_path(folder, split), model.model_max_length)
+
+    def held_out_kinds(self, *, has_rewards: bool) -> dict[str, str]:
+        return {VALIDATION: self.name}
+
+    def leaves_out_response(self, row: Row, column: str) -> bool:
+        return False
+
+    def record(self, tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) -> Record:
+        label, record = read_label(row, where), super().record(tokenizer, job, row, where)
+        return record._replace(values=(label, *record.values))

@@ -1,0 +1,73 @@
+"""Images or clips to learn, as latents, with the text embeddings of their prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pyarrow as pa
+
+from cosmos_core.config.schema.algorithm import AlgorithmConfig
+from cosmos_core.config.schema.diffusers import DiffusersConfig
+from cosmos_core.config.schema.policy import PolicyConfig
+from cosmos_core.data.flow_sample import Draws, FlowSample, seed_of
+from cosmos_core.data.kinds.base import VALIDATION, HeldOut, LearnedRows
+from cosmos_core.data.kinds.media_prompts import ENTRY, DrawnPrompts, MediaPromptsKind
+from cosmos_core.data.media_rows import MediaRows, open_media, open_media_prompts
+from cosmos_core.types import Prompt
+
+_HELD_OUT = -1
+"""The value that replaces the step number in the seeds of held-out rows."""
+
+
+class NoisyRows(LearnedRows):
+    """Images or clips, each at a noise level that is drawn anew for each train step."""
+
+    is_prefetched = True
+
+    def __init__(self, rows: MediaRows, draws: Draws) -> None:
+        self._rows, self._draws = rows, draws
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def samples(
+        self, positions: Sequence[int], seed: tuple[int, int] | None = None, micro_batch: int | None = None
+    ) -> list[FlowSample]:
+        """Return a sample for each row, with noise and a noise level; held-out rows keep their caption."""
+        if seed is None:
+            return [self._draws.sample(self._rows[i], seed_of(_HELD_OUT, i), dropout=0.0) for i in positions]
+        return [self._draws.sample(self._rows[i], seed_of(*seed, i)) for i in positions]
+
+
+class MediaKind(MediaPromptsKind):
+    """Images or clips with their prompts."""
+
+    name = "media"
+    purpose = "to learn (SFT of a diffusion model)"
+    columns: ClassVar[dict[str, pa.DataType]] = {
+        **MediaPromptsKind.columns, "media": ENTRY, "shape": pa.list_(pa.int32())
+    }  # fmt: skip
+    has_media = True
+
+    def open(self, folder: Path, split: str, model: PolicyConfig, adapter: Any = None) -> NoisyRows:
+        rows = open_media(folder, split)
+        return NoisyRows(rows, draws_of(rows, model.diffusers, adapter))
+
+    def prompts(self, folder: Path, split: str, policy: AlgorithmConfig, model: PolicyConfig) -> Sequence[Prompt]:
+        is_conditioned = policy.has_rollouts and model.diffusers.flow_rl.max_conditional_frames
+        clips = open_media(folder, split) if is_conditioned else None
+        return DrawnPrompts(open_media_prompts(folder, split), getattr(policy, "response_column_name", ""), clips)
+
+    def held_out(self, folder: Path, policy: AlgorithmConfig, model: PolicyConfig, adapter: Any) -> HeldOut:
+        """Return prompts to draw from, and the rows themselves unless the training learns from rollouts."""
+        rows = None if policy.has_rollouts else self.open(folder, VALIDATION, model, adapter)
+        return HeldOut(rows, self.prompts(folder, VALIDATION, policy, model))
+
+
+def draws_of(rows: MediaRows, diffusers: DiffusersConfig, adapter: Any) -> Draws:
+    """Return the generator of noise levels, noise and dropped captions for the rows that a diffusion model trains
+    on."""
+    family = adapter.family
+    return Draws(diffusers, family.dropped_text(rows.null_text), family.train_shift, family.max_given)

@@ -1,0 +1,75 @@
+"""Prompts to draw images or clips from, with their text embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pyarrow as pa
+
+from cosmos_core.config.schema.algorithm import AlgorithmConfig
+from cosmos_core.config.schema.policy import PolicyConfig
+from cosmos_core.data.kinds.base import VALIDATION, HeldOut, RowKind
+from cosmos_core.data.lazy import LazySequence
+from cosmos_core.data.media_rows import MediaPrompts, MediaRows, open_media_prompts
+from cosmos_core.types import Outcome, Prompt
+
+if TYPE_CHECKING:
+    from cosmos_core.run.stage import Stage
+
+ENTRY = pa.struct({"shard": pa.string(), "entry": pa.string()})
+"""Location of tensors: the shard, and the name in it."""
+REFERENCE_KEYS = ("reference", "answer", "label")
+"""Keys of a prompt's metadata that are searched for the reference value of its rewards if the recipe names no
+column."""
+
+
+class DrawnPrompts(LazySequence[Prompt]):
+    """Prepared prompts for images or videos, as a sequence of `Prompt`."""
+
+    def __init__(self, prompts: MediaPrompts, column: str = "", clips: MediaRows | None = None) -> None:
+        """Wrap prepared prompts.
+
+        Args:
+            prompts: the prepared prompts, with their text embeddings.
+            column: the metadata key of the rewards' reference; empty: the first of `REFERENCE_KEYS` that a prompt has.
+            clips: the clips of the same rows, for rollouts that are conditioned on first frames.
+        """
+        self.media, self._columns, self._clips = prompts, (column,) if column else REFERENCE_KEYS, clips
+
+    def __len__(self) -> int:
+        return len(self.media)
+
+    def item(self, index: int) -> Prompt:
+        entry = self.media[index]
+        reference = next((str(entry.metadata[name]) for name in self._columns if name in entry.metadata), "")
+        return Prompt(
+            entry.row,
+            (),
+            entry.prompt,
+            reference,
+            embedding=dict(entry.text),
+            metadata=dict(entry.metadata),
+            conditioning_clip=self._clips[index].mean.float() if self._clips is not None else None,
+        )
+
+
+class MediaPromptsKind(RowKind):
+    """Prompts of a diffusion model."""
+
+    name = "media_prompts"
+    purpose = "to draw from (RL and validation of a diffusion model)"
+    columns: ClassVar[dict[str, pa.DataType]] = {"prompt": pa.string(), "metadata": pa.string(), "text": ENTRY}
+
+    def prepare(self, stage: Stage) -> Outcome:
+        """Encode the rows of a stage with the encoders of its model."""
+        outcome: Outcome = import_module("cosmos_core.data.prepare_media").run(stage)  # imports diffusers
+        return outcome
+
+    def prompts(self, folder: Path, split: str, policy: AlgorithmConfig, model: PolicyConfig) -> Sequence[Prompt]:
+        return DrawnPrompts(open_media_prompts(folder, split), getattr(policy, "response_column_name", ""))
+
+    def held_out(self, folder: Path, policy: AlgorithmConfig, model: PolicyConfig, adapter: Any) -> HeldOut:
+        return HeldOut(None, DrawnPrompts(open_media_prompts(folder, VALIDATION)))

@@ -1,0 +1,154 @@
+"""Pairs of completions of one prompt to compare: the chosen one and the rejected one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pyarrow as pa
+from transformers import PreTrainedTokenizerBase
+
+from cosmos_core.config.schema.policy import PolicyConfig
+from cosmos_core.data.conversation import continued_tokens, conversation_tokens, cut
+from cosmos_core.data.images import placed_images
+from cosmos_core.data.kinds.base import IDS, MASK, LearnedRows, TokenisedKind
+from cosmos_core.data.kinds.registry import row_kind
+from cosmos_core.data.kinds.sequences import Sequences
+from cosmos_core.data.messages import Message, Row, SkippedRow, plain_texts
+from cosmos_core.data.preferences import Preference, read_preference
+from cosmos_core.data.prepared import open_table, split_path
+from cosmos_core.data.records import Job, Record, Ref, check_characters, processor_for, read_images, tokenise_turns
+from cosmos_core.data.sample import Sample
+from cosmos_core.data.tool_calls import read_tools
+from cosmos_core.data.visual import cut_visual, visual_tokens
+from cosmos_core.errors import DataError
+
+
+class Pairs(LearnedRows):
+    """Pairs of completions to compare: `chosen[i]` and `rejected[i]` begin with the same prompt, which has no loss."""
+
+    is_compared = True
+
+    def __init__(self, table: pa.Table, path: Path) -> None:
+        self.path = path
+        self.chosen = Sequences(table, path, "chosen_ids", "chosen_mask")
+        self.rejected = Sequences(table, path, "rejected_ids", "rejected_mask")
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def token_counts(self, *, is_packed: bool) -> np.ndarray:
+        """Return the tokens of each pair: packed, the sum of both responses; padded, twice the longer one."""
+        lengths = np.stack([self.chosen.lengths, self.rejected.lengths])
+        return lengths.sum(0) if is_packed else 2 * lengths.max(0)
+
+    def micro_batches(self, positions: np.ndarray, most_rows: int) -> list[list[int]]:
+        """Divide pairs into micro-batches of similar length, in each of which all pairs have as many images."""
+        lengths, num_images = self._padded_lengths, self.chosen.num_images
+        ordered = sorted(positions.tolist(), key=lambda i: -lengths[i])
+        groups = [[i for i in ordered if num_images[i] == count] for count in np.unique(num_images[ordered])]
+        return [rows[start : start + most_rows] for rows in groups for start in range(0, len(rows), most_rows)]
+
+    @cached_property
+    def _padded_lengths(self) -> np.ndarray:
+        return self.token_counts(is_packed=False)
+
+    def samples(
+        self, positions: Sequence[int], seed: tuple[int, int] | None = None, micro_batch: int | None = None
+    ) -> list[Sample]:
+        """Return the chosen, then the rejected sample of each pair, with its log-probability in `reference`, or 0."""
+        samples = []
+        for i in positions:
+            logprobs = (0.0, 0.0) if self.reference is None else self.reference[i].tolist()
+            images = self.chosen.images(i)  # the images are in the prompt, which both responses share
+            for side, logprob in zip((self.chosen, self.rejected), logprobs, strict=True):
+                samples.append(Sample(*side[i], reference_logprob=logprob, images=images, micro_batch=micro_batch))
+        return samples
+
+
+def open_pairs(folder: Path, split: str) -> Pairs:
+    """Return the memory-mapped pairs of a split.
+
+    Raises:
+        DataError: the split does not exist, its file is damaged, or it holds rows of another kind.
+    """
+    return Pairs(open_table(folder, split, row_kind("pairs")), split_path(folder, split))
+
+
+class PairsKind(TokenisedKind):
+    """A prompt with a chosen and a rejected completion."""
+
+    name = "pairs"
+    purpose = "to compare (DPO)"
+    columns: ClassVar[dict[str, pa.DataType]] = {
+        f"{side}_{part}": form for side in ("chosen", "rejected") for part, form in (("ids", IDS), ("mask", MASK))
+    }
+    packer_method = None
+    has_one_response = False
+    reader = staticmethod(read_preference)
+
+    def open(self, folder: Path, split: str, model: PolicyConfig, adapter: Any = None) -> Pairs:
+        return open_pairs(folder, split)
+
+    def record(self, tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) -> Record:
+        preference = self.reader(row, where, *job.conversation, with_images=job.root is not None)
+        if not tokenizer.chat_template and (texts := plain_texts(row, "prompt", ("chosen",), ("rejected",))):
+            preference = Preference(*texts)
+        prompt, *completions = preference
+        check_characters([prompt, *completions], where)
+        if job.root is not None:
+            if not isinstance(prompt, str):
+                return _visual_pair(job, [[*_unlearned(prompt), *turns] for turns in completions], row, where)
+            placed_images([], row, where)  # plain text has no turn to show one
+        values: list[list[int]] = []
+        is_cut = is_merged = False
+        tools = read_tools(row, where)
+        for completion in completions:
+            if isinstance(prompt, str) or isinstance(completion, str):
+                tokens, merged = continued_tokens(tokenizer, str(prompt), str(completion), where), False
+            else:
+                tokens, merged = tokenise_turns(
+                    lambda turns: conversation_tokens(tokenizer, turns, where, tools, job.end_ids),
+                    [*_unlearned(prompt), *completion],
+                )
+            is_cut, is_merged = is_cut or len(tokens[0]) > job.max_tokens, is_merged or merged
+            values += cut(tokens, job.max_tokens, where)
+        _check_differ(values, where, is_cut=is_cut)
+        if job.root is not None:
+            return Record((*values, [], where), is_merged, {"truncated_rows": is_cut})
+        return Record((*values, where), is_merged, {"truncated_rows": is_cut})
+
+
+def _check_differ(values: list[list[int]], where: str, *, is_cut: bool) -> None:
+    if values[0] == values[2]:
+        up_to = " up to policy.model_max_length" if is_cut else ""
+        raise SkippedRow(where, f"with equal chosen and rejected{up_to}")
+
+
+def _visual_pair(job: Job, talks: list[list[Message]], row: Row, where: str) -> Record:
+    """Return the record of two conversations that begin with the same turns, the only ones that show images."""
+    processor, tools = processor_for(job), read_tools(row, where)
+    values: list[list[int]] = []
+    shown: list[list[Ref]] = []
+    is_cut = is_merged = False
+    num_image_tokens = 0
+    for talk in talks:
+        placed, refs, images = read_images(job, talk, row, where)
+        shown.append(refs)
+        rest: dict[str, Any] = {"images": images, "where": where, "tools": tools, "end_ids": job.end_ids}
+        tokens, merged = tokenise_turns(partial(visual_tokens, processor, **rest), placed)
+        is_cut, is_merged = is_cut or len(tokens.ids) > job.max_tokens, is_merged or merged
+        num_image_tokens += tokens.num_image_tokens
+        values += cut_visual(tokens, job.max_tokens, where)
+    if shown[0] != shown[1]:
+        raise DataError(f"{where}: chosen and rejected show different images; show them in the prompt")
+    _check_differ(values, where, is_cut=is_cut)
+    counts = {"truncated_rows": is_cut, "images": len(shown[0]), "image_tokens": num_image_tokens}
+    return Record((*values, shown[0], where), is_merged, counts)
+
+
+def _unlearned(prompt: list[Message]) -> list[Message]:
+    return [{**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in prompt]

@@ -1,0 +1,132 @@
+"""Prompts to complete, with the reference answer that rewards compare a completion with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pyarrow as pa
+from transformers import PreTrainedTokenizerBase
+
+from cosmos_core.config.schema.algorithm import AlgorithmConfig
+from cosmos_core.config.schema.policy import PolicyConfig
+from cosmos_core.config.schema.rl import RlConfig
+from cosmos_core.config.schema.supervised import SupervisedConfig
+from cosmos_core.data.conversation import tokenize_prompt, tokenize_text
+from cosmos_core.data.kinds.base import IDS, VALIDATION, HeldOut, TokenisedKind
+from cosmos_core.data.kinds.registry import row_kind
+from cosmos_core.data.kinds.sequences import open_sequences
+from cosmos_core.data.lazy import LazySequence
+from cosmos_core.data.messages import Message, ReadRow, Row, columns_for_rewards, read_held_out, read_prompt
+from cosmos_core.data.prepared import LEARNED_HELD_OUT, RowImages, has_split, open_table, rows_kind
+from cosmos_core.data.records import Job, Record, check_characters, processor_for, read_images, tokenise_turns
+from cosmos_core.data.tool_calls import read_tools
+from cosmos_core.data.user_dataset import RENDERED
+from cosmos_core.data.visual import visual_prompt
+from cosmos_core.types import Prompt
+
+_COLUMNS = ("prompt_ids", "prompt_text", "reference", "metadata")
+
+
+class Prompts(LazySequence[Prompt]):
+    """Prompts to complete; the id of a prompt is its row number."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self._table = table
+        self._images = RowImages(table)
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def item(self, index: int) -> Prompt:
+        ids, text, reference, columns = (self._table[name][index].as_py() for name in _COLUMNS)
+        return Prompt(index, tuple(ids), text, reference, self._images[index], metadata=json.loads(columns))
+
+
+def open_prompts(folder: Path, split: str) -> Prompts:
+    """Return the memory-mapped prompts of a split.
+
+    Raises:
+        DataError: the split does not exist, its file is damaged, or it holds rows of another kind.
+    """
+    return Prompts(open_table(folder, split, row_kind("prompts")))
+
+
+def find_prompts(folder: Path, split: str) -> Prompts | None:
+    """Return the prompts of a split; None if there is no such split, or its rows are not completed.
+
+    Raises:
+        DataError: the file of the split is damaged.
+    """
+    is_completed = has_split(folder, split) and rows_kind(folder, split) == PromptsKind.name
+    return open_prompts(folder, split) if is_completed else None
+
+
+class PromptsKind(TokenisedKind):
+    """Prompts of text that an engine completes and rewards score."""
+
+    name = "prompts"
+    purpose = "to complete (RL, validation by reward)"
+    columns: ClassVar[dict[str, pa.DataType]] = {
+        "prompt_ids": IDS, "prompt_text": pa.string(), "reference": pa.string(), "metadata": pa.string()
+    }  # fmt: skip
+    is_completed = True
+    packer_method = "get_rollout_input"
+
+    def prompts(self, folder: Path, split: str, policy: AlgorithmConfig, model: PolicyConfig) -> Sequence[Prompt]:
+        return open_prompts(folder, split)
+
+    def held_out(self, folder: Path, policy: AlgorithmConfig, model: PolicyConfig, adapter: Any) -> HeldOut:
+        """Return held-out prompts, and the same rows with their responses if they were prepared to be learned."""
+        learned = open_sequences(folder, LEARNED_HELD_OUT) if has_split(folder, LEARNED_HELD_OUT) else None
+        return HeldOut(learned, open_prompts(folder, VALIDATION))
+
+    def read(self, row: Row, where: str, policy: AlgorithmConfig) -> tuple[list[Message], str]:
+        """Return the prompt of a row as turns, and its reference answer."""
+        return _read(row, where, policy, with_images=True)
+
+    def read_columns(self, row: Row, where: str, prompt: str, response: str) -> list[Message]:
+        """Return the prompt of a row as turns."""
+        return read_prompt(row, where, prompt, response, with_images=True)[0]
+
+    def record(self, tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) -> Record:
+        policy, has_images = job.recipe.train.train_policy, job.root is not None
+        messages, reference = _read(
+            row, where, policy, with_images=has_images, keeps_last=job.chat.continue_final_message
+        )
+        check_characters([messages, reference], where)
+        columns = columns_for_rewards({name: value for name, value in row.items() if name != RENDERED}, messages)
+        chat = job.chat
+        if tools := read_tools(row, where):
+            chat = replace(chat, tools=tuple(tools))
+        if job.root is not None:
+            processor = processor_for(job)
+            placed, refs, images = read_images(job, messages, row, where)
+            (tokens, text), is_merged = tokenise_turns(
+                lambda turns: visual_prompt(processor, turns, images, job.max_tokens, where, chat), placed
+            )
+            counts = {"images": len(refs), "image_tokens": tokens.num_image_tokens}
+            return Record((tokens.ids, text, reference, columns, refs, where), is_merged, counts)
+        if (rendered := row.get(RENDERED)) is not None:
+            ids, text = tokenize_text(tokenizer, rendered, job.max_tokens, where)
+            return Record((ids, text, reference, columns, where), False, {})
+        (ids, text), is_merged = tokenise_turns(
+            lambda turns: tokenize_prompt(tokenizer, turns, job.max_tokens, where, chat), messages
+        )
+        return Record((ids, text, reference, columns, where), is_merged, {})
+
+
+def _read(
+    row: Row, where: str, policy: AlgorithmConfig, *, with_images: bool, keeps_last: bool = False
+) -> tuple[list[Message], str]:
+    if isinstance(policy, RlConfig):
+        columns = (policy.prompt_column_name, policy.response_column_name, policy.system_prompt)
+        return read_prompt(row, where, *columns, keeps_last=keeps_last, with_images=with_images)
+    # a held-out row, rendered in the same form as the training rows
+    assert isinstance(policy, SupervisedConfig)
+    if not isinstance(row, ReadRow):
+        row = ReadRow(row, policy.own_names, where)
+    return read_held_out(row, where, policy.conversation_column_name, policy.system_prompt, with_images=with_images)

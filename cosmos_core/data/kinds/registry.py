@@ -1,0 +1,34 @@
+"""Registry of the kinds of rows: the kind `some_name` is the class `SomeNameKind` of the file `some_name.py`."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from cosmos_core.data.kinds.base import RowKind, TokenisedKind
+from cosmos_core.registry import load_named, offered_names
+
+_FOLDER, _SUFFIX = "cosmos_core.data.kinds", "Kind"
+
+
+@cache
+def row_kind(name: str) -> RowKind:
+    """Return the kind of rows of this name.
+
+    Raises:
+        ConfigError: there is no such kind.
+    """
+    kind: RowKind = load_named(name, _FOLDER, _SUFFIX)()
+    return kind
+
+
+def tokenised_kind(name: str) -> TokenisedKind:
+    """Return the kind of rows of text of this name."""
+    kind = row_kind(name)
+    assert isinstance(kind, TokenisedKind)
+    return kind
+
+
+@cache
+def known_kinds() -> tuple[str, ...]:
+    """Return the names of all kinds of rows."""
+    return tuple(offered_names(_FOLDER, _SUFFIX))

@@ -1,0 +1,148 @@
+"""Token sequences to learn, with a loss mask: conversations, or plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from transformers import PreTrainedTokenizerBase
+
+from cosmos_core.config.schema.policy import PolicyConfig
+from cosmos_core.data.conversation import continued_tokens, conversation_tokens, cut
+from cosmos_core.data.images import placed_images
+from cosmos_core.data.kinds.base import IDS, MASK, VALIDATION, LearnedRows, TokenisedKind
+from cosmos_core.data.kinds.registry import row_kind
+from cosmos_core.data.messages import Message, Row, SkippedRow, leaves_out_response, plain_texts, read_conversation
+from cosmos_core.data.prepared import LEARNED_HELD_OUT, RowImages, damaged, open_table, split_path
+from cosmos_core.data.records import Job, Record, check_characters, processor_for, read_images, tokenise_turns
+from cosmos_core.data.sample import Sample
+from cosmos_core.data.tool_calls import read_tools
+from cosmos_core.data.user_dataset import LABELS, NOTHING, TOKENS
+from cosmos_core.data.visual import cut_visual, visual_tokens
+from cosmos_core.errors import DataError
+from cosmos_core.types import ImageRef
+
+
+class Sequences(LearnedRows):
+    """Token sequences to learn: `[i]` is `(input_ids int64, loss_mask uint8)`, copied from the memory-mapped file."""
+
+    def __init__(self, table: pa.Table, path: Path, ids: str = "input_ids", mask: str = "loss_mask") -> None:
+        """`ids` and `mask` are the names of the columns."""
+        self.path = path
+        self._ids, self._masks = table[ids], table[mask]
+        self.lengths: np.ndarray = pc.list_value_length(self._ids).to_numpy().astype(np.int64)
+        """Number of tokens of each row, int64."""
+        if not np.array_equal(self.lengths, pc.list_value_length(self._masks).to_numpy()):
+            raise damaged(path, f"{mask} and {ids} differ in length")
+        self._images = RowImages(table)
+        self.num_images = self._images.counts
+        """Number of images of each row, int64."""
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        ids, mask = (column[index].values.to_numpy() for column in (self._ids, self._masks))
+        return ids.astype(np.int64), mask.copy()
+
+    def images(self, index: int) -> tuple[ImageRef, ...]:
+        """Return the images of a row in the order in which the row shows them, with absolute paths."""
+        return self._images[index]
+
+    def token_counts(self, *, is_packed: bool) -> np.ndarray:
+        return self.lengths
+
+    def samples(
+        self, positions: Sequence[int], seed: tuple[int, int] | None = None, micro_batch: int | None = None
+    ) -> list[Sample]:
+        """Return a sample for each sequence."""
+        return [Sample(*self[i], images=self.images(i), micro_batch=micro_batch) for i in positions]
+
+
+def open_sequences(folder: Path, split: str) -> Sequences:
+    """Return the memory-mapped sequences of a split.
+
+    Raises:
+        DataError: the split does not exist, its file is damaged, or it holds rows of another kind.
+    """
+    return Sequences(open_table(folder, split, row_kind("sequences")), split_path(folder, split))
+
+
+class SequencesKind(TokenisedKind):
+    """Token sequences to learn."""
+
+    name = "sequences"
+    purpose = "to learn (SFT)"
+    columns: ClassVar[dict[str, pa.DataType]] = {"input_ids": IDS, "loss_mask": MASK}
+    reader = staticmethod(read_conversation)
+
+    def held_out_kinds(self, *, has_rewards: bool) -> dict[str, str]:
+        """Return the splits of held-out rows: with rewards prompts to complete, and the same rows to learn."""
+        return {VALIDATION: "prompts", LEARNED_HELD_OUT: self.name} if has_rewards else {VALIDATION: self.name}
+
+    def open(self, folder: Path, split: str, model: PolicyConfig, adapter: Any = None) -> Sequences:
+        return open_sequences(folder, split)
+
+    def leaves_out_response(self, row: Row, column: str) -> bool:
+        return leaves_out_response(row, column)
+
+    def record(self, tokenizer: PreTrainedTokenizerBase, job: Job, row: Row, where: str) -> Record:
+        if TOKENS in row:
+            return _tokenised_sequence(job, row, where)
+        texts = None if tokenizer.chat_template else plain_texts(row, "prompt", ("completion", "response"))
+        if texts and job.root is None and not job.conversation[1]:  # a system prompt needs a template
+            check_characters(texts, where)
+            if not texts[1].strip():
+                raise SkippedRow(where, "without a completion to learn")
+            tokens = continued_tokens(tokenizer, texts[0], texts[1], where)
+            counts = {"truncated_rows": int(len(tokens[0]) > job.max_tokens), "continued_rows": 1}
+            return Record((*cut(tokens, job.max_tokens, where), where), False, counts)
+        conversation = self.reader(row, where, *job.conversation, with_images=job.root is not None)
+        check_characters(conversation, where)
+        if job.root is not None:
+            if not isinstance(conversation, str):
+                return _visual_sequence(job, conversation, row, where)
+            placed_images([], row, where)  # plain text has no turn to show one
+        tools = read_tools(row, where)
+        tokens, is_merged = tokenise_turns(
+            lambda turns: conversation_tokens(tokenizer, turns, where, tools, job.end_ids), conversation
+        )
+        values: tuple[Any, ...] = cut(tokens, job.max_tokens, where)
+        if job.root is not None:
+            values = (*values, [])
+        counts = {
+            "truncated_rows": int(len(tokens[0]) > job.max_tokens),
+            "plain_rows": int(isinstance(conversation, str)),
+        }
+        return Record((*values, where), is_merged, counts)
+
+
+def _tokenised_sequence(job: Job, row: Row, where: str) -> Record:
+    """Return the record of a sequence that a data packer has tokenised."""
+    ids, labels = ([int(token) for token in row.get(name, ())] for name in (TOKENS, LABELS))
+    mask = [int(label != NOTHING) for label in labels]
+    if len(ids) != len(labels) or any(m and a != b for a, b, m in zip(ids, labels, mask, strict=True)):
+        raise DataError(
+            f"{where}: {LABELS} must have a label for each of {TOKENS}: the token itself, or {NOTHING} where it is not "
+            f"learned; there are {len(ids)} and {len(labels)}"
+        )
+    values: tuple[Any, ...] = cut((ids, mask), job.max_tokens, where)
+    if job.root is not None:
+        values = (*values, [])
+    return Record((*values, where), False, {"truncated_rows": len(ids) > job.max_tokens})
+
+
+def _visual_sequence(job: Job, conversation: list[Message], row: Row, where: str) -> Record:
+    processor = processor_for(job)
+    placed, refs, images = read_images(job, conversation, row, where)
+    tools = read_tools(row, where)
+    tokens, is_merged = tokenise_turns(
+        lambda turns: visual_tokens(processor, turns, images, where, tools, job.end_ids), placed
+    )
+    ids, mask = cut_visual(tokens, job.max_tokens, where)
+    counts = {"truncated_rows": len(tokens.ids) > job.max_tokens, "images": len(refs)}
+    return Record((ids, mask, refs, where), is_merged, counts | {"image_tokens": tokens.num_image_tokens})
