@@ -15,7 +15,7 @@ import typer  # noqa: E402
 
 from cosmos_core.cli_config import config_app, note  # noqa: E402
 from cosmos_core.cli_doctor import doctor  # noqa: E402
-from cosmos_core.cli_flow import flow_of, is_flow, parameters_of, resume_flow, run_flow  # noqa: E402
+from cosmos_core.cli_flow import flow_of, is_flow, parameters_of, plan_flow, refuse_parameters, resume_flow, run_flow  # noqa: E402
 from cosmos_core.cli_models import check_model, promote, rollback  # noqa: E402
 from cosmos_core.cli_runs import compare, lineage, report, runs, samples, status, watch  # noqa: E402
 from cosmos_core.cli_server import bootstrap, clean, reap, worker  # noqa: E402
@@ -52,6 +52,9 @@ Set = Annotated[
     ),
 ]
 OutputDir = Annotated[Path, typer.Option(help="Folder of runs, where run ids are looked up.")]
+Parameters = Annotated[
+    list[str], typer.Option("--param", "-p", metavar="NAME=VALUE", help="Parameter of a flow FILE.py:FLOW.")
+]
 FromStage = Annotated[str, typer.Option(help="Make this stage and everything behind it again.")]
 Verify = Annotated[
     bool, typer.Option("--verify", help="Hash every input and reused file instead of trusting size, times and inode.")
@@ -84,9 +87,7 @@ def root(
 def run(
     configs: ConfigsOrFlow,
     overrides: Set = [],  # noqa: B006 - typer reads the default
-    parameters: Annotated[
-        list[str], typer.Option("--param", "-p", metavar="NAME=VALUE", help="Parameter of a flow FILE.py:FLOW.")
-    ] = [],  # noqa: B006
+    parameters: Parameters = [],  # noqa: B006
     run_id: Annotated[str, typer.Option(help="Name of the run; empty: the time.")] = "",
     from_stage: FromStage = "",
     verify: Verify = False,
@@ -94,8 +95,7 @@ def run(
     """Run a pipeline; what was made before with the same settings is reused."""
     if entrypoint := flow_of(configs, is_toml_only=bool(overrides or from_stage or verify)):
         _end_at_once(run_flow(entrypoint, parameters_of(parameters), run_id, Path("outputs")))
-    if parameters:
-        raise ConfigError("-p is for a flow, FILE.py:FLOW; settings of a TOML file are changed with --set KEY=VALUE")
+    refuse_parameters(parameters)
     from cosmos_core.launch.standby import standby
 
     with standby() as waiting:
@@ -151,8 +151,9 @@ def resume(
 
 @app.command()
 def plan(
-    configs: Configs,
+    configs: ConfigsOrFlow,
     overrides: Set = [],  # noqa: B006
+    parameters: Parameters = [],  # noqa: B006
     verify: Verify = False,
     estimate: Annotated[
         bool, typer.Option("--estimate", help="Memory, time, disk, tokens, steps and GPUs too, from config.json alone.")
@@ -162,10 +163,12 @@ def plan(
     ] = "",
 ) -> None:
     """Show what would run, what would be reused, and why. Nothing is started."""
+    if entrypoint := flow_of(configs, is_toml_only=bool(overrides or verify or estimate or on)):
+        return plan_flow(entrypoint, parameters_of(parameters))
+    refuse_parameters(parameters)
     from rich.console import Console
-    from rich.table import Table
 
-    from cosmos_core.config.mesh import placements
+    from cosmos_core.observe.plan_table import plan_table
     from cosmos_core.run import plan as planning
     from cosmos_core.run.hub import pinned
     from cosmos_core.run.remote import pinned_urls
@@ -182,19 +185,8 @@ def plan(
         note([str(error)])
     stored = look_up(pipeline)
     decisions = planning.plan(pipeline, pipeline.kinds, output_dir, thorough=verify, stored=stored)
-    table = Table("stage", "kind", "after", "will", "why", title=pipeline.config.name)
-    for stage in pipeline.stages:
-        decision = decisions[stage.name]
-        will = {"adopt": "be reused", "reuse": "be reused", "run": "run", "depends": "run unless unchanged"}[
-            decision.action
-        ]
-        table.add_row(stage.name, stage.kind, ", ".join(stage.after), will, decision.reason)
-    choices = [(stage.name, stage.sweep) for stage in pipeline.stages if stage.sweep is not None]
-    lines = [f"{name}: {sweep.mode} {sweep.metric} of {len(sweep.branches)} branches" for name, sweep in choices]
-    lines += placements(pipeline)
-    table.caption = "\n".join(lines) or None
     console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(table)
+    console.print(plan_table(pipeline, decisions))
     if estimate:
         from cosmos_core.config.mesh import check_meshes
         from cosmos_core.launch.cost import cost_table, costs

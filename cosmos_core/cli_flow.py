@@ -1,9 +1,10 @@
-"""`cosmos run FILE.py:FLOW` and its resume: a flow in Python, whose stages are calls of the tasks of `tasks`."""
+"""`cosmos run FILE.py:FLOW`, its resume and its plan: a flow in Python that calls the tasks of the package `tasks`."""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,8 +26,8 @@ def flow_of(configs: Sequence[Path], *, is_toml_only: bool) -> str:
         return ""
     if is_toml_only or len(configs) > 1:
         raise ConfigError(
-            f"{entrypoint} is a flow in Python: --set, --from-stage, --verify and further files are for TOML files; "
-            "give its parameters with -p NAME=VALUE"
+            f"{entrypoint} is a flow in Python: --set, --from-stage, --verify, --estimate and further files are for "
+            "TOML files; give its parameters with -p NAME=VALUE"
         )
     return entrypoint
 
@@ -43,6 +44,12 @@ def parameters_of(words: Sequence[str]) -> dict[str, Any]:
         except ValueError:
             parameters[name] = value
     return parameters
+
+
+def refuse_parameters(words: Sequence[str]) -> None:
+    """Refuse `-p` options of a command that names a TOML file."""
+    if words:
+        raise ConfigError("-p is for a flow, FILE.py:FLOW; settings of a TOML file are changed with --set KEY=VALUE")
 
 
 def is_flow(run_path: Path) -> bool:
@@ -75,10 +82,53 @@ def run_flow(entrypoint: str, parameters: Mapping[str, Any], run_id: str, output
     from cosmos_core.run.directory import writable
     from cosmos_core.session import run_python_flow, session
 
-    file = Path(entrypoint.rpartition(":")[0])
-    if not file.is_file():
-        raise ConfigError(f"{entrypoint}: no such file: {file}")
+    _require_file(entrypoint)
     if run_id:
         os.environ["COSMOS_RUN_ID"] = run_id
     with session(writable(output_dir), None, run_python_flow) as run_session:
         return run_session(entrypoint, parameters)
+
+
+def plan_flow(entrypoint: str, parameters: Mapping[str, Any]) -> None:
+    """Print what is known of a flow before it runs: the stages of its last run with the same parameters, and which of
+    them would be reused. Nothing is started.
+
+    Args:
+        entrypoint: `FILE.py:FLOW`.
+        parameters: parameters of the flow that differ from their defaults.
+
+    Raises:
+        ConfigError: there is no such flow, or it has no such parameters.
+    """
+    from rich.console import Console
+    from typer import echo
+
+    from cosmos_core.observe.plan_table import plan_table
+    from cosmos_core.run.directory import open_run
+    from cosmos_core.run.plan import plan
+    from cosmos_core.session import import_python_flow
+    from cosmos_core.upload.artifact_store import look_up
+
+    _require_file(entrypoint)
+    flow, _ = import_python_flow(entrypoint)
+    from tasks.credentials import lend_to_command
+    from tasks.flow_run import identity_of
+    from tasks.kinds import all_kinds
+
+    run_id, known = identity_of(flow, parameters)
+    path = Path(os.environ.get("COSMOS_OUTPUT_DIR") or "outputs").absolute() / run_id
+    words = ", ".join(f"{name}={value!r}" for name, value in known.items()) or "no parameters"
+    if not is_flow(path):
+        echo(f"{entrypoint} has no run {path} with {words}: its stages are known when it calls them")
+        return
+    run = open_run(path, all_kinds())
+    lend_to_command(run.pipeline)
+    decisions = plan(run.pipeline, run.pipeline.kinds, run.output_dir, stored=look_up(run.pipeline))
+    Console(width=None if sys.stdout.isatty() else 160).print(plan_table(run.pipeline, decisions))
+    echo(f"These are the stages of run {run_id} ({words}); the flow decides on later calls when it runs.")
+
+
+def _require_file(entrypoint: str) -> None:
+    file = Path(entrypoint.rpartition(":")[0])
+    if not file.is_file():
+        raise ConfigError(f"{entrypoint}: no such file: {file}")

@@ -89,7 +89,7 @@ def run_python_flow(
     interrupted, failure, error = False, "", None
     with server:
         wait_for_server()
-        flow, current_run = _import_python_flow(entrypoint)
+        flow, current_run = import_python_flow(entrypoint)
         with Display([]) as display, _watching(current_run, display):
             try:
                 failure = _final_message(lambda: flow(**parameters, return_state=True), Path.cwd())
@@ -111,8 +111,12 @@ def run_python_flow(
     return EXIT_CRASH if failure else EXIT_OK
 
 
-def _import_python_flow(entrypoint: str) -> tuple[Any, Callable[[], Run | None]]:
-    """Return a flow, and the function that returns the run on which it works."""
+def import_python_flow(entrypoint: str) -> tuple[Any, Callable[[], Run | None]]:
+    """Return a flow, and the function that returns the run on which it works.
+
+    Raises:
+        ConfigError: there is no such flow, or its module raises an error.
+    """
     with without_collection():
         from prefect.flows import load_flow_from_entrypoint
 

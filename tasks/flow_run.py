@@ -18,9 +18,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from prefect import Flow
 from prefect.context import FlowRunContext
-from prefect.exceptions import TerminationSignal
+from prefect.exceptions import ParameterBindError, ParameterTypeError, TerminationSignal
 from prefect.logging import get_run_logger
+from prefect.utilities.callables import get_call_parameters
 
 from cosmos_core.config.capabilities import notices_of
 from cosmos_core.config.compose import Pipeline, with_stage
@@ -217,23 +219,43 @@ def newest_run() -> Run | None:
 
 def _begin(context: FlowRunContext) -> FlowInPython:
     assert context.flow is not None and context.flow_run is not None
-    function = inspect.unwrap(context.flow.fn)
-    file = Path(inspect.getsourcefile(function) or "flow.py").absolute()
-    parameters = json.loads(json.dumps(context.parameters or {}, default=str))
+    run_id, parameters = _identity(context.flow, context.parameters or {})
     name, flow_run = context.flow.name, str(context.flow_run.id)
-    run_id = os.environ.get(RUN_ID) or parameters.get("run_id") or _run_id(name, file, function, parameters)
     _stop_on_signals()
     tags: list[str] = []
     with never_costs_the_run():
-        tags = label_flow_run(name, str(run_id))
-    return FlowInPython(name, flow_run, str(run_id), f"{file}:{function.__qualname__}", parameters, tags)
+        tags = label_flow_run(name, run_id)
+    file, function = _source_of(context.flow)
+    return FlowInPython(name, flow_run, run_id, f"{file}:{function}", parameters, tags)
 
 
-def _run_id(name: str, file: Path, function: Any, parameters: Mapping[str, Any]) -> str:
-    """Return a name for the run that is the same whenever a flow of this file and name has these parameters."""
-    identity = json.dumps([file.name, function.__qualname__, parameters], sort_keys=True)
-    plain = "".join(letter if STAGE_NAME.fullmatch(f"a{letter}") else "-" for letter in name).strip("-_") or "flow"
-    return f"{plain[:80]}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
+def identity_of(flow: Flow[..., Any], given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the name of the run of a flow with these parameters, and all its parameters, defaults included.
+
+    Raises:
+        ConfigError: the flow has other parameters.
+    """
+    try:
+        return _identity(flow, flow.validate_parameters(get_call_parameters(flow.fn, (), dict(given))))
+    except (ParameterBindError, ParameterTypeError) as error:
+        raise ConfigError(f"flow {flow.name!r}: {error}") from error
+
+
+def _identity(flow: Flow[..., Any], parameters: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return a name for the run that is the same whenever a flow of this file and name has these parameters, unless
+    another is set; and the parameters as JSON."""
+    values: dict[str, Any] = json.loads(json.dumps(parameters, default=str))
+    file, function = _source_of(flow)
+    identity = hashlib.sha256(json.dumps([file.name, function, values], sort_keys=True).encode()).hexdigest()[:8]
+    plain = "".join(letter if STAGE_NAME.fullmatch(f"a{letter}") else "-" for letter in flow.name)
+    name = f"{(plain.strip('-_') or 'flow')[:80]}-{identity}"
+    return str(os.environ.get(RUN_ID) or values.get("run_id") or name), values
+
+
+def _source_of(flow: Flow[..., Any]) -> tuple[Path, str]:
+    """Return the file and the qualified name of the function of a flow."""
+    function = inspect.unwrap(flow.fn)
+    return Path(inspect.getsourcefile(function) or "flow.py").absolute(), function.__qualname__
 
 
 def _refuse_if_finished(run: Run, before: Call, call: Call) -> None:

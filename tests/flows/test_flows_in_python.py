@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,10 @@ import pytest
 from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterTags, TaskRunFilter, TaskRunFilterTags
+from prefect.flows import load_flow_from_entrypoint
+from typer.testing import CliRunner
 
+from cosmos_core.cli import app
 from cosmos_core.errors import ConfigError, DataError, GateFailed
 from cosmos_core.run.directory import open_run
 from cosmos_core.run.state import read_state
@@ -160,6 +164,42 @@ def test_a_call_that_was_killed_before_it_was_recorded_is_made_again(folder: Pat
     del calls["calls"]["second"]
     recorded.write_text(json.dumps(calls))
     assert two() == 2.0 and starts(folder) == ["first", "second"]
+
+
+GROWN = """
+from prefect import flow
+from tasks import custom
+
+@flow
+def grown(by: int, times: float = 1):
+    model = custom("FOLDER/first.py:grow", name="first", arguments={"by": by})
+    custom("FOLDER/second.py:grow", name="second", model=model, arguments={"by": times})
+"""
+
+
+def test_a_plan_shows_the_stages_of_the_last_run_with_these_parameters_and_which_are_reused(folder: Path) -> None:
+    (folder / "my.py").write_text(GROWN.replace("FOLDER", str(folder)))
+    for name in ("first", "second"):
+        shutil.copy(f"{PROGRAMS}/growing.py", folder / f"{name}.py")
+    load_flow_from_entrypoint("my.py:grown")(by=2)
+    (folder / "second.py").open("a").write("# another digest\n")
+
+    def planned(*words: str) -> list[str]:
+        done = CliRunner().invoke(app, ["plan", *words])
+        assert done.exception is None or isinstance(done.exception, ConfigError), done.exception
+        return [" ".join(line.split()) for line in (*done.output.splitlines(), str(done.exception or ""))]
+
+    lines = planned("my.py:grown", "-p", "by=2")
+    [run] = (folder / "outputs").glob("grown-*")
+    assert any(f"first │ custom │ │ be reused │ same fingerprint as run {run.name}" in line for line in lines)
+    assert any("second │ custom │ first │ run │ changed since" in line for line in lines)
+    assert lines[-2].endswith(f"of run {run.name} (by=2, times=1.0); the flow decides on later calls when it runs.")
+    [unknown, _] = planned("my.py:grown", "-p", "by=3")
+    assert unknown.startswith("my.py:grown has no run ") and "with by=3, times=1.0: its stages are known" in unknown
+    for words, message in (((), "missing a required argument: 'by'"), (("-p", "by=x"), "valid integer")):
+        assert message in planned("my.py:grown", *words)[-1]
+    assert planned("my.toml", "-p", "by=2")[-1].startswith("-p is for a flow")
+    assert sorted(path.name for path in (folder / "outputs").glob("grown-*")) == [run.name], "a plan makes no run"
 
 
 def test_a_stage_is_called_in_a_flow() -> None:

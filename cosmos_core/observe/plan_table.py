@@ -1,0 +1,26 @@
+"""Table of what a run would do: the stages that would be reused, and those that would run, with the reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.table import Table
+
+from cosmos_core.config.compose import Pipeline
+from cosmos_core.config.mesh import placements
+from cosmos_core.run.plan import Decision
+
+_WILL = {"adopt": "be reused", "reuse": "be reused", "run": "run", "depends": "run unless unchanged"}
+
+
+def plan_table(pipeline: Pipeline, decisions: Mapping[str, Decision]) -> Table:
+    """Return the table of the decisions for all stages, with sweeps and placements of ranks as its caption."""
+    table = Table("stage", "kind", "after", "will", "why", title=pipeline.config.name)
+    for stage in pipeline.stages:
+        decision = decisions[stage.name]
+        table.add_row(stage.name, stage.kind, ", ".join(stage.after), _WILL[decision.action], decision.reason)
+    choices = [(stage.name, stage.sweep) for stage in pipeline.stages if stage.sweep is not None]
+    lines = [f"{name}: {sweep.mode} {sweep.metric} of {len(sweep.branches)} branches" for name, sweep in choices]
+    lines += placements(pipeline)
+    table.caption = "\n".join(lines) or None
+    return table
