@@ -1,4 +1,5 @@
-"""Conditions of a gate: `validation/accuracy >= 0.6`, `validation/accuracy >= published`."""
+"""Conditions of a gate: `validation/accuracy >= 0.6`, `validation/accuracy >= published`, and for all benchmarks
+`evaluation/*/acc not worse than published by 0.02`."""
 
 from __future__ import annotations
 
@@ -7,23 +8,34 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from statistics import NormalDist
 
 PUBLISHED = "published"
+STDERR = "_stderr"
+"""End of the name of a metric that is the standard error of another one."""
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge, "<=": operator.le, "==": operator.eq, ">": operator.gt, "<": operator.lt,
 }  # fmt: skip
-_PATTERN = re.compile(r"\s*(\S+)\s*(>=|<=|==|>|<)\s*(\S+)\s*")
+_COMPARISON = re.compile(r"\s*(\S+)\s*(>=|<=|==|>|<)\s*(?:published\s*(?:([+-])\s*([\d.]\S*))?|(\S+))\s*")
+_NOT_WORSE = re.compile(r"\s*(\S+)\s+not\s+worse\s+than\s+published(?:\s+by\s+([\d.]\S*))?\s*")
+LOWER_IS_BETTER = ("loss", "perplexity", "nll", "kl", "error", "invalid", "truncated", "bits_per_byte")
+"""Words in the names of metrics whose lower values are better."""
 
 
 @dataclass(frozen=True)
 class Condition:
-    """Comparison of a metric with a number, or with the same metric of the currently published model."""
+    """Comparison of a metric with a number, or with the same metric of the currently published model.
+
+    A metric with `*` stands for every metric that matches.
+    """
 
     text: str
     metric: str
     comparison: str
     bound: str
+    offset: float = 0.0
+    """Number that is added to the metric of the published model."""
 
     @property
     def needs_published(self) -> bool:
@@ -33,7 +45,14 @@ class Condition:
     def limit(self, published: float | None) -> float | None:
         """Return the number to compare with, where `published` is the metric of the published model; None if no model
         was published yet."""
-        return published if self.needs_published else float(self.bound)
+        if not self.needs_published:
+            return float(self.bound)
+        return None if published is None else round(published + self.offset, 12)  # 0.1 + 0.2 is a little above 0.3
+
+    def matches(self, name: str) -> bool:
+        """Return True if the condition is about a metric; a standard error is meant only by its full name."""
+        is_pattern = "*" in self.metric and not name.endswith(STDERR)
+        return name == self.metric or (is_pattern and fnmatchcase(name, self.metric))
 
     def holds(self, value: float, limit: float | None, margin: float = 0.0) -> bool:
         """Return True if `value` passes by more than `margin`. A comparison with the published model passes if no model
@@ -46,15 +65,20 @@ def parse_condition(text: str) -> Condition:
     """Parse the text of one condition.
 
     Raises:
-        ValueError: it has not the form `METRIC OPERATOR NUMBER` or `METRIC OPERATOR published`.
+        ValueError: it has none of the forms.
     """
-    match = _PATTERN.fullmatch(text)
-    form = f"condition {text!r} must be METRIC >= NUMBER or METRIC >= {PUBLISHED} (also >, <=, <, ==)"
-    if not match:
-        raise ValueError(form)
-    if match[3] != PUBLISHED and not _is_number(match[3]):
-        raise ValueError(form)
-    return Condition(text, match[1], match[2], match[3])
+    if match := _NOT_WORSE.fullmatch(text):
+        metric, by, bound = match[1], match[2] or "0", None
+        has_low_values = any(word in metric.rpartition("/")[2].lower() for word in LOWER_IS_BETTER)
+        comparison, sign = ("<=", "+") if has_low_values else (">=", "-")
+    elif match := _COMPARISON.fullmatch(text):
+        metric, comparison, sign, by, bound = match[1], match[2], match[3] or "+", match[4] or "0", match[5]
+    if not match or not _is_number(by) or (bound is not None and not _is_number(bound)):
+        raise ValueError(
+            f"condition {text!r} must be METRIC >= NUMBER, METRIC >= {PUBLISHED}, METRIC >= {PUBLISHED} - NUMBER (also "
+            f">, <=, <, ==) or METRIC not worse than {PUBLISHED} by NUMBER"
+        )
+    return Condition(text, metric, comparison, bound or PUBLISHED, float(f"{sign}{by}"))
 
 
 def margin(name: str, confidence: float, *measured: Mapping[str, float]) -> float | None:
@@ -70,7 +94,7 @@ def margin(name: str, confidence: float, *measured: Mapping[str, float]) -> floa
 
 
 def _standard_error(name: str, metrics: Mapping[str, float]) -> float | None:
-    if (error := metrics.get(f"{name}_stderr")) is not None:
+    if (error := metrics.get(name + STDERR)) is not None:
         return error
     folder, _, last = name.rpartition("/")
     count = metrics.get(f"{folder}/prompts", 0.0)

@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from cosmos_core.config.conditions import LOWER_IS_BETTER, STDERR
+
 _SUFFIXES = ("/mean", "_mean", "/avg", "_avg")
 BOOKKEEPING = ("time/", "throughput/", "memory/")
 _HEADLINES = ("reward", "loss", "accuracy")
@@ -16,7 +18,6 @@ _IN_TABLES = {
 }  # fmt: skip
 _OF_BOTH = frozenset({"reward", "loss"})
 """Metrics of both training and validation, computed from different rows or completions."""
-_LOWER_IS_BETTER = ("loss", "perplexity", "nll", "kl", "error", "invalid", "truncated")
 
 
 class Rank(Protocol):
@@ -124,7 +125,7 @@ def family(key: str) -> str:
 def verdict(key: str, change: float | None) -> str:
     """Return `better` or `worse` for a change of a metric; empty for metrics that are neither, such as a length or a
     count."""
-    lower_is_better = any(word in key.lower() for word in _LOWER_IS_BETTER)
+    lower_is_better = any(word in key.lower() for word in LOWER_IS_BETTER)
     if not change or not (lower_is_better or family(key) in _HEADLINES):
         return ""
     return "better" if (change < 0) == lower_is_better else "worse"
@@ -175,4 +176,5 @@ def table_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
         for key, value in ranked.items():
             if family(key) == name:
                 shown.setdefault(short(key), value)
-    return shown or {key.rpartition("/")[2].replace("_", " "): ranked[key] for key in list(ranked)[:3]}
+    others = [key for key in ranked if not key.endswith(STDERR)]
+    return shown or {(key.partition("/")[2] or key).replace("_", " "): ranked[key] for key in others[:3]}

@@ -34,20 +34,19 @@ def run(stage: Stage) -> Outcome:
     report: list[JsonValue] = []
     failed = []
     for condition in map(parse_condition, stage.config.require):
-        name, measured = _measured(condition, stage)
-        value = measured[name]
-        if record is not None and condition.needs_published and not isinstance(published.get(name), int | float):
-            raise ConfigError(
-                f"gate {stage.name!r}: {condition.text!r}: what is published has no {name!r}; compare with a number"
-            )
-        limit = condition.limit(published.get(name))
-        noise = _noise(stage, condition, name, measured, published) if record is not None else 0.0
-        passed = condition.holds(value, limit, noise)
-        entry: dict[str, JsonValue] = {"condition": condition.text, "value": value, "bound": limit, "passed": passed}
-        report.append(entry | ({"noise": noise} if noise else {}))
-        if not passed:
-            bound = "" if limit is None else f", bound {limit:.6g}" + (f", noise {noise:.3g}" if noise else "")
-            failed.append(f"{condition.text} does not hold: {condition.metric} = {value:.6g}{bound}")
+        for name, measured in _measured(condition, stage, None if record is None else published):
+            value, limit = measured[name], condition.limit(published.get(name))
+            noise = _noise(stage, condition, name, measured, published) if record is not None else 0.0
+            passed = condition.holds(value, limit, noise)
+            entry: dict[str, JsonValue] = {
+                "condition": condition.text, "value": value, "bound": limit, "passed": passed
+            }  # fmt: skip
+            metric = {"metric": name} if "*" in condition.metric else {}
+            report.append({**entry, **metric, **({"noise": noise} if noise else {})})
+            if not passed:
+                bound = "" if limit is None else f", bound {limit:.6g}" + (f", noise {noise:.3g}" if noise else "")
+                shown = metric.get("metric", condition.metric)
+                failed.append(f"{condition.text} does not hold: {shown} = {value:.6g}{bound}")
     stage.path.mkdir(parents=True, exist_ok=True)
     write_json(stage.path / CONDITIONS, report)  # a gate that refuses writes no result
     if failed:
@@ -70,17 +69,29 @@ def _noise(
     return noise
 
 
-def _measured(condition: Condition, stage: Stage) -> tuple[str, dict[str, float]]:
-    """Return the name of a condition's metric, and all metrics of the stage that reported it; `STAGE.METRIC` selects
-    one of several stages that report the same metric."""
+def _measured(
+    condition: Condition, stage: Stage, published: dict[str, float] | None
+) -> list[tuple[str, dict[str, float]]]:
+    """Return the name of each metric of a condition, and all metrics of the stage that reported it; `STAGE.METRIC`
+    selects one of several stages that report the same metric. With `*`, metrics that what is `published` does not have
+    are left out of a comparison with it."""
     metrics: dict[str, tuple[str, dict[str, float]]] = {}
     for name, result in stage.inputs.items():
         for key in result["metrics"]:
             metrics[f"{name}.{key}"] = metrics[key] = (key, result["metrics"])
-    if condition.metric not in metrics:
+    found = {key: metrics[shown] for shown, (key, _) in metrics.items() if condition.matches(shown)}
+    if not found:
         reported = sorted({key for key, _ in metrics.values()})
         raise ConfigError(
             f"gate {stage.name!r}: no stage in its `after` reported {condition.metric!r}; "
             f"reported: {', '.join(reported) or 'nothing'}"
         )
-    return metrics[condition.metric]
+    if published is None or not condition.needs_published:
+        return list(found.values())
+    known = [each for name, each in found.items() if isinstance(published.get(name), int | float)]
+    if not known:
+        names = " or ".join(map(repr, found))
+        raise ConfigError(
+            f"gate {stage.name!r}: {condition.text!r}: what is published has no {names}; compare with a number"
+        )
+    return known

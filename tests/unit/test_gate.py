@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,10 @@ from tasks.stages import gate
         ("m >= published", 0.5, 0.5, True), ("m > published", 0.5, 0.5, False), ("m < published", 0.4, 0.5, True),
         ("m >= published", 0.1, None, True), ("m >= 0", math.nan, None, False), ("m < 0", math.nan, None, False),
         ("m >= published", math.nan, None, False), ("m >= published", 0.5, math.nan, False),
+        ("m >= published - 0.01", 0.3, 0.31, True), ("m >= published-.01", 0.29, 0.31, False),
+        ("m > published + 1e-1", 0.3, 0.2, False), ("m > published + 1e-1", 0.31, 0.2, True),
+        ("m >= published - 0.01", 0.1, None, True), ("m not worse than published by 0.02", 0.29, 0.31, True),
+        ("m  not worse than published by 0.02", 0.28, 0.31, False), ("m not worse than published", 0.3, 0.31, False),
     ],
 )  # fmt: skip
 def test_a_condition_compares_a_metric_with_a_number_or_with_what_is_published(
@@ -36,9 +41,16 @@ def test_a_condition_compares_a_metric_with_a_number_or_with_what_is_published(
     assert condition.holds(value, condition.limit(published)) is passes
 
 
-@pytest.mark.parametrize("text", ["", "m", "m >=", ">= 1", "m => 1", "m >= x", "m >= nan", "m >= 1 2", "m != 1"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "m", "m >=", ">= 1", "m => 1", "m >= x", "m >= nan", "m >= 1 2", "m != 1", "m >= published -",
+        "m >= published - -1", "m >= published * 2", "m >= published - nan", "m >= publishedd", "m not worse than 1",
+        "m not worse than published by", "m not worse than published by x",
+    ],
+)  # fmt: skip
 def test_what_is_no_condition_is_refused_with_the_form(text: str) -> None:
-    with pytest.raises(ValueError, match=r"must be METRIC >= NUMBER or METRIC >= published \(also >, <=, <, ==\)$"):
+    with pytest.raises(ValueError, match=r"must be METRIC >= NUMBER, METRIC >= published, .* or METRIC not worse"):
         parse_condition(text)
 
 
@@ -103,6 +115,47 @@ def test_what_is_published_must_have_the_metric_that_is_compared(tmp_path: Path)
     assert str(caught.value) == (
         "gate 'gate': 'loss < published': what is published has no 'loss'; compare with a number"
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "lowest", "highest"), [("a/kl_free/acc not worse than published by 1", 4, math.inf),
+                                    ("a/word_perplexity not worse than published by 1", -math.inf, 6)]
+)  # fmt: skip
+def test_worse_is_higher_for_a_loss_and_lower_for_a_score(text: str, lowest: float, highest: float) -> None:
+    condition = parse_condition(text)
+    values = [-100.0, 4.0, 6.0, 100.0]
+    passing = [value for value in values if condition.holds(value, condition.limit(5.0))]
+    assert passing == [value for value in values if lowest <= value <= highest]
+
+
+BENCHMARKS = {"evaluation/a/acc": 0.5, "evaluation/a/acc_stderr": 0.1, "evaluation/b/acc": 0.3, "evaluation/new/acc": 0}
+
+
+def test_a_condition_with_a_star_holds_for_every_benchmark_that_is_published(tmp_path: Path) -> None:
+    condition = "evaluation/*/acc not worse than published by 0.02"
+    for b, holds in ((0.32, True), (0.33, False)):
+        stage = gate_stage(tmp_path / str(b), (condition,), {"evaluation/a/acc": 0.4, "evaluation/b/acc": b})
+        stage.inputs["after"]["metrics"] |= BENCHMARKS
+        if not holds:
+            message = f"{condition} does not hold: evaluation/b/acc = 0.3, bound 0.31"
+            with pytest.raises(GateFailed, match=re.escape(f"gate 'gate': {message}")):
+                gate.run(stage)
+            continue
+        assert gate.run(stage).info["conditions"] == [
+            {"condition": condition, "metric": f"evaluation/{task}/acc", "value": value, "bound": bound, "passed": True}
+            for task, value, bound in (("a", 0.5, 0.38), ("b", 0.3, 0.3))
+        ]
+
+
+def test_a_condition_with_a_star_must_be_about_something(tmp_path: Path) -> None:
+    for require, said in (
+        ("evaluation/*/f1 > 0", "no stage in its `after` reported 'evaluation"),
+        ("evaluation/*/acc >= published", "what is published has no 'evaluation/a/acc' or "),
+    ):
+        stage = gate_stage(tmp_path / said[:4], (require,), {"loss": 1.0})
+        stage.inputs["after"]["metrics"] |= BENCHMARKS
+        with pytest.raises(ConfigError, match=said):
+            gate.run(stage)
 
 
 def test_a_gate_asks_only_for_metrics_that_somebody_reports(tmp_path: Path) -> None:

@@ -78,8 +78,9 @@ class StageConfig(Table):
     """Kind custom: names of environment variables that the function receives, such as the key of a service, in addition
     to those that any program needs; their values are masked in logs."""
     require: Names = ()
-    """Kind gate: conditions such as `validation/accuracy >= 0.6` or `validation/accuracy >= published`. A metric that
-    several stages report is that of the last one in `after`; `STAGE.METRIC` names another."""
+    """Kind gate: conditions such as `validation/accuracy >= 0.6`, `validation/accuracy >= published - 0.01` or
+    `evaluation/*/acc not worse than published by 0.02`, which `*` makes one condition for every metric that matches. A
+    metric that several stages report is that of the last one in `after`; `STAGE.METRIC` names another."""
     confidence: Annotated[Fraction, Field(lt=1)] = 0.0
     """Kind gate: confidence level of comparisons with `published`: at 0.95 a model passes if its improvement exceeds
     the noise of both measurements in 95 of 100 cases. Available for accuracy, pass@k and reward, and for a metric that
