@@ -134,8 +134,9 @@ def _origin(stage: Stage) -> dict[str, str]:
     name = source_of(stage.config.model)
     if name is not None:
         return {"model": stage.config.model, "model_digest": stage.inputs[name]["digest"]}
-    digest = next((source.digest for source in stage.sources if source.kind == "model"), "")
-    return {"model": stage.config.model or stage.recipe.policy.model_name_or_path, "model_digest": digest}
+    digests = {each.kind: each.digest for each in reversed(stage.sources)}
+    model = stage.config.model or stage.recipe.policy.model_name_or_path
+    return {"model": model, "model_digest": digests.get("model", "")}
 
 
 def _nothing_kept(records: Sequence[Sampled], metrics: dict[str, float]) -> str:
