@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from cosmos_core.run.directory import open_run
 from cosmos_core.run.manifest import read_result
+from tasks.kinds import all_kinds
 from tests.conftest import Workspace, wait_until
 from tests.unit.tiny_model import save_tiny_model
 
@@ -118,6 +120,26 @@ def test_the_flow_of_the_documentation_searches_and_publishes(workspace: Workspa
         "export", "gate", "sft-0", "sft-0-data", "sft-1", "sft-1-data", "upload",
         "validate-0", "validate-1",
     ]  # fmt: skip
+    assert list(workspace.path.glob("published/*/model.safetensors"))
+
+
+@pytest.mark.full
+def test_the_sweep_of_the_documentation_trains_the_better_half_further(workspace: Workspace) -> None:
+    workspace.write("halving.py", example("halving.py"))
+    workspace.write("sft.toml", RECIPE)
+    turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    workspace.write("rows.jsonl", f"{json.dumps({'messages': turns})}\n" * 6)
+    save_tiny_model(workspace.path / "model")
+    workspace.cosmos("run", "halving.py:halving", "-p", "rates=[1e-5, 1e-2, 2e-2, 1e-6]", timeout=400)
+    [run] = workspace.path.glob("outputs/halving-*")
+    names = sorted(path.name for path in (run / "stages").iterdir() if not path.name.endswith("-data"))
+    assert names == ["export", *(f"sft-1-{i}" for i in range(4)), "sft-2-0", "sft-2-1", "upload"]
+    losses = [(read_result(run / "stages" / f"sft-1-{i}") or {})["metrics"]["validation/loss"] for i in range(4)]
+    better = sorted(range(4), key=losses.__getitem__)[:2]
+    recipes = open_run(run, all_kinds()).pipeline.recipes
+    assert [recipes[f"sft-2-{i}"].train.optm_lr for i in range(2)] == [
+        recipes[f"sft-1-{i}"].train.optm_lr for i in better
+    ]
     assert list(workspace.path.glob("published/*/model.safetensors"))
 
 
