@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cosmos_core.algorithms.base import Algorithm
-from cosmos_core.checkpoint.best import Best, best_of
+from cosmos_core.checkpoint.best import Best
 from cosmos_core.checkpoint.resume import load_from
 from cosmos_core.checkpoint.save import Checkpointer
 from cosmos_core.checkpoint.state import TrainState, capture_rng, restore_rng, seed_rng
 from cosmos_core.errors import ConfigError, Preempted
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.async_validation import AsyncValidation, Ended
 from cosmos_core.train.ema import NAME as EMA
 from cosmos_core.train.ema import MovingAverage
 from cosmos_core.train.feeds import Feed
@@ -30,10 +29,8 @@ from cosmos_core.train.mfu import Utilization
 from cosmos_core.train.profile import StepProfiler
 from cosmos_core.train.stop import StopAsked, check_stop
 from cosmos_core.train.trainer import Trainer
+from cosmos_core.train.validation import Validation
 from cosmos_core.types import JsonValue
-
-Measure = Callable[[int], dict[str, float]]
-"""Returns the held-out metrics, named `validation/...`, after the given number of train steps."""
 
 
 @dataclass
@@ -45,14 +42,8 @@ class Loop:
     feed: Feed
     algorithm: Algorithm
     checkpointer: Checkpointer
-    publish: Callable[[int], dict[str, float]] = lambda step: {}
-    """Sends the weights of train step N to the engines that generate; returns metrics about the transfer."""
-    publish_every: int = 1
-    """Number of train steps between two calls of `publish`, which is also called when a training starts or resumes."""
-    measure: Measure | None = None
-    """Computes held-out metrics; None: no validation during training."""
-    apart: AsyncValidation | None = None
-    """Validates while the training continues; replaces `measure` except for the first and the last validation."""
+    validation: Validation
+    """Validates steps, and publishes the weights of train steps to the engines that generate."""
     average: MovingAverage | None = None
     """Moving average that is validated and finally copied into the model; None: the weights themselves are used."""
     watch: Callable[[int, dict[str, float]], dict[str, float]] = lambda step, metrics: {}
@@ -62,17 +53,11 @@ class Loop:
     """Measures the model FLOPs utilization of train steps; None: it is not reported."""
     begin_from: Path | None = None
     """The folder `.../step_N/policy` of another run, from which a training without a checkpoint starts."""
-    best: Best | None = None
-    """The best step by validation; None if no step was validated yet."""
     step: int = 0
     """Number of completed train steps."""
     _num_updates: int = 0
     """Number of optimizer steps taken; a train step may have several."""
     _hooks: Hooks = field(init=False)
-    _measured_at: int = -1
-    """The newest step that was validated, or the step of an adopted checkpoint; -1 if there is neither."""
-    _is_held: bool = False
-    """Whether publishing was postponed because engines still validate the weights of another step."""
     _last: dict[str, float] = field(default_factory=dict)
     """Metrics of the newest step, and maxima over all steps for names that end in `_max`.
 
@@ -81,8 +66,12 @@ class Loop:
 
     def __post_init__(self) -> None:
         self._hooks = Hooks(self.stage)
-        if self.apart is not None:
-            self.apart.on_end = self._validated
+        self.validation.attach(self._hooks, self._record, lambda: check_stop(self.stage))
+
+    @property
+    def best(self) -> Best | None:
+        """Return the best step by validation; None if no step was validated yet."""
+        return self.validation.best
 
     def run(self) -> dict[str, float]:
         """Train to the end, and return the metrics of the last step and its validation, with `..._max` over all steps.
@@ -93,13 +82,13 @@ class Loop:
         self.trainer.adapter.prove()
         hooks, (start, is_unmeasured) = self._hooks, self._restore()
         hooks("pre_training_hook", start_step=start, total_steps=self.feed.total_steps)
-        self.publish(start)
+        self.validation.publish(start)
         if is_unmeasured:
-            self._begin_validation()
-        elif self._was_cut_off(start) and self._measure_last():
+            self.validation.begin(start)
+        elif self.validation.was_cut_off(start) and self._measure_last():
             self._save()
-        if self.measure and self.stage.recipe.validation.val_before_train and start == 0:
-            self._log(0, self._measured(0))
+        if self.validation.measure and self.validation.config.val_before_train and start == 0:
+            self._log(0, self._measured())
         with StepProfiler(self.stage, start) as profiler:
             self._train(profiler)
         has_new_metrics = self._settle()
@@ -115,24 +104,23 @@ class Loop:
 
     def _train(self, profiler: StepProfiler) -> None:
         """Take the remaining train steps; validate and save at the steps that the recipe sets."""
-        train, validation = self.stage.recipe.train, self.stage.recipe.validation
+        train, validation = self.stage.recipe.train, self.validation
         save_freq = max(0, train.ckpt.save_freq_in_epoch) * self.feed.steps_per_epoch or train.ckpt.save_freq
         while (metrics := self._next()) is not None:
             profiler.step(self.step)
             is_last, best_before = self.step == self.feed.total_steps, self.best
-            is_due = self.measure is not None and (self.step % validation.freq == 0 or is_last)
+            is_due = validation.is_due(self.step, is_last=is_last)
+            is_async = is_due and validation.async_validation is not None and not is_last
             saves = self.step % save_freq == 0
             if (is_due or saves) and self._settle():
                 best_before = self.best  # the best step so far is known before this step's checkpoint is saved
-            if is_due and self.apart and not is_last:
+            if is_async:
                 saves = True  # save now: it may prove best after the weights have changed
             elif is_due:
-                measured = self._measured(self.step, metrics)
-                metrics |= measured
-                self.best = best_of(self.best, self.step, measured)
+                metrics |= self._measured(metrics)
             self._log(self.step, metrics)
-            if is_due and self.apart and not is_last:
-                self._begin_validation()
+            if is_async:
+                validation.begin(self.step)
             if train.ckpt.enable_checkpoint and (saves or self.best != best_before):
                 self._save()
 
@@ -147,60 +135,43 @@ class Loop:
         if metrics is None:
             return None
         self.step += 1
-        if self.step % self.publish_every == 0:
-            metrics |= self._published()
+        metrics |= self.validation.publish_step(self.step)
         metrics["time/step"] = time.perf_counter() - start
         self._hooks("post_training_step_hook", current_step=self.step, total_steps=self.feed.total_steps, **metrics)
         return metrics
 
-    def _published(self) -> dict[str, float]:
-        """Publish the current weights, unless engines still validate those of another step; return metrics."""
-        self._is_held = False
-        if self.apart is not None:
-            self.apart.check()
-            self._is_held = self.apart.step is not None
-        return {} if self._is_held else self.publish(self.step)
-
-    def _begin_validation(self) -> None:
-        """Start a validation of the current weights that runs while the training continues."""
-        assert self.apart is not None
-        self._hooks("pre_validation_hook", current_step=self.step)
-        if self.step % self.publish_every:
-            self.publish(self.step)
-        self.apart.begin(self.step)
-
-    def _validated(self, ended: Ended) -> None:
-        """Record the metrics of a validation that ended, and publish the current weights if that was postponed."""
-        self._hooks("post_validation_hook", current_step=ended.step, **ended.metrics)
-        self.best, self._measured_at = best_of(self.best, ended.step, ended.metrics), ended.step
-        self._last |= ended.metrics
-        self.stage.metrics.log(ended.step, ended.metrics)
-        if self._is_held:
-            self._is_held = False
-            self.publish(self.step)
-
     def _settle(self) -> bool:
         """Wait for the validation that is running, if any, and return whether there was one."""
-        if self.apart is None or self.apart.step is None:
-            return False
-        self.stage.progress.phase("validate")
         try:
-            self.apart.wait(self.step, lambda: check_stop(self.stage))
+            return self.validation.wait(self.step)
         except StopAsked:
             raise self._preempted() from None
-        return True
 
     def _measure_last(self) -> bool:
         """Validate the last step if its validation is missing because the data ended unexpectedly; return whether it
         did."""
-        if self.measure is None or self.step == 0 or self._measured_at == self.step:
+        if not self.validation.is_missing(self.step):
             return False
-        self.publish(self.step)  # the engine may not hold these weights: it prepared for a step that never came
-        measured = self._measured(self.step)
-        self.best = best_of(self.best, self.step, measured)
-        self._last |= measured
-        self.stage.metrics.log(self.step, measured)
+        self.validation.publish(self.step)  # the engine may not hold these weights: it prepared for a missing step
+        self._record(self.step, self._measured())
         return True
+
+    def _measured(self, metrics: dict[str, float] | None = None) -> dict[str, float]:
+        """Return the validation metrics of the current step.
+
+        If a stop is requested meanwhile, the step's own `metrics` are logged first.
+        """
+        try:
+            return self.validation.run(self.step)
+        except StopAsked:
+            if metrics is not None:
+                self._log(self.step, metrics)
+            raise self._preempted() from None
+
+    def _record(self, step: int, metrics: dict[str, float]) -> None:
+        """Log validation metrics after those of the train step were logged."""
+        self._last |= metrics
+        self.stage.metrics.log(step, metrics)
 
     def _step(self) -> dict[str, float] | None:
         learning_rates = self.trainer.set_learning_rate(self.step, self.feed.total_steps)
@@ -244,9 +215,9 @@ class Loop:
         if not (self.stage.recipe.train.save_ckpt_at_exit and self.step > 0):
             return Preempted(f"{done}; nothing saved")
         self.checkpointer.wait()
-        if self.apart and self.apart.step is not None and self.apart.step != self.step:
+        if (running := self.validation.running) not in (None, self.step):
             saved = self.checkpointer.latest()  # validated again by the resumed run
-            return Preempted(f"{done}, while step {self.apart.step} was validated; the checkpoint is of step {saved}")
+            return Preempted(f"{done}, while step {running} was validated; the checkpoint is of step {saved}")
         if self.checkpointer.latest() != self.step:
             self._save()
             self.checkpointer.wait()
@@ -274,11 +245,9 @@ class Loop:
             self._restore_rng(start, state.extra["rng"])
         else:  # opening the model has seeded the generators of torch
             seed_rng(self.stage.seed, 0, self._data_rank, keeps_torch=True)
-        self._measured_at = start
+        self.validation.load_state_dict(start, state.extra if own_step else {})
         if own_step:
             self._last = {str(key): float(value) for key, value in _table(state.extra["metrics"]).items()}
-            self.best = Best(**_table(state.extra["best"])) if state.extra.get("best") else None
-            self._measured_at = int(str(state.extra.get("measured_at", own_step)))
             self.stage.progress.saved(own_step)
         if start:
             self._hooks("load_checkpoint_hook", step=start)
@@ -287,7 +256,7 @@ class Loop:
         self.stage.metrics.cut_back(start, again=PREFIX if is_unmeasured else "")
         self.stage.progress.step(start, total)
         self.step = start
-        return start, is_unmeasured and self.apart is not None
+        return start, is_unmeasured and self.validation.async_validation is not None
 
     def _restore_rng(self, step: int, saved: JsonValue) -> None:
         if saved is not None:
@@ -308,10 +277,7 @@ class Loop:
         metrics: dict[str, JsonValue] = {**self._last}
         state.extra = {
             "step": self.step, "total_steps": self.feed.total_steps, "rng": capture_rng(), "metrics": metrics,
-            "num_updates": self._num_updates,
-            "best": asdict(self.best) if self.best else None,
-            "measured_at": self._measured_at,
-            "is_unmeasured": self.apart is not None and self.apart.step == self.step,
+            "num_updates": self._num_updates, **self.validation.state_dict(self.step),
         }  # fmt: skip
         self.stage.metrics.sync()
         self.checkpointer.save(self.step, state, self._kept)
@@ -329,37 +295,6 @@ class Loop:
             feed=self.feed.state_dict(),
             algorithm=self.algorithm.state_dict(),
         )
-
-    def _was_cut_off(self, start: int) -> bool:
-        """Return True if a stop was requested while the step to resume from was being validated."""
-        return self.apart is None and self._measured_at < start and start % self.stage.recipe.validation.freq == 0
-
-    def _measured(self, step: int, metrics: dict[str, float] | None = None) -> dict[str, float]:
-        """Return the validation metrics of a step.
-
-        If a stop is requested meanwhile, the step's own `metrics` are logged first.
-        """
-        assert self.measure is not None
-        self.stage.progress.phase("validate")
-        start = time.perf_counter()
-        self._hooks("pre_validation_hook", current_step=step)
-        if step % self.publish_every:
-            self.publish(step)
-        try:
-            if self.average is None:
-                measured = self.measure(step)
-            else:
-                with self.trainer.weights(EMA):
-                    self.publish(step)
-                    measured = self.measure(step)
-                self.publish(step)
-        except StopAsked:
-            if metrics is not None:
-                self._log(step, metrics)
-            raise self._preempted() from None
-        self._hooks("post_validation_hook", current_step=step, **measured)
-        self._measured_at = step
-        return {**measured, "time/validate": time.perf_counter() - start}
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         largest = {name: value for name, value in self._last.items() if name.endswith("_max")}

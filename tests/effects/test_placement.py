@@ -16,6 +16,7 @@ from cosmos_core.train import generation, setup
 from cosmos_core.train.loop import Loop
 from cosmos_core.train.measure import most_tokens, trained_rewards
 from cosmos_core.train.rollout_feed import PromptOrder
+from cosmos_core.train.validation import Validation
 from cosmos_core.worker import program as worker
 from tests.effects.change import GRPO, Change, changes, stage_of
 
@@ -116,8 +117,11 @@ def test_it_changes_how_often_weights_are_sent(change: Change, tmp_path: Path, m
         feed: Any = SimpleNamespace(total_steps=7, steps_per_epoch=7)
         saver: Any = SimpleNamespace(latest=lambda: 7, wait=lambda: None)
         stage = stage_of(tmp_path / "stage", recipe, kind="rl")
-        loop = Loop(stage, parts, feed, parts, saver, publish=lambda step: steps.append(step) or {},
-                    publish_every=recipe.train.sync_weight_interval)  # fmt: skip
+        validation = Validation(
+            recipe.validation, stage.progress, publish=lambda step: steps.append(step) or {},
+            publish_every=recipe.train.sync_weight_interval,
+        )  # fmt: skip
+        loop = Loop(stage, parts, feed, parts, saver, validation)
         monkeypatch.setattr(loop, "_restore", lambda: (0, False))
         monkeypatch.setattr(loop, "_save", lambda: None)
         monkeypatch.setattr(loop, "_step", lambda: {} if loop.step < 7 else None)

@@ -26,7 +26,7 @@ from cosmos_core.train.loop import Loop
 from cosmos_core.train.setup import open_trainer
 from cosmos_core.types import Group
 from tests.effects.change import recipe, stage_of
-from tests.unit.test_loop import STEPS, inputs, kept, named, pytestmark  # noqa: F401 - a fixture and a mark
+from tests.unit.test_loop import STEPS, inputs, kept, named, pytestmark, validation  # noqa: F401 - a fixture and a mark
 from tests.unit.trainers import sft
 
 
@@ -70,8 +70,9 @@ def train_apart(at: Stage, published: list[int], asked: list[int], stop_after: i
     assert at.data is not None
     feed = RowFeed(open_sequences(at.data, "train"), at.recipe)
     loop = Loop(
-        at, open_trainer(at), feed, sft(), checkpointer, publish=publish, apart=apart, watch=watch,
-        measure=lambda step: {"validation/reward": apart.values[step]},
+        at, open_trainer(at), feed, sft(), checkpointer,
+        validation(at, lambda step: {"validation/reward": apart.values[step]}, async_validation=apart, publish=publish),
+        watch=watch,
     )  # fmt: skip
     try:
         loop.run()

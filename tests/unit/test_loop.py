@@ -31,6 +31,7 @@ from cosmos_core.train.measure import held_out_batch, row_metrics
 from cosmos_core.train.resume_from import adopt_checkpoint
 from cosmos_core.train.setup import hand_over, open_trainer
 from cosmos_core.train.setup import train as train_stage
+from cosmos_core.train.validation import Measure, Validation
 from tests.effects.change import SFT, recipe, stage_of
 from tests.unit.tiny_model import save_tiny_model
 from tests.unit.trainers import sft
@@ -64,6 +65,10 @@ def stage(path: Path, inputs: Path, **settings: Any) -> Stage:
     return stage_of(path, config, model=inputs / "model", data=inputs / "rows/data")
 
 
+def validation(at: Stage, measure: Measure, **settings: Any) -> Validation:
+    return Validation(at.recipe.validation, at.progress, measure, **settings)
+
+
 def train(at: Stage, values: Sequence[float], stop_after: int = 0, metric: str = "validation/loss") -> Best | None:
     """A training whose held-out figure after step 1, 2, ... is given; the best step that it names."""
     rank = open_trainer(at)
@@ -79,7 +84,7 @@ def train(at: Stage, values: Sequence[float], stop_after: int = 0, metric: str =
         return {metric: values[step - 1]}
 
     feed = RowFeed(open_sequences(at.data, "train"), at.recipe)
-    loop = Loop(at, rank, feed, sft(), checkpointer, measure=measure)
+    loop = Loop(at, rank, feed, sft(), checkpointer, validation(at, measure))
     try:
         loop.run()
     except Preempted:

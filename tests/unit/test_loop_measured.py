@@ -17,7 +17,7 @@ from cosmos_core.train.feeds import RowFeed
 from cosmos_core.train.loop import Loop
 from cosmos_core.train.setup import open_trainer
 from cosmos_core.train.stop import StopAsked
-from tests.unit.test_loop import inputs, stage  # noqa: F401 - the first is a fixture
+from tests.unit.test_loop import inputs, stage, validation  # noqa: F401 - the first is a fixture
 from tests.unit.trainers import sft
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # pytest drops our own filter
@@ -50,7 +50,7 @@ def test_the_last_step_is_measured_where_the_data_ends_before_anybody_knows(
     for _ in range(1 + stopped):  # who goes on from the last checkpoint does not measure it again
         checkpointer = Checkpointer(at.path / "checkpoints", fingerprint="f", max_keep=-1, asynchronous=False)
         feed = Ends(open_sequences(at.data, "train"), at.recipe)
-        loop = Loop(at, open_trainer(at), feed, sft(), checkpointer, measure=measure, publish=publish)
+        loop = Loop(at, open_trainer(at), feed, sft(), checkpointer, validation(at, measure, publish=publish))
         assert loop.run()["validation/loss"] == 1 / 3
         checkpointer.close()
     assert measured == [2, 3] and published == [0, 1, 2, 3, 3] + [3] * stopped
@@ -77,7 +77,7 @@ def test_a_stop_cuts_a_validation_off_and_the_step_is_measured_when_the_training
     for _ in range(2):
         checkpointer = Checkpointer(at.path / "checkpoints", fingerprint="f", max_keep=-1, asynchronous=False)
         feed = RowFeed(open_sequences(at.data, "train"), at.recipe)
-        loop = Loop(at, open_trainer(at), feed, sft(), checkpointer, measure=measure)
+        loop = Loop(at, open_trainer(at), feed, sft(), checkpointer, validation(at, measure))
         with (
             nullcontext() if 4 in measured else pytest.raises(Preempted, match="stopped after step 4 of 6; checkpoint")
         ):

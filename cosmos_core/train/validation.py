@@ -1,0 +1,157 @@
+"""Validation during a training: which steps are validated, with which weights, and which step is the best so far."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from cosmos_core.checkpoint.best import Best, best_of
+from cosmos_core.config.schema.validation import ValidationConfig
+from cosmos_core.run.progress import Progress
+from cosmos_core.train.async_validation import AsyncValidation, Ended
+from cosmos_core.types import JsonValue
+
+Measure = Callable[[int], dict[str, float]]
+"""Returns the held-out metrics, named `validation/...`, after the given number of train steps."""
+
+
+@dataclass
+class Validation:
+    """The validations of one training, and the publisher of the weights that they and the rollouts use."""
+
+    config: ValidationConfig
+    progress: Progress
+    measure: Measure | None = None
+    """Computes held-out metrics; None: no validation during training."""
+    async_validation: AsyncValidation | None = None
+    """Validates while the training continues; replaces `measure` except for the first and the last validation."""
+    publish: Callable[[int], dict[str, float]] = lambda step: {}
+    """Sends the weights of train step N to the engines that generate; returns metrics about the transfer."""
+    publish_every: int = 1
+    """Number of train steps between two calls of `publish`, which is also called when a training starts or resumes."""
+    average: Callable[[], AbstractContextManager[None]] | None = None
+    """Context manager in which the model has its averaged weights, which are validated; None: there are none."""
+    best: Best | None = None
+    """The best step; None if no step was validated yet."""
+    _measured_at: int = -1
+    """The newest step that was validated, or the step of an adopted checkpoint; -1 if there is neither."""
+    _step: int = 0
+    """Number of completed train steps."""
+    _is_held: bool = False
+    """Whether publishing was postponed because engines still validate the weights of another step."""
+
+    def __post_init__(self) -> None:
+        if self.async_validation is not None:
+            self.async_validation.on_end = self._ended
+
+    def attach(
+        self,
+        hooks: Callable[..., None],
+        record: Callable[[int, dict[str, float]], None],
+        check_stop: Callable[[], None],
+    ) -> None:
+        """Set the functions of the training: its hooks, what records metrics of a step, and what checks for a stop."""
+        self._hooks, self._record, self._check_stop = hooks, record, check_stop
+
+    @property
+    def running(self) -> int | None:
+        """Return the step that is being validated while the training continues; None: no step."""
+        return None if self.async_validation is None else self.async_validation.step
+
+    def is_due(self, step: int, *, is_last: bool) -> bool:
+        """Return whether a step is validated."""
+        return self.measure is not None and (step % self.config.freq == 0 or is_last)
+
+    def is_missing(self, step: int) -> bool:
+        """Return whether the last step was not validated because the data ended unexpectedly."""
+        return self.measure is not None and step != 0 and self._measured_at != step
+
+    def was_cut_off(self, step: int) -> bool:
+        """Return True if a stop was requested while the step to resume from was being validated."""
+        return self.async_validation is None and self._measured_at < step and step % self.config.freq == 0
+
+    def publish_step(self, step: int) -> dict[str, float]:
+        """Publish the weights of a step if that is due and no engine still validates those of another; return
+        metrics."""
+        self._step = step
+        if step % self.publish_every:
+            return {}
+        self._is_held = False
+        if self.async_validation is not None:
+            self.async_validation.check()
+            self._is_held = self.async_validation.step is not None
+        return {} if self._is_held else self.publish(step)
+
+    def run(self, step: int) -> dict[str, float]:
+        """Return the validation metrics of a step, which may become the best one.
+
+        Raises:
+            StopAsked: a signal requested a stop.
+        """
+        assert self.measure is not None
+        self.progress.phase("validate")
+        start = time.perf_counter()
+        self._begin(step)
+        if self.average is None:
+            metrics = self.measure(step)
+        else:
+            with self.average():
+                self.publish(step)
+                metrics = self.measure(step)
+            self.publish(step)
+        self._finish(step, metrics)
+        return {**metrics, "time/validate": time.perf_counter() - start}
+
+    def begin(self, step: int) -> None:
+        """Start a validation of the current weights that runs while the training continues."""
+        assert self.async_validation is not None
+        self._begin(step)
+        self.async_validation.begin(step)
+
+    def wait(self, step: int) -> bool:
+        """Wait for the validation that is running, if any, and return whether there was one.
+
+        Raises:
+            StopAsked: a signal requested a stop.
+        """
+        if self.async_validation is None or self.async_validation.step is None:
+            return False
+        self.progress.phase("validate")
+        self.async_validation.wait(step, self._check_stop)
+        return True
+
+    def state_dict(self, step: int) -> dict[str, JsonValue]:
+        """Return the state to checkpoint with a step."""
+        return {
+            "best": asdict(self.best) if self.best else None,
+            "measured_at": self._measured_at,
+            "is_unmeasured": self.async_validation is not None and self.async_validation.step == step,
+        }
+
+    def load_state_dict(self, step: int, state: dict[str, Any]) -> None:
+        """Restore the state of a checkpoint of `step` that `state_dict` returned; empty: that of another run."""
+        self.best = Best(**state["best"]) if state.get("best") else None
+        self._step, self._measured_at = step, int(state.get("measured_at", step))
+
+    def _begin(self, step: int) -> None:
+        """Call the hook, and publish the weights to validate unless they are published already."""
+        self._hooks("pre_validation_hook", current_step=step)
+        if step % self.publish_every:
+            self.publish(step)
+
+    def _finish(self, step: int, metrics: dict[str, float]) -> None:
+        self._hooks("post_validation_hook", current_step=step, **metrics)
+        self._measured_at = step
+        if step:  # weights that were not trained are never the best
+            self.best = best_of(self.best, step, metrics)
+
+    def _ended(self, ended: Ended) -> None:
+        """Record the metrics of a validation that ended, and publish the current weights if that was postponed."""
+        self._finish(ended.step, ended.metrics)
+        self._record(ended.step, ended.metrics)
+        if self._is_held:
+            self._is_held = False
+            self.publish(self._step)
