@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     evaluate: StageTask
     export: StageTask
     gate: StageTask
+    merge: StageTask
     prepare: StageTask
     report: StageTask
     rl: StageTask

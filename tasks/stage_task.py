@@ -135,8 +135,9 @@ def _function_of(kind: StageKind) -> Callable[..., Any]:
 
 def _first_key(kind: StageKind) -> str:
     """Return what the first argument of a call is."""
-    if "entry" in kind.required_keys:
-        return "entry"
+    for key in ("entry", "after"):
+        if key in kind.required_keys:
+            return key
     if kind.reads_data or kind.makes == "metrics":
         return "recipe"
     return "model" if kind.makes in {"model", "publication"} and not kind.chooses else "after"
@@ -181,6 +182,9 @@ def _call_of(
         raise ConfigError(f"stage {name!r}: kind is no argument of a task; call the task of that kind")
     source = Path(flow.entrypoint.rpartition(":")[0])
     tables: Values = {}
+    handles = [given_after] if isinstance(given_after, StageHandle | str) else list(given_after)
+    if _first_key(kind) == "after" and kind.reads_model and handles:
+        keys.setdefault("model", handles[0])
     if isinstance(recipe, Mapping):
         tables = dict(recipe)
     elif recipe:
@@ -192,7 +196,6 @@ def _call_of(
         tables = flow.run.pipeline.recipes[keys["model"].name].model_dump(mode="json", exclude_none=True)
     for key, value in overrides.items():
         tables = merge(tables, _nested(key, value))
-    handles = [given_after] if isinstance(given_after, StageHandle | str) else list(given_after)
     after = [_stage_of(flow, name, "after", each) for each in handles]
     stage: Values = {"name": name, "kind": kind.name, "after": after}
     own_keys = Recipe.model_fields[kind.table].annotation.model_fields if kind.table else {}  # type: ignore[union-attr]

@@ -239,7 +239,7 @@ def _stages_of_recipe(recipe: Recipe, kinds: Kinds) -> tuple[StageConfig, ...]:
         measure = _kind(kinds, makes="metrics", reads_data="prepared")
         stages.append(StageConfig(name=measure, kind=measure, data=data, **model))
     if recipe.train.ckpt.export_safetensors:
-        export = _kind(kinds, makes="model", feed="", chooses=False)
+        export = _kind(kinds, makes="model", feed="", chooses=False, table="")
         stages.append(StageConfig(name=export, kind=export, **model))
     return tuple(stages)
 

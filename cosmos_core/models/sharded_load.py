@@ -97,7 +97,7 @@ def init_on_meta(
     Raises:
         ModelError: as in `load_model`, except for values that are not finite.
     """
-    files, reason = _weight_files(model, revision)
+    files, reason = weight_files(model, revision)
     if not reason:
         with torch.device("meta"), meta_device_safe_creation_ops():
             built = model_without_weights(
@@ -120,7 +120,7 @@ def audit_files(built: PreTrainedModel, model: str, revision: str | None = None)
         ModelError: as `init_on_meta`.
     """
     if Path(model).expanduser().is_dir():
-        files, reason = _weight_files(model, revision)
+        files, reason = weight_files(model, revision)
         if not reason:
             _start(built, model, revision, built.dtype, torch.device("meta"), files)
 
@@ -180,7 +180,7 @@ def _start(
     return ""
 
 
-def _weight_files(model: str, revision: str | None) -> tuple[list[str], str]:
+def weight_files(model: str, revision: str | None) -> tuple[list[str], str]:
     """Return the safetensors files of a model, or the reason why there are none."""
     source, options = source_of(model, revision)
     check_weights(model)

@@ -143,6 +143,19 @@ def test_the_sweep_of_the_documentation_trains_the_better_half_further(workspace
     assert list(workspace.path.glob("published/*/model.safetensors"))
 
 
+def test_an_ensemble_of_adapters_is_merged(workspace: Workspace) -> None:
+    workspace.write("ensemble.py", example("ensemble.py"))
+    workspace.write("lora.toml", RECIPE.replace("[validation]\nenable = true", "[policy.lora]\nr = 2"))
+    turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    workspace.write("rows.jsonl", f"{json.dumps({'messages': turns})}\n" * 6)
+    save_tiny_model(workspace.path / "model")
+    workspace.cosmos("run", "ensemble.py:ensemble", "-p", "seeds=[1, 2]")
+    [run] = workspace.path.glob("outputs/ensemble-*")
+    result = read_result(run / "stages/merge")
+    assert result and result["info"]["merged"] == ["sft-1", "sft-2"]
+    assert list(workspace.path.glob("published/*/model.safetensors"))
+
+
 SAMPLE = """
 [train]
 compile = false

@@ -40,7 +40,7 @@ class StageConfig(Table):
     name: str
     """Unique; the folder of the stage and what `after` and `stage:NAME` refer to."""
     kind: str
-    """prepare, sft, rl, sample, validate, evaluate, export, select, gate, upload, report or custom."""
+    """prepare, sft, rl, sample, validate, evaluate, merge, export, select, gate, upload, report or custom."""
     recipe: str = ""
     """Recipe file, relative to this file; empty: the recipe tables of this file."""
     overrides: dict[str, Any] = {}

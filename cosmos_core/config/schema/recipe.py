@@ -9,6 +9,7 @@ from cosmos_core.config.schema.diffusion_sft import DiffusionSftConfig
 from cosmos_core.config.schema.distillation import DistillationConfig
 from cosmos_core.config.schema.evaluate import EvaluateConfig
 from cosmos_core.config.schema.logging import LoggingConfig
+from cosmos_core.config.schema.merge import MergeConfig
 from cosmos_core.config.schema.planned import VLAConfig
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.config.schema.profiler import ProfilerConfig
@@ -42,6 +43,8 @@ class Recipe(Table):
     """Sinks."""
     profiler: ProfilerConfig = ProfilerConfig()
     """Traces."""
+    merge: MergeConfig = MergeConfig()
+    """How a stage of kind `merge` combines models."""
     sample: SampleConfig = SampleConfig()
     """Which completions a stage of kind `sample` keeps."""
     vla: VLAConfig = VLAConfig()

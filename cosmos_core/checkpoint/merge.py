@@ -1,0 +1,170 @@
+"""Program of the stage kind `merge`: combine models of one architecture, one shard in memory at a time.
+
+The formulas are those of `peft.utils.merge_utils`, applied to each tensor of the models.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft.utils.merge_utils import dare_linear, dare_ties, task_arithmetic, ties
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from cosmos_core.config.inputs import source_of
+from cosmos_core.config.schema.merge import MergeConfig
+from cosmos_core.errors import ConfigError, ModelError, Preempted
+from cosmos_core.models.disk import translate_disk_errors
+from cosmos_core.models.hf import load_model
+from cosmos_core.models.sharded_load import weight_files
+from cosmos_core.run.files import replaced_folder
+from cosmos_core.run.stage import Stage
+from cosmos_core.types import Outcome
+
+_FOLDER = "model"
+_IS_DIVIDED = {"linear", "dare_linear"}
+_METHODS: Mapping[str, Callable[..., Tensor]] = {"ties": ties, "dare_linear": dare_linear, "dare_ties": dare_ties}
+
+
+def run(stage: Stage) -> Outcome:
+    """Combine the models of the stages in `after`, and check that transformers loads the result.
+
+    Raises:
+        ConfigError: there are fewer than two models, or not one weight for each.
+        ModelError: the models differ in their tensors.
+        Preempted: a stop was requested; nothing is written.
+    """
+    config = stage.recipe.merge
+    results = _models(stage)
+    folders = [Path(result["path"]) / str(result["info"]["model"]) for result in results]
+    weights = model_weights(config, len(folders))
+    stage.progress.phase("export")
+    target = stage.path / _FOLDER
+    with (
+        translate_disk_errors(f"merge {target}", lambda: "nothing is left of it"),
+        replaced_folder(target) as building,
+        ExitStack() as stack,
+    ):
+        models = [_Tensors(str(folder), None, stack) for folder in folders]
+        base = _Tensors(stage.model, stage.recipe.policy.model_revision, stack) if config.method in _METHODS else None
+        for other in (*models[1:], *filter(None, [base])):
+            _check_same(models[0], other)
+        for number, (file, names) in enumerate(models[0].files.items(), start=1):
+            merged = {name: combine(config, weights, models, base, name, stage.seed) for name in names}
+            save_file(merged, building / Path(file).name, metadata={"format": "pt"})
+            stage.progress.step(number, len(models[0].files))
+            if stage.stop_requested:
+                raise Preempted(f"stage {stage.name!r} was asked to stop; run again to merge")
+        for other_file in folders[0].iterdir():
+            if other_file.is_file() and other_file.suffix != ".safetensors" and other_file.name != "README.md":
+                shutil.copyfile(other_file, building / other_file.name)
+    stage.progress.phase("load")
+    load_model(str(target), dtype=torch.float32)
+    size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
+    info: dict[str, Any] = {
+        "model": _FOLDER,
+        "checks": ["load"],
+        "merged": [Path(each["path"]).name for each in results],
+    }
+    return Outcome(
+        outputs=(_FOLDER,), metrics={"merge/bytes": float(size), "merge/models": float(len(folders))}, info=info
+    )
+
+
+class _Tensors:
+    """The tensors of a model folder by name, read one at a time."""
+
+    def __init__(self, model: str, revision: str | None, stack: ExitStack) -> None:
+        self.model = model
+        files, problem = weight_files(model, revision)
+        if problem:
+            raise ModelError(f"merge: {model}: {problem}; merge models in safetensors format")
+        self.files: dict[str, list[str]] = {}
+        """Names of the tensors of each file."""
+        self._readers: dict[str, Any] = {}
+        for file in files:
+            reader = stack.enter_context(safe_open(file, framework="pt"))
+            self.files[file] = list(reader.keys())
+            self._readers |= dict.fromkeys(self.files[file], reader)
+
+    def shapes(self) -> dict[str, list[int]]:
+        """Return the shape of each tensor."""
+        return {name: reader.get_slice(name).get_shape() for name, reader in self._readers.items()}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._readers[name].get_tensor(name)  # type: ignore[no-any-return]
+
+
+def combine(
+    config: MergeConfig,
+    weights: Sequence[float],
+    models: Sequence[Mapping[str, Tensor] | _Tensors],
+    base: Mapping[str, Tensor] | _Tensors | None,
+    name: str,
+    seed: int,
+) -> Tensor:
+    """Return the combination of a tensor of all models in its own dtype, computed in float32.
+
+    A tensor of integers is that of the first model. Random choices depend on `seed` and `name` only.
+    """
+    first = models[0][name]
+    if not first.is_floating_point():
+        return first
+    tensors, weights_M = [model[name].float() for model in models], torch.tensor(weights)
+    if base is None:
+        return task_arithmetic(tensors, weights_M).to(first.dtype)
+    base_tensor = base[name].float()
+    differences = [tensor - base_tensor for tensor in tensors]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1)
+        merged = _METHODS[config.method](differences, weights_M, config.density)
+    return (base_tensor + merged).to(first.dtype)
+
+
+def _models(stage: Stage) -> list[dict[str, Any]]:
+    """Return the results of the stages whose models are merged: those in `after` that make one, without the base."""
+    base = source_of(stage.config.model) if stage.recipe.merge.method in _METHODS else None
+    names = [name for name in stage.config.after if name != base and stage.inputs[name]["info"].get("model")]
+    if len(names) < 2:
+        raise ConfigError(
+            f"stage {stage.name!r}: after = {json.dumps(stage.config.after)} names {len(names)} models to merge; name "
+            f"at least two"
+        )
+    return [stage.inputs[name] for name in names]
+
+
+def model_weights(config: MergeConfig, count: int) -> Sequence[float]:
+    """Return the weight of each of `count` models.
+
+    Raises:
+        ConfigError: another number of weights is configured.
+    """
+    if not config.weights:
+        return [1 / count if config.method in _IS_DIVIDED else 1.0] * count
+    if len(config.weights) != count:
+        raise ConfigError(f"merge.weights has {len(config.weights)} values for {count} models; give one for each")
+    return config.weights
+
+
+def _check_same(first: _Tensors, other: _Tensors) -> None:
+    """Check that two models have tensors of the same names and shapes.
+
+    Raises:
+        ModelError: they differ.
+    """
+    shapes, others = first.shapes(), other.shapes()
+    different = sorted(name for name in {*shapes, *others} if shapes.get(name) != others.get(name))
+    if different:
+        name = different[0]
+        raise ModelError(
+            f"merge: {len(different)} tensors differ, such as {name}: {shapes.get(name, 'missing')} in {first.model}, "
+            f"{others.get(name, 'missing')} in {other.model}; merge models of one architecture"
+        )

@@ -1,0 +1,28 @@
+"""`[merge]`: how a stage of kind `merge` combines models."""
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from cosmos_core.config.schema.table import InStage, Table
+from cosmos_core.config.schema.values import Fraction
+
+
+class MergeConfig(Table):
+    """`[merge]`"""
+
+    method: Literal["linear", "ties", "dare_linear", "dare_ties"] = "linear"
+    """`linear`: weighted sum of the weights (model soup, arXiv 2203.05482). The others add differences from the stage's
+    model to it: `ties` keeps the largest differences and their majority sign (2306.01708), `dare_linear` keeps random
+    ones, scaled up (2311.03099), `dare_ties` does both."""
+    weights: Annotated[tuple[float, ...], Field(strict=False)] = ()
+    """Weight of each model, in the order of `after`; empty: equal weights, with the sum 1 for `linear` and
+    `dare_linear`, and 1 each for the others, which divide by the number of models that they keep."""
+    density: Annotated[Fraction, Field(gt=0)] = 0.5
+    """Fraction of the differences to keep in each tensor; not for `linear`."""
+
+    def refusals(self, stage: InStage) -> Iterator[str]:
+        """Yield what kind `merge` cannot do with the recipe; see `Table.refusals`."""
+        if stage.kind.table == "merge" and stage.recipe.policy.is_diffusers:
+            yield "policy.is_diffusers = true: kind merge combines language models; merge pipelines with a custom stage"

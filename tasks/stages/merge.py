@@ -1,0 +1,18 @@
+"""Kind `merge`: average the models of several stages, or add their differences from a base (TIES, DARE)."""
+
+from cosmos_core.run.libraries import WEIGHTS
+from cosmos_core.types import StageKind
+
+KIND = StageKind(
+    name="merge",
+    entry="cosmos_core.checkpoint.merge:run",
+    result_version=1,
+    makes="model",
+    reads_model="weights",
+    required_keys={"after": '["STAGE", "STAGE"]'},
+    table="merge",
+    is_numeric=False,
+    recipe_tables=("train.seed", "policy.model_revision", "merge"),
+    reports=("merge/*",),
+    libraries=WEIGHTS,
+)
