@@ -19,7 +19,7 @@ from cosmos_core.cli_flow import flow_of, is_flow, parameters_of, plan_flow, ref
 from cosmos_core.cli_models import check_model, promote, rollback  # noqa: E402
 from cosmos_core.cli_runs import compare, lineage, report, runs, samples, status, watch  # noqa: E402
 from cosmos_core.cli_server import bootstrap, clean, reap, worker  # noqa: E402
-from cosmos_core.cli_train import diffusion_sft, dpo, grpo, init, sft, try_model  # noqa: E402
+from cosmos_core.cli_train import diffusion_sft, dpo, evaluate, grpo, init, sft, try_model  # noqa: E402
 from cosmos_core.environment import masked  # noqa: E402
 from cosmos_core.errors import EXIT_CRASH, EXIT_PREEMPTED, EXIT_USAGE, ConfigError, CosmosError  # noqa: E402
 
@@ -279,6 +279,7 @@ def reward_service(
 
 
 app.command("try")(try_model)
+app.command("eval")(evaluate)
 for _command in (
     sft, dpo, grpo, diffusion_sft, init, check_model, status, runs, compare, lineage, report, samples, watch, promote,
     rollback, bootstrap, worker, doctor, reap, clean,

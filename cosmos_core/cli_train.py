@@ -1,4 +1,4 @@
-"""`cosmos sft`, `dpo`, `grpo` and `diffusion-sft`: write a recipe for a user's model and rows, and run it.
+"""`cosmos sft`, `dpo`, `grpo`, `diffusion-sft` and `eval`: write a recipe for a user's model and rows, and run it.
 
 `cosmos init` asks for the options of such a command, and `cosmos try` loads the trained model.
 """
@@ -28,6 +28,8 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the recipe and wri
 Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a setting of the recipe.")]
 
 _MARK = "# Written by cosmos, digest "
+_OPTIONS = (("model", "data", "reward", "prompt", "response"), ("model", "tasks"))
+"""Options to repeat in the recipe, of a training and of an evaluation."""
 
 
 def sft(  # noqa: PLR0913 - the options of a command
@@ -73,6 +75,28 @@ def grpo(  # noqa: PLR0913 - the options of a command
 def diffusion_sft(model: Model, data: Data, save: Save = "", dry_run: DryRun = False, overrides: Set = []) -> None:  # noqa: B006
     """Fine-tune a diffusion model on a folder of captioned images or videos."""
     _train({"method": DIFFUSION_SFT.command, "model": model, "data": data}, save, dry_run, overrides)
+
+
+def evaluate(  # noqa: PLR0913 - the options of a command
+    model: Annotated[str, typer.Option(help="A model, run, or run/stages/STAGE.")],
+    tasks: Annotated[str, typer.Option(help="Tasks of lm-eval, separated by commas.")],
+    limit: Annotated[int, typer.Option(min=0, help="Only the first items of each task; 0: all.")] = 0,
+    include_path: Annotated[str, typer.Option(help="Folder with YAML files of your own tasks.")] = "",
+    chat: Annotated[bool, typer.Option("--chat", help="Prompts are conversations in the model's template.")] = False,
+    save: Save = "", dry_run: DryRun = False, overrides: Set = [],  # noqa: B006
+    output_dir: Annotated[Path, typer.Option(help="Folder of runs, where run ids are looked up.")] = Path("outputs"),
+) -> None:  # fmt: skip
+    """Run public benchmarks on a model, or on that of a run or a stage."""
+    asked = {"method": "eval", "model": model, "tasks": tasks, "data": Path(model).name}
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    settings = [
+        ("policy.model_name_or_path", _model_of(model, output_dir), "--model"),
+        ("evaluate.tasks", names, "--tasks"),
+        *([("evaluate.limit", limit, "--limit")] if limit else []),
+        *([("evaluate.include_path", include_path, "--include-path")] if include_path else []),
+        *([("evaluate.apply_chat_template", True, "--chat")] if chat else []),
+    ]
+    _write_and_run(asked, settings, save, dry_run, overrides)
 
 
 def init() -> None:
@@ -133,7 +157,12 @@ def _model_of(name: str, output_dir: Path) -> str:
 
 
 def _train(asked: dict[str, str], save: str, dry_run: bool, overrides: Sequence[str]) -> None:
-    settings = _proposed(asked)
+    _write_and_run(asked, _proposed(asked), save, dry_run, overrides)
+
+
+def _write_and_run(
+    asked: dict[str, str], settings: list[tuple[str, Any, str]], save: str, dry_run: bool, overrides: Sequence[str]
+) -> None:
     if dry_run:
         typer.echo(_recipe(asked, settings), nl=False)
         return
@@ -163,8 +192,12 @@ def _recipe(asked: dict[str, str], settings: list[tuple[str, Any, str]]) -> str:
     for key, value, reason in settings:
         table, _, name = key.rpartition(".")
         tables.setdefault(table, []).append(f"{name} = {json.dumps(value, ensure_ascii=False)}  # {reason}")
-    command = " ".join(f"--{name} {value}" for name, value in asked.items() if value and name != "method")
+    command = " ".join(
+        f"--{name} {value}" for name, value in asked.items() if value and name in _OPTIONS[asked["method"] == "eval"]
+    )
     body = f"# cosmos {asked['method']} {command}\n"
+    if asked["method"] == "eval":  # a recipe without stages is a training
+        body += '\n[[pipeline.stages]]\nname = "evaluate"\nkind = "evaluate"\n'
     for table, lines in sorted(tables.items()):
         body += f"\n[{table}]\n" + "\n".join(lines) + "\n"
     return f"{_MARK}{hashlib.sha256(body.encode()).hexdigest()[:16]}\n{body}"

@@ -120,3 +120,18 @@ def test_try_completes_as_transformers_does(model: str) -> None:
     ids = tokenizer("What?", return_tensors="pt")
     made = plain.generate(**{k: ids[k] for k in ("input_ids", "attention_mask")}, max_new_tokens=12, do_sample=False)
     assert respond("What?", 0) == tokenizer.decode(made[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def test_eval_writes_a_pipeline_of_benchmarks(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cli_train.evaluate(model=model, tasks="gsm8k, mmlu_*", limit=20, chat=True, dry_run=True)
+    path = tmp_path / "own.toml"
+    path.write_text(capsys.readouterr().out)
+    pipeline = load_pipeline(path, [], all_kinds())
+    assert [stage.kind for stage in pipeline.stages] == ["evaluate"]
+    recipe = pipeline.recipes["evaluate"]
+    assert recipe.policy.model_name_or_path == model and recipe.evaluate.tasks == ("gsm8k", "mmlu_*")
+    assert (recipe.evaluate.limit, recipe.evaluate.apply_chat_template) == (20, True)
+    assert path.read_text().splitlines()[1] == f"# cosmos eval --model {model} --tasks gsm8k, mmlu_*"
