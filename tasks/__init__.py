@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tasks.flow_run import configure_run as configure_run
     from tasks.stage_task import StageTask
 
     custom: StageTask
@@ -21,7 +22,11 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Return the task of a kind of stages; importing Prefect is left to programs that use it."""
+    """Return the task of a kind of stages, or `configure_run`; only programs that use them import Prefect."""
+    if name == "configure_run":
+        from tasks.flow_run import configure_run
+
+        return configure_run
     from tasks.kinds import all_kinds
 
     if name not in all_kinds():

@@ -26,6 +26,7 @@ from prefect.utilities.callables import get_call_parameters
 
 from cosmos_core.config.capabilities import notices_of
 from cosmos_core.config.compose import Pipeline, with_stage
+from cosmos_core.config.load import parse
 from cosmos_core.config.mesh import on_these_gpus
 from cosmos_core.config.schema.pipeline import STAGE_NAME, PipelineConfig
 from cosmos_core.errors import ConfigError
@@ -76,6 +77,8 @@ class FlowInPython:
     tags: list[str]
     """Tags of its flow run and task runs."""
     run: Run | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Keys of `[pipeline]` of the run; see `configure_run`."""
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _names: set[str] = field(default_factory=set)
     _num_active: int = 0
@@ -158,12 +161,29 @@ class FlowInPython:
 
     def _existing(self, call: Call, source: Path) -> Run | None:
         """Return the run of an earlier execution, in the folder that the first stage names; None if there is none."""
-        path = self._composed(None, call, source).output_dir.expanduser().absolute() / self.run_id
-        return open_run(path, all_kinds()) if (path / "pipeline.toml").is_file() else None
+        pipeline = self._composed(None, call, source)
+        path = pipeline.output_dir.expanduser().absolute() / self.run_id
+        if not (path / "pipeline.toml").is_file():
+            return None
+        run = open_run(path, all_kinds())
+        old, new = run.pipeline.config, pipeline.config
+        keys = [key for key in self.settings if key != "output_dir" and getattr(old, key) != getattr(new, key)]
+        if keys:
+            raise ConfigError(f"run {run.id} has other settings ({', '.join(keys)}); give the flow another run_id")
+        return run
+
+    def config(self) -> PipelineConfig:
+        """Return the settings of the run.
+
+        Raises:
+            ConfigError: `configure_run` has set an unknown key or a wrong value.
+        """
+        folder = os.environ.get(OUTPUT_DIR) or self.settings.get("output_dir", "")
+        values = {**self.settings, "name": self.name, "output_dir": folder}
+        return parse(PipelineConfig, values, source=f"{self.entrypoint}: configure_run", prefix="pipeline")
 
     def _composed(self, run: Run | None, call: Call, source: Path) -> Pipeline:
-        config = PipelineConfig(name=self.name, output_dir=os.environ.get(OUTPUT_DIR, ""))
-        empty = Pipeline(source, config, {}, all_kinds())
+        empty = Pipeline(source, self.config(), {}, all_kinds())
         return on_these_gpus(with_stage(run.pipeline if run else empty, call.stage, call.tables, source))
 
     def _grown(self, run: Run | None, call: Call, source: Path) -> Run:
@@ -209,6 +229,22 @@ def current_flow() -> FlowInPython:
         if key not in _all:
             _all[key] = _begin(context)
         return _all[key]
+
+
+def configure_run(**settings: Any) -> None:
+    """Set keys of `[pipeline]`, such as `artifact_store`, `threads` and `private`, for the run of the current flow;
+    called before its first stage.
+
+    Raises:
+        ConfigError: a key or a value is wrong, or a stage was called before.
+    """
+    flow = current_flow()
+    if flow.run is not None:
+        raise ConfigError(f"configure_run is called in flow {flow.name!r} after its first stage; call it before")
+    if refused := sorted({"name", "stages"} & settings.keys()):
+        raise ConfigError(f"configure_run: {refused[0]} follows from the flow; see `run_id` and the calls of tasks")
+    flow.settings = {key: value for key, value in settings.items() if value is not None}
+    flow.config()
 
 
 def newest_run() -> Run | None:

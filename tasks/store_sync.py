@@ -177,7 +177,7 @@ class Stored:
         if stored is not None and stored.forced_by == read_state(self._path).forced_by:
             record.pull()  # another machine may have made progress since the last pull
         record.push(is_last=True)
-        return self._store.put_run(self._run.path)
+        return self._store.put_run(self._run.path, has_grown=True)
 
     def mirror(self) -> Callable[[], None]:
         """Return a function that copies the record of the machine that executes the stage to this machine, to show its

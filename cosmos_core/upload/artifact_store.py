@@ -14,9 +14,11 @@ Every document is written after the objects that it names. Outputs stay until `s
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from cosmos_core.errors import ConfigError, UploadError
 from cosmos_core.run.bucket import SCHEME, Bucket, split_url, translate_errors
 from cosmos_core.run.directory import read_facts
 from cosmos_core.run.files import write_text
+from cosmos_core.run.liveness import read_holder
 from cosmos_core.run.manifest import RESULT, STORED, Result
 from cosmos_core.upload.bundle import Contents, Entry, exchange_document, read_document, write_document
 from cosmos_core.upload.lease import Holder, Lease
@@ -55,8 +58,9 @@ class ArtifactStore:
         """Check that the bucket can be reached, without changing anything."""
         self._bucket.check()
 
-    def put_run(self, run_path: Path) -> str:
-        """Store the definition of a run unless it is stored already; return its URL for `opened`.
+    def put_run(self, run_path: Path, *, has_grown: bool = False) -> str:
+        """Store the definition of a run unless it is stored already; return its URL for `opened`. With `has_grown`, the
+        stored definition is replaced if the run has other stages.
 
         Two runs that started on two machines in the same second have the same name, and different names in the store.
         """
@@ -64,7 +68,7 @@ class ArtifactStore:
         run_id = facts.run_id if facts and facts.run_id else run_path.name  # the folder may have another name here
         names = (f"{run_id}{suffix}" for suffix in _suffixes())
         with translate_errors(self.url):
-            return f"{self.url}{_RUNS}{next(name for name in names if self._has_run(name, files))}"
+            return f"{self.url}{_RUNS}{next(name for name in names if self._has_run(name, files, has_grown))}"
 
     def run(self, run_id: str) -> dict[str, str]:
         """Return the files that define a run: their texts by name."""
@@ -123,7 +127,7 @@ class ArtifactStore:
         """Return the record of a stage of a run for display on other machines."""
         return StoredRecord(self._bucket, self._key(f"runs/{run_id}/stages/{stage_path.name}"), stage_path, machine)
 
-    def _has_run(self, name: str, files: dict[str, str]) -> bool:
+    def _has_run(self, name: str, files: dict[str, str], has_grown: bool) -> bool:
         """Return True if the name belongs to the run with these files; a free name is assigned to it."""
         key = self._key(f"runs/{name}/run.json")
         stored, _ = read_document(self._bucket, key)
@@ -131,7 +135,11 @@ class ArtifactStore:
             if exchange_document(self._bucket, key, files, ""):
                 return True
             stored, _ = read_document(self._bucket, key)  # written by another machine, or by this request
-        return stored is not None and stored[_FACTS] == files[_FACTS]
+        if stored is None or _identity(stored[_FACTS]) != _identity(files[_FACTS]):
+            return False
+        if has_grown and stored[_PIPELINE] != files[_PIPELINE]:
+            write_document(self._bucket, key, files)
+        return True
 
     def _stored(self, key: str) -> Result | None:
         result = self._read(key)
@@ -153,22 +161,35 @@ def opened(url: str, folder: str, pause: Callable[[], None]) -> Path:
     """Return the directory of a run on this machine, and create it if it does not exist; `url` is a return value of
     `put_run`.
 
-    The directory is in `folder`, or by default in the folder of runs of the machine that started the run.
+    The directory is in `folder`, or by default in the folder of runs of the machine that started the run. It gets the
+    stages with which the run has grown, unless the flow that adds them works in this directory.
     """
     base, _, run_id = url.rpartition(_RUNS)
     files = ArtifactStore(base, pause).run(run_id)
     pipeline = tomllib.loads(files[_PIPELINE])
     runs = Path(folder or pipeline["pipeline"].get("output_dir") or "outputs").expanduser().absolute()
+    pipeline["pipeline"]["output_dir"] = str(runs)
+    definition = tomli_w.dumps(pipeline)
     for suffix in _suffixes():
         path = runs / f"{run_id}{suffix}"
-        if not (path / _PIPELINE).is_file():
+        present = _text(path / _PIPELINE)
+        if present and _identity(_text(path / _FACTS)) != _identity(files[_FACTS]):
+            continue  # the folder belongs to another run
+        if not present or (present != definition and read_holder(path) is None):
             (path / "stages").mkdir(parents=True, exist_ok=True)
-            pipeline["pipeline"]["output_dir"] = str(runs)
             write_text(path / _FACTS, files[_FACTS])
-            write_text(path / _PIPELINE, tomli_w.dumps(pipeline))
-        if _text(path / _FACTS) == files[_FACTS]:  # otherwise the folder belongs to another run
-            return path
+            write_text(path / _PIPELINE, definition)
+        return path
     raise AssertionError("there are more suffixes than runs")
+
+
+def _identity(facts: str) -> Any:
+    """Return what distinguishes a run from all others, from the text of its `run.json`; that text if it is damaged."""
+    with suppress(ValueError):
+        found = json.loads(facts)
+        if isinstance(found, dict):
+            return [found.get(name) for name in ("run_id", "started", "host")]
+    return facts
 
 
 def _suffixes() -> Iterator[str]:

@@ -97,10 +97,10 @@ class Orchestra:
         wait_until(lambda: log.read_text().count("started!") > before, 90, f"the worker is up; its log: {log}")
         return found
 
-    def prefect(self, *arguments: str, code: int = 0) -> str:
+    def prefect(self, *arguments: str, code: int = 0, cwd: Path = ROOT) -> str:
         done = subprocess.run(
             [sys.executable, "-m", "prefect", *arguments],
-            cwd=ROOT, env=self.environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=180,
+            cwd=cwd, env=self.environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=180,
         )  # fmt: skip
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout + done.stderr

@@ -363,3 +363,38 @@ def stored_steps(orchestra: Orchestra, saved: ArtifactStore, run: str) -> list[s
     path = orchestra.machine("gpu") / run / "stages" / "sft"
     found = read_json(path / "fingerprint.json")
     return saved.checkpoints(found["value"], path).names() if isinstance(found, dict) else []
+
+
+GROWING = """
+from prefect import flow
+from tasks import configure_run, custom, upload
+
+@flow
+def growing(store: str, run_id: str, enough: float = 2.0):
+    configure_run(artifact_store=store, threads=1)
+    model = custom("PROGRAMS/growing.py:grow", work_pool="cpu")
+    while model.metrics["size"] < enough:
+        model = custom("PROGRAMS/growing.py:grow", model=model, work_pool="gpu")
+    upload(model, target=f"{store}/published")
+"""
+
+
+@pytest.mark.full
+def test_a_flow_in_python_is_deployed_and_its_stages_run_on_pools_that_share_no_disk(
+    orchestra: Orchestra, place: Workspace, s3: Proxy
+) -> None:
+    name, local = place.path.name, orchestra.machine("local")
+    place.write("growing.py", GROWING)
+    orchestra.prefect("--no-prompt", "deploy", "growing.py:growing", "-n", "mine", "-p", "local", cwd=place.path)
+    flow_run = orchestra.run("growing/mine", f"store=s3://models/{name}", f"run_id={name}")
+    assert orchestra.wait_for(flow_run, "COMPLETED", 180)["name"] == f"growing {name}"
+    run = local / name
+    pools = {
+        stage: orchestra.flow_run(child(run, stage)["flow_run"])["work_pool_name"] for stage in ("custom", "custom-2")
+    }
+    assert pools == {"custom": "cpu", "custom-2": "gpu"}
+    assert not (run / "stages" / "custom" / "model").exists(), "the flow's machine has only the model that it publishes"
+    assert (orchestra.machine("gpu") / name / "stages" / "custom-2" / "model" / "size.txt").read_text() == "2"
+    assert S3Target(f"models/{name}/published").published() is not None
+    shown = place.cosmos("status", name, "--output-dir", str(local)).stdout
+    assert all(stage in shown for stage in ("custom-2", "upload")) and f"growing  {name}  done" in shown

@@ -19,7 +19,7 @@ from cosmos_core.cli import app
 from cosmos_core.errors import ConfigError, DataError, GateFailed
 from cosmos_core.run.directory import open_run
 from cosmos_core.run.state import read_state
-from tasks import custom, gate, report, upload
+from tasks import configure_run, custom, gate, report, upload
 from tasks.kinds import all_kinds
 from tasks.naming import user_name
 from tasks.stage_task import StageHandle
@@ -200,6 +200,32 @@ def test_a_plan_shows_the_stages_of_the_last_run_with_these_parameters_and_which
         assert message in planned("my.py:grown", *words)[-1]
     assert planned("my.toml", "-p", "by=2")[-1].startswith("-p is for a flow")
     assert sorted(path.name for path in (folder / "outputs").glob("grown-*")) == [run.name], "a plan makes no run"
+
+
+def test_a_flow_sets_what_pipeline_sets_in_toml_before_its_first_stage(folder: Path) -> None:
+    settings: dict[str, Any] = {"threads": 1, "private": True}
+
+    @flow
+    def private(late: bool = False, run_id: str = "private") -> None:
+        configure_run(**settings, grace_seconds=None)
+        grown("model")
+        if late:
+            configure_run(threads=2)
+
+    private()
+    config = open_run(folder / "outputs" / "private", all_kinds()).pipeline.config
+    assert (config.threads, config.private, config.grace_seconds) == (1, True, 20.0)
+    private()
+    for late, changed, message in (
+        (True, {}, "in flow 'private' after its first stage"),
+        (False, {"thread": 2}, "pipeline.thread"),
+        (False, {"stages": []}, "stages follows from the flow"),
+        (False, {"threads": 2}, r"run private has other settings \(threads\)"),
+    ):
+        settings |= changed
+        with pytest.raises(ConfigError, match=message):
+            private(late=late)
+        settings = {key: value for key, value in settings.items() if key in {"threads", "private"}}
 
 
 def test_a_stage_is_called_in_a_flow() -> None:

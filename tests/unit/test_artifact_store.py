@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.errors import ConfigError, DataError, StageFailed, UploadError
 from cosmos_core.run.bucket import Bucket
-from cosmos_core.run.directory import Run, create_run, open_run
+from cosmos_core.run.directory import Run, claim, create_run, extend_run, open_run
 from cosmos_core.run.files import read_json
 from cosmos_core.run.manifest import problem, read_result
 from cosmos_core.run.process import this_machine
@@ -108,6 +109,25 @@ def test_each_machine_makes_its_stage_of_what_the_others_have_made(
     assert (path / "metrics.jsonl").read_text() == (there.stage_path("second") / "metrics.jsonl").read_text()
     assert not (path / "out.txt").exists() and problem(path, found) is None
     assert perform(run, "gate")[0]["metrics"] == {"count": 4.0}
+
+
+def test_a_run_that_grows_stays_one_run_in_the_store_and_on_other_machines(
+    tmp_path: Path, run: Run, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run.pipeline
+    short = create_run(whole.with_stages(whole.stages[:1]), run_id="growing")
+    there = on(short, "first", tmp_path / "there", monkeypatch)
+    perform(there, "first")
+    grown = extend_run(short, whole)
+    again = on(grown, "second", tmp_path / "there", monkeypatch)
+    assert again.path == there.path and again.output_dir == tmp_path / "there"
+    assert perform(again, "second")[0]["metrics"] == {"count": 4.0}
+    Stored(there, there.pipeline.stage("first")).send_run()  # it knows one stage, and the stored run keeps three
+    assert len(tomllib.loads(ArtifactStore(url).run("growing")["pipeline.toml"])["pipeline"]["stages"]) == 3
+    with claim(grown):
+        (grown.path / "pipeline.toml").open("a").write("# newer\n")
+        assert on(again, "gate", grown.output_dir, monkeypatch).path == grown.path
+        assert (grown.path / "pipeline.toml").read_text().endswith("# newer\n"), "the flow has the newest definition"
 
 
 def test_what_another_machine_has_made_is_reused_and_does_not_travel(
