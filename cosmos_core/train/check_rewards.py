@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from cosmos_core.data.kinds.media_prompts import REFERENCE_KEYS
+from cosmos_core.data.kinds.media_prompts import find_reference
 from cosmos_core.data.kinds.prompts import find_prompts
 from cosmos_core.errors import RewardError
 from cosmos_core.rewards.base import metric_names
@@ -77,6 +77,7 @@ def _judged(reward: str, name: str, groups: Sequence[ScoredGroup]) -> str:
 def _groups(stage: Stage, splits: Sequence[str], num_frames: int | None) -> list[Group]:
     prompts_of_split = _prompts(stage)
     size = stage.recipe.policy.diffusers.inference_size
+    column = getattr(stage.recipe.train.train_policy, "response_column_name", "")
     groups = []
     for name in splits:
         for i, row in enumerate(prompts_of_split.get(name) or prompts_of_split.get(SPLITS[0]) or []):
@@ -84,15 +85,10 @@ def _groups(stage: Stage, splits: Sequence[str], num_frames: int | None) -> list
             if num_frames is None:
                 completions = (_text(_MADE_UP), _text(reference))
             else:
-                reference = next((str(columns[name]) for name in _reference_columns(stage) if name in columns), "")
+                reference = find_reference(columns, column)
                 completions = (_drawing((*((num_frames,) if num_frames > 1 else ()), *size, 3)),) * 2
             groups.append(Group(Prompt(i, (0,), row["text"], reference, metadata=columns), completions, 0))
     return groups
-
-
-def _reference_columns(stage: Stage) -> tuple[str, ...]:
-    named = getattr(stage.recipe.train.train_policy, "response_column_name", "")
-    return (named,) if named else REFERENCE_KEYS
 
 
 def _prompts(stage: Stage) -> dict[str, list[dict[str, Any]]]:

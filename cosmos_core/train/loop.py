@@ -242,7 +242,10 @@ class Loop:
             self.algorithm.load_state_dict(state.algorithm)
             self._num_updates = int(str(state.extra.get("num_updates", start)))
             # Last step of the setup: starting an engine advances and reseeds every random generator.
-            self._restore_rng(start, state.extra["rng"])
+            if (rng := state.extra["rng"]) is not None:
+                restore_rng(_table(rng))
+            else:
+                seed_rng(self.stage.seed, start, self._data_rank)
         else:  # opening the model has seeded the generators of torch
             seed_rng(self.stage.seed, 0, self._data_rank, keeps_torch=True)
         self.validation.load_state_dict(start, state.extra if own_step else {})
@@ -257,12 +260,6 @@ class Loop:
         self.stage.progress.step(start, total)
         self.step = start
         return start, is_unmeasured and self.validation.async_validation is not None
-
-    def _restore_rng(self, step: int, saved: JsonValue) -> None:
-        if saved is not None:
-            restore_rng(_table(saved))
-        else:
-            seed_rng(self.stage.seed, step, self._data_rank)
 
     @property
     def _data_rank(self) -> int:

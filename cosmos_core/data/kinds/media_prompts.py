@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 
 ENTRY = pa.struct({"shard": pa.string(), "entry": pa.string()})
 """Location of tensors: the shard, and the name in it."""
-REFERENCE_KEYS = ("reference", "answer", "label")
-"""Keys of a prompt's metadata that are searched for the reference value of its rewards if the recipe names no
-column."""
+_REFERENCE_KEYS = ("reference", "answer", "label")
 
 
 class DrawnPrompts(LazySequence[Prompt]):
@@ -34,26 +32,31 @@ class DrawnPrompts(LazySequence[Prompt]):
 
         Args:
             prompts: the prepared prompts, with their text embeddings.
-            column: the metadata key of the rewards' reference; empty: the first of `REFERENCE_KEYS` that a prompt has.
+            column: the metadata key of the rewards' reference; empty: see `find_reference`.
             clips: the clips of the same rows, for rollouts that are conditioned on first frames.
         """
-        self.media, self._columns, self._clips = prompts, (column,) if column else REFERENCE_KEYS, clips
+        self.media, self._column, self._clips = prompts, column, clips
 
     def __len__(self) -> int:
         return len(self.media)
 
     def item(self, index: int) -> Prompt:
         entry = self.media[index]
-        reference = next((str(entry.metadata[name]) for name in self._columns if name in entry.metadata), "")
         return Prompt(
             entry.row,
             (),
             entry.prompt,
-            reference,
+            find_reference(entry.metadata, self._column),
             embedding=dict(entry.text),
             metadata=dict(entry.metadata),
             conditioning_clip=self._clips[index].mean.float() if self._clips is not None else None,
         )
+
+
+def find_reference(metadata: Mapping[str, Any], column: str) -> str:
+    """Return the reference value of a prompt's rewards; without a `column`, of the first known key that it has."""
+    names = (column,) if column else _REFERENCE_KEYS
+    return next((str(metadata[name]) for name in names if name in metadata), "")
 
 
 class MediaPromptsKind(RowKind):
