@@ -28,8 +28,6 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the recipe and wri
 Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a setting of the recipe.")]
 
 _MARK = "# Written by cosmos, digest "
-_OPTIONS = (("model", "data", "reward", "prompt", "response"), ("model", "tasks"))
-"""Options to repeat in the recipe, of a training and of an evaluation."""
 
 
 def sft(  # noqa: PLR0913 - the options of a command
@@ -87,7 +85,7 @@ def evaluate(  # noqa: PLR0913 - the options of a command
     output_dir: Annotated[Path, typer.Option(help="Folder of runs, where run ids are looked up.")] = Path("outputs"),
 ) -> None:  # fmt: skip
     """Run public benchmarks on a model, or on that of a run or a stage."""
-    asked = {"method": "eval", "model": model, "tasks": tasks, "data": Path(model).name}
+    asked = {"method": "eval", "model": model, "tasks": tasks}
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     settings = [
         ("policy.model_name_or_path", _model_of(model, output_dir), "--model"),
@@ -192,9 +190,7 @@ def _recipe(asked: dict[str, str], settings: list[tuple[str, Any, str]]) -> str:
     for key, value, reason in settings:
         table, _, name = key.rpartition(".")
         tables.setdefault(table, []).append(f"{name} = {json.dumps(value, ensure_ascii=False)}  # {reason}")
-    command = " ".join(
-        f"--{name} {value}" for name, value in asked.items() if value and name in _OPTIONS[asked["method"] == "eval"]
-    )
+    command = " ".join(f"--{name} {value}" for name, value in asked.items() if value and name != "method")
     body = f"# cosmos {asked['method']} {command}\n"
     if asked["method"] == "eval":  # a recipe without stages is a training
         body += '\n[[pipeline.stages]]\nname = "evaluate"\nkind = "evaluate"\n'
@@ -204,7 +200,7 @@ def _recipe(asked: dict[str, str], settings: list[tuple[str, Any, str]]) -> str:
 
 
 def _path(asked: dict[str, str], save: str) -> Path:
-    stem = Path(asked["data"]).name.split(".")[0] or "rows"
+    stem = Path(asked.get("data") or asked["model"]).name.split(".")[0] or "rows"
     return Path(save or f"{stem}-{asked['method']}.toml")
 
 

@@ -36,7 +36,7 @@ def run(stage: Stage) -> Outcome:
     if stage.config.checkpoint:
         step, training = pinned_step(stage), training_of(stage)
         family = open_family(training.model, policy)
-        model: Any = pinned_model(stage, step, lambda training: _started_from(family, training))
+        model: Any = pinned_model(stage, step, lambda training: _starting_model(family, training))
     else:
         step = trained_step(stage)
         family = open_family(stage.model, policy)
@@ -60,7 +60,7 @@ def run(stage: Stage) -> Outcome:
     return Outcome(outputs=(folder,), metrics={"export/bytes": float(size)}, info=info)
 
 
-def _started_from(family: DiffusionModel, training: Stage) -> Any:
+def _starting_model(family: DiffusionModel, training: Stage) -> Any:
     model = family.load_denoiser(getattr(torch, training.recipe.train.master_dtype))
     choose_trained(model, training.recipe.policy, family.lora_targets)
     return model

@@ -145,7 +145,7 @@ class Checkpointer:
         """
         written, problem = {}, ""
         try:
-            with translate_disk_errors(self._name(step), self._what_is_left):
+            with translate_disk_errors(self._name(step), self._describe_rest):
                 written = write_rank(self._building(step), tensors, extra)
         except StageFailed as error:
             problem = str(error)
@@ -159,11 +159,11 @@ class Checkpointer:
         try:
             if problem:
                 raise StageFailed(problem)
-            with translate_disk_errors(self._name(step), self._what_is_left):
+            with translate_disk_errors(self._name(step), self._describe_rest):
                 self._commit(step, [files for files, _ in of_all])
         finally:
             shutil.rmtree(self._building(step), ignore_errors=True)
-        with translate_disk_errors(f"{BEST} in {self._folder.parent}", self._what_is_left):
+        with translate_disk_errors(f"{BEST} in {self._folder.parent}", self._describe_rest):
             self.name_best(best)
         self._prune(step, best)
         if self._on_saved is not None:
@@ -230,7 +230,7 @@ class Checkpointer:
     def _newest_whole(self) -> int | None:
         return resume.newest_whole(self._folder, self._fingerprint, self._hashed)
 
-    def _what_is_left(self) -> str:
+    def _describe_rest(self) -> str:
         whole = self._newest_whole()
         return "there is no earlier checkpoint" if whole is None else f"the checkpoint of step {whole} is intact"
 

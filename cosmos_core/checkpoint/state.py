@@ -123,7 +123,7 @@ def adopt_optimizer_tensors(state: TrainState, tensors: Mapping[str, Tensor]) ->
         if key.startswith(_OPTIMIZER):
             slot, _, name = key.removeprefix(_OPTIMIZER).partition(".")
             slots.setdefault(indices[id(parameters_by_name[name])], {})[slot] = tensor
-    joined = {index: _joined(parts) for index, parts in slots.items()}
+    joined = {index: _merge_slots(parts) for index, parts in slots.items()}
     state.optimizer.load_state_dict({"state": joined, "param_groups": live["param_groups"]})
 
 
@@ -222,7 +222,7 @@ def _parts(value: Tensor) -> dict[str, Tensor]:
     return {f":{part}": getattr(value, part) for part in ("codes", "scale", "qmap")}
 
 
-def _joined(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _merge_slots(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the slots of one parameter from the tensors that `_parts` separated."""
     slots = {slot: tensor for slot, tensor in parts.items() if ":" not in slot}
     for slot in [slot.removesuffix(":codes") for slot in parts if slot.endswith(":codes")]:

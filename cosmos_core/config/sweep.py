@@ -62,7 +62,7 @@ def with_sweeps(pipeline: Pipeline, tables: Mapping[str, Values]) -> Pipeline:
         _check(pipeline, stage)
     for stage in pipeline.stages:
         if stage.sweep is not None and stage.sweep.grid:
-            pipeline = _expanded(pipeline, stage, stage.sweep, tables)
+            pipeline = _expand(pipeline, stage, stage.sweep, tables)
     stages = []
     for stage in pipeline.stages:
         if stage.sweep is not None and not stage.sweep.branches:  # it chooses among stages of the file
@@ -91,7 +91,7 @@ def _check(pipeline: Pipeline, stage: StageConfig) -> None:
         raise ConfigError(f'{where}: sweep needs grid = {{ "train.optm_lr" = [1e-5, 3e-5] }}, and has no branches')
 
 
-def _expanded(pipeline: Pipeline, head: StageConfig, sweep: SweepConfig, tables: Mapping[str, Values]) -> Pipeline:
+def _expand(pipeline: Pipeline, head: StageConfig, sweep: SweepConfig, tables: Mapping[str, Values]) -> Pipeline:
     where = _where(pipeline, head)
     members = _members(pipeline, head, sweep, tables)
     recipes, added, branches = dict(pipeline.recipes), [], []
@@ -111,7 +111,7 @@ def _expanded(pipeline: Pipeline, head: StageConfig, sweep: SweepConfig, tables:
                 laid = of_algorithm(merge(tables[owner], _nested(overrides)), [])
                 recipe = parse(Recipe, laid, source=f"{where}{settings}", notices=[])
             recipes[name] = _renamed_teacher(recipe, names)
-            stage = _renamed(pipeline.stage(member), names)
+            stage = _rename_references(pipeline.stage(member), names)
             added.append(
                 stage.model_copy(
                     update={"name": name, "sweep": None, "arguments": merge(stage.arguments, _nested(arguments))}
@@ -126,7 +126,7 @@ def _expanded(pipeline: Pipeline, head: StageConfig, sweep: SweepConfig, tables:
         sweep=sweep.model_copy(update={"grid": {}, "through": (), "branches": tuple(branches)}),
     )
     outside = [stage for stage in pipeline.stages if stage.name not in members]
-    kept = [_behind_the_choice(pipeline, stage, head.name, members) for stage in outside]
+    kept = [_replace_by_choice(pipeline, stage, head.name, members) for stage in outside]
     for member in set(members) - {head.name}:
         del recipes[member]
     return pipeline.with_stages([*kept, *added, choice], recipes)
@@ -226,7 +226,7 @@ def _nested(settings: Values) -> Values:
     return values
 
 
-def _renamed(stage: StageConfig, names: Mapping[str, str]) -> StageConfig:
+def _rename_references(stage: StageConfig, names: Mapping[str, str]) -> StageConfig:
     """Return a stage of a branch, with its references to other stages of the branch renamed."""
 
     def reference(text: str) -> str:
@@ -244,7 +244,7 @@ def _renamed_teacher(recipe: Recipe, names: Mapping[str, str]) -> Recipe:
     return recipe.derived(distillation=recipe.distillation.derived(model_name_or_path=f"{STAGE_PREFIX}{name}"))
 
 
-def _behind_the_choice(pipeline: Pipeline, stage: StageConfig, head: str, members: Sequence[str]) -> StageConfig:
+def _replace_by_choice(pipeline: Pipeline, stage: StageConfig, head: str, members: Sequence[str]) -> StageConfig:
     """Return a stage outside of the branches, with its references to stages of the branches replaced by the choice."""
     where = _where(pipeline, stage)
     swept = {f"{STAGE_PREFIX}{name}" for name in members}

@@ -111,11 +111,11 @@ def grid(rows: Sequence[Sequence[Drawing]]) -> np.ndarray:
     draw = ImageDraw.Draw(sheet)
     for p, row in enumerate(rows):
         top = _MARGIN + p * (height + 2 * _LINE + 2 * _MARGIN)
-        draw.text((_MARGIN, top), _cut(row[0].prompt, sheet.width), fill=_INK)
+        draw.text((_MARGIN, top), _truncate(row[0].prompt, sheet.width), fill=_INK)
         for k, drawing in enumerate(row):
             left = _MARGIN + k * (width + _MARGIN)
-            sheet.paste(_fitted(drawing.still, height, width), (left, top + _LINE))
-            draw.text((left, top + _LINE + height), _cut(drawing.caption, width), fill=_INK)
+            sheet.paste(_fit_pixels(drawing.still, height, width), (left, top + _LINE))
+            draw.text((left, top + _LINE + height), _truncate(drawing.caption, width), fill=_INK)
     return np.asarray(sheet)
 
 
@@ -128,7 +128,9 @@ def data_uri(path: Path) -> str:
             content = path.read_bytes()
             return "" if len(content) > _MOST_EMBEDDED_BYTES else _uri("video/mp4", content)
         with Image.open(path) as image:
-            return _uri("image/png", _png(_fitted(np.asarray(image.convert("RGB")), *_cell_size([image.size[::-1]]))))
+            return _uri(
+                "image/png", _png(_fit_pixels(np.asarray(image.convert("RGB")), *_cell_size([image.size[::-1]])))
+            )
     except OSError:
         return ""
 
@@ -168,7 +170,7 @@ def _cell_size(shapes: Sequence[Sequence[int]]) -> tuple[int, int]:
     return round(height * scale), round(width * scale)
 
 
-def _fitted(pixels: np.ndarray, height: int, width: int) -> Any:
+def _fit_pixels(pixels: np.ndarray, height: int, width: int) -> Any:
     from PIL import Image
 
     is_larger = pixels.shape[0] > height
@@ -193,7 +195,7 @@ def _uri(kind: str, content: bytes) -> str:
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
-def _cut(text: str, width: int) -> str:
+def _truncate(text: str, width: int) -> str:
     """Return the text truncated to a width in pixels, with Latin-1 characters only, which the font of Pillow has."""
     line = text.replace("\n", " ").encode("latin-1", "replace").decode("latin-1")
     most = max(1, width // _LETTER)

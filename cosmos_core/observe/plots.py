@@ -88,7 +88,7 @@ def _panels(lines: Sequence[dict[str, Any]], keys: Sequence[str]) -> dict[str, S
     panels: dict[str, Series] = {key: {} for key in keys}
     for line in lines:
         step = line.get("step")
-        if not isinstance(step, int | float) or math.isnan(_drawn(step)):
+        if not isinstance(step, int | float) or math.isnan(_plot_value(step)):
             continue
         for key, value in line.items():
             prefix = f"{key.partition('/')[0]}/"
@@ -96,7 +96,7 @@ def _panels(lines: Sequence[dict[str, Any]], keys: Sequence[str]) -> dict[str, S
             if panel in panels and isinstance(value, int | float) and not isinstance(value, bool):
                 steps, values = panels[panel].setdefault(key, ([], []))
                 steps.append(float(step))
-                values.append(_drawn(value))
+                values.append(_plot_value(value))
     finite = {
         name: {key: points for key, points in series.items() if any(map(math.isfinite, points[1]))}
         for name, series in panels.items()
@@ -104,7 +104,7 @@ def _panels(lines: Sequence[dict[str, Any]], keys: Sequence[str]) -> dict[str, S
     return {name: series for name, series in finite.items() if series}
 
 
-def _drawn(value: float) -> float:
+def _plot_value(value: float) -> float:
     """Return a value for the plot: NaN, which leaves a gap, for a value beyond the range of an axis."""
     number = as_float(value)
     return number if abs(number) <= _LARGEST else math.nan

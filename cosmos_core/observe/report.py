@@ -63,9 +63,9 @@ def _environment() -> Environment:
     )
     filters: dict[str, Any] = {
         "clock": formatting.clock, "duration": formatting.duration, "number": formatting.number,
-        "size": formatting.size, "json": json.dumps, "items_of": dict, "px": lambda length: f"{length:g}", "cut": _cut,
-        "label": sections.label, "headline": sections.headline, "times": sections.times, "metrics": sections.metrics,
-        "operators": sections.operators, "reward_bins": usage.reward_bins,
+        "size": formatting.size, "json": json.dumps, "items_of": dict, "px": lambda length: f"{length:g}",
+        "cut": _truncate, "label": sections.label, "headline": sections.headline, "times": sections.times,
+        "metrics": sections.metrics, "operators": sections.operators, "reward_bins": usage.reward_bins,
         "info": sections.info, "curves": sections.curves, "rollouts": sections.rollouts, "drawings": sections.drawings,
         "services": sections.services,
     }  # fmt: skip
@@ -73,5 +73,5 @@ def _environment() -> Environment:
     return environment
 
 
-def _cut(text: str) -> str:
+def _truncate(text: str) -> str:
     return text if len(text) <= _MAX_LETTERS else f"{text[:_MAX_LETTERS]}…"

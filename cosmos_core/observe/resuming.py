@@ -33,7 +33,9 @@ def _remaining_stages(run: RunRecord) -> str:
     others = [stage.name for stage in running if stage not in ending]
     messages = [f"{stage.name} saves a checkpoint and ends" for stage in ending]
     messages += [f"{', '.join(others)} continues with a flow run of its own"] if others else []
-    return f"the flow has ended; {'; '.join(messages)}; resume with: {resume_command(run.path)}{_from_where(ending)}"
+    return (
+        f"the flow has ended; {'; '.join(messages)}; resume with: {resume_command(run.path)}{_describe_steps(ending)}"
+    )
 
 
 def _death(run: RunRecord) -> str:
@@ -43,10 +45,10 @@ def _death(run: RunRecord) -> str:
         ends = [stage.state.ended for stage in run.stages if stage.state.ended]
         return f"died after {formatting.moment(max(ends, default=holder_died(run.path)))}, {how}"
     last = max(dead, key=lambda stage: stage.died or 0.0)
-    host, step = last.state.launcher_host, _reached(last)
+    host, step = last.state.launcher_host, _last_step(last)
     on = f" on {host}" if host and not is_here(last.state.launcher_machine, host) else ""
     where = f" after step {step}" if step else f" in {last.name}"
-    return f"died at {formatting.moment(last.died)}{on}{where}, {how}{_from_where([last])}"
+    return f"died at {formatting.moment(last.died)}{on}{where}, {how}{_describe_steps([last])}"
 
 
 def resume_command(run_path: Path) -> str:
@@ -58,18 +60,18 @@ def resume_command(run_path: Path) -> str:
 def how_to_resume(run: RunRecord) -> str:
     """Return the command that continues a run, and the step at which each interrupted training continues."""
     cut_off = [stage for stage in run.stages if stage.status in {"stopped", "died", "failed"}]
-    return resume_command(run.path) + _from_where(cut_off)
+    return resume_command(run.path) + _describe_steps(cut_off)
 
 
-def _from_where(stages: list[StageRecord]) -> str:
+def _describe_steps(stages: list[StageRecord]) -> str:
     """Return a message with the steps at which trainings continue; empty if none has completed a step."""
     messages = []
     for stage in stages:
-        if stage.kind.trains and _reached(stage):
+        if stage.kind.trains and _last_step(stage):
             lost = "" if stage.resumes_after else ": nothing was saved"
             messages.append(f"{stage.name} begins again at step {stage.resumes_after + 1}{lost}")
     return f" ({'; '.join(messages)})" if messages else ""
 
 
-def _reached(stage: StageRecord) -> int:
+def _last_step(stage: StageRecord) -> int:
     return stage.position[0] or stage.resumes_after

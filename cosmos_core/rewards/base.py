@@ -58,7 +58,7 @@ class Reward:
             Exception: any error that the function raises.
         """
         if not self.binding.takes_lists:
-            return _scored(self._called(self.binding.arguments(fields)))
+            return _parse_score(self._call(self.binding.arguments(fields)))
         [scored] = self.of_group([fields])
         if not isinstance(scored, tuple):
             raise scored or ValueError("returned None: it does not apply to this row")
@@ -73,7 +73,7 @@ class Reward:
             TypeError: a parameter cannot be bound.
             Exception: any error that the function raises.
         """
-        results = self._called(self.binding.list_arguments(fields))
+        results = self._call(self.binding.list_arguments(fields))
         if hasattr(results, "tolist"):  # numpy and torch
             results = results.tolist()
         if not isinstance(results, list | tuple) or len(results) != len(fields):
@@ -82,15 +82,15 @@ class Reward:
         scored: list[Scored | ValueError | None] = []
         for result in results:
             try:
-                scored.append(None if result is None and self.binding.takes_lists else _scored(result))
+                scored.append(None if result is None and self.binding.takes_lists else _parse_score(result))
             except ValueError as error:
                 scored.append(error)
         return scored
 
-    def _called(self, arguments: tuple[list[Any], dict[str, Any]]) -> Any:
+    def _call(self, arguments: tuple[list[Any], dict[str, Any]]) -> Any:
         positional, keywords = arguments
         result = self.function(*positional, **keywords)
-        return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
+        return asyncio.run(_await_result(result)) if inspect.isawaitable(result) else result
 
     def location_of(self, error: BaseException) -> str:
         """Return the file and line of user code that raised an error; empty for packaged rewards."""
@@ -204,11 +204,11 @@ def all_invalid(what: str, scores: Iterable[Score]) -> CosmosError:
     return RewardError(message) if first is not None and first.is_raised else StageFailed(message)
 
 
-async def _awaited(result: Awaitable[Any]) -> Any:
+async def _await_result(result: Awaitable[Any]) -> Any:
     return await result
 
 
-def _scored(result: Any) -> Scored:
+def _parse_score(result: Any) -> Scored:
     if isinstance(result, Mapping) and "score" in result:  # the format of verl; other values are text for logs
         metrics = {k: v for k, v in result.items() if k != "score" and isinstance(v, int | float)}
         result = (result["score"], metrics)

@@ -84,7 +84,7 @@ class Binding:
         Raises:
             TypeError: a parameter is neither a known name nor a column of the row.
         """
-        return self._bound(lambda name: _value(name, fields), [fields])
+        return self._bind_values(lambda name: _value(name, fields), [fields])
 
     def list_arguments(self, group: Sequence[Fields]) -> tuple[list[Any], dict[str, Any]]:
         """Return the arguments for all completions of a prompt: lists for parameters that differ between rows or
@@ -93,9 +93,9 @@ class Binding:
         Raises:
             TypeError: as `arguments`.
         """
-        return self._bound(lambda name: _values(name, group), group)
+        return self._bind_values(lambda name: _values(name, group), group)
 
-    def _bound(self, value_of: Callable[[str], Any], group: Sequence[Fields]) -> tuple[list[Any], dict[str, Any]]:
+    def _bind_values(self, value_of: Callable[[str], Any], group: Sequence[Fields]) -> tuple[list[Any], dict[str, Any]]:
         positional, keywords = [], {}
         for each in self.parameters:
             if each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL):

@@ -35,15 +35,15 @@ def boxed_math(to_be_evaluated: str, reference: str) -> float:
     (`#### 72`), only the text after `####` counts. A reference that cannot be parsed is invalid. `\\fbox`, a trailing
     full stop or comma, thin spaces between digits, `6.02e23` and `0.\\overline{3}` are supported in both.
     """
-    reference = _tidied(require_reference(require_reference(reference).rpartition("####")[2]))
-    end = _tidied(to_be_evaluated)
+    reference = _tidy(require_reference(require_reference(reference).rpartition("####")[2]))
+    end = _tidy(to_be_evaluated)
     if (completion_match := _BOXED_INTEGER.fullmatch(end)) and (reference_match := re.fullmatch(_INTEGER, reference)):
         # Most completions end in a boxed integer, which needs no parser.
         return float(int(completion_match[1].replace(",", "")) == int(reference_match[1].replace(",", "")))
-    return _judged(end, reference)
+    return _grade(end, reference)
 
 
-def _tidied(text: str) -> str:
+def _tidy(text: str) -> str:
     """Return the text from its last box on, because math-verify would join several boxes to one answer; normalise the
     box and the numbers for its parser."""
     boxes = list(_BOX.finditer(text))
@@ -61,16 +61,16 @@ def _tidied(text: str) -> str:
     return text
 
 
-def _fraction(found: re.Match[str]) -> str:
+def _fraction(match: re.Match[str]) -> str:
     """Return a repeating decimal as a fraction: 0.1666... becomes (16 - 1) / 90."""
-    whole, once, repeated = found[1] or "0", found[2], found[3] or found[4]
+    whole, once, repeated = match[1] or "0", match[2], match[3] or match[4]
     over = int(whole + once + repeated) - int(whole + once)
     return f"\\frac{{{over}}}{{{(10 ** len(repeated) - 1) * 10 ** len(once)}}}"
 
 
 @lru_cache(maxsize=1024)  # completions of a prompt share the reference, and often the answer
-def _judged(end: str, reference: str) -> float:
-    expected = _expected(reference)
+def _grade(end: str, reference: str) -> float:
+    expected = _parse_reference(reference)
     if not expected:
         raise ValueError(f"the reference {reference[-80:]!r} is not a mathematical expression")
     answer = _parse(end, ExprExtractionConfig(), LatexExtractionConfig())
@@ -78,7 +78,7 @@ def _judged(end: str, reference: str) -> float:
 
 
 @lru_cache(maxsize=1024)
-def _expected(reference: str) -> list[Any]:
+def _parse_reference(reference: str) -> list[Any]:
     text = reference if reference.startswith("\\boxed") else _LAST_MARKS.sub(r"\1", reference)
     return _parse(text, LatexExtractionConfig()) or _parse(f"\\boxed{{{text}}}", LatexExtractionConfig())
 

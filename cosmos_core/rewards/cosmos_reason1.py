@@ -116,7 +116,7 @@ class CosmosReason1Reward:
         vision = self._model.config.vision_config
         size, merge, depth = vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size
         frames = list(frames[: len(frames) // depth * depth] or [frames[0]] * depth)
-        height, width = fitted(
+        height, width = fit_size(
             frames[0].size[::-1], size * merge, self._tokens * (size * merge) ** 2 * depth // len(frames)
         )
         pixels = np.stack([
@@ -131,7 +131,7 @@ class CosmosReason1Reward:
         return patches.reshape(math.prod(grid), 3 * depth * size * size), grid
 
 
-def fitted(size: tuple[int, int], factor: int, most_pixels: int) -> tuple[int, int]:
+def fit_size(size: tuple[int, int], factor: int, most_pixels: int) -> tuple[int, int]:
     """Return the height and width nearest to a size that are multiples of a factor and have at most `most_pixels`
     pixels."""
     height, width = (max(factor, round(length / factor) * factor) for length in size)

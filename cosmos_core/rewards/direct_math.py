@@ -42,22 +42,22 @@ def direct_math(to_be_evaluated: str, reference: str) -> float:
 
     A reference that is empty after normalisation (`ways`) is invalid.
     """
-    expected = _normalised(require_reference(reference))
+    expected = _normalise(require_reference(reference))
     if not expected:
         raise ValueError(f"the reference {reference[-80:]!r} is empty after normalisation")
     answers = _ANSWER.findall(to_be_evaluated)
-    return 1.0 if answers and _normalised(answers[-1]) == expected else -1.0
+    return 1.0 if answers and _normalise(answers[-1]) == expected else -1.0
 
 
-def _without_articles(answer: str) -> str:
+def _remove_articles(answer: str) -> str:
     """Return the answer without articles; between dollar signs `a` is a variable, as in `$a sin x$`."""
     parts = _DOLLAR.split(answer)
     is_opened_before = len(parts) % 2 == 0  # the text before `=` was removed
     return "$".join(part if i % 2 != is_opened_before else _ARTICLE.sub("", part) for i, part in enumerate(parts))
 
 
-def _normalised(answer: str) -> str:
-    answer = _without_articles(answer.rpartition("=")[2].strip())
+def _normalise(answer: str) -> str:
+    answer = _remove_articles(answer.rpartition("=")[2].strip())
     for old, new in _REPLACED:
         answer = answer.replace(old, new)
     for debris in _DELETED:

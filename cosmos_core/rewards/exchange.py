@@ -77,13 +77,13 @@ def service_of(environment: Mapping[str, str] = os.environ) -> Service:
             f"{ENQUEUE_URL} has {len(enqueue)} URLs and {FETCH_URL} {len(fetch)}; give one of each a replica"
         )
     replicas = tuple(
-        (_checked(ENQUEUE_URL, enqueue_url), _checked(FETCH_URL, here))
+        (_check_url(ENQUEUE_URL, enqueue_url), _check_url(FETCH_URL, here))
         for enqueue_url, here in zip(enqueue, fetch, strict=True)
     )
     return Service(replicas, environment.get(TOKEN, ""), environment.get(NO_PINNING, "0") != "1")
 
 
-def _checked(name: str, url: str) -> str:
+def _check_url(name: str, url: str) -> str:
     """Return a URL without trailing slashes, which would change the path at the service.
 
     Raises:
@@ -229,7 +229,7 @@ class Asked:
 
     async def _post(self, url: str, seconds: float, **content: Any) -> httpx.Response | None:
         """Return the response; None if there was none, after a pause."""
-        remaining = max(0.1, self._left())
+        remaining = max(0.1, self._remaining_seconds())
         try:
             async with asyncio.timeout(remaining):  # the timeout of httpx restarts with each received byte
                 return await self._client.post(url, timeout=min(seconds, remaining), **content)
@@ -263,7 +263,7 @@ class Asked:
             self._watch.busy[self._replica] -= 1
             self._replica = -1
 
-    def _left(self) -> float:
+    def _remaining_seconds(self) -> float:
         return self._deadline - time.monotonic()
 
     async def _wait(self, response: httpx.Response | None, reason: str) -> None:
@@ -276,7 +276,7 @@ class Asked:
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
         if response is not None:
             pause = max(pause, _seconds_to_wait(response) * random.uniform(1.0, 1.25))
-        if self._left() <= pause:
+        if self._remaining_seconds() <= pause:
             raise Missing(reason)
         await asyncio.sleep(pause)
 

@@ -146,7 +146,7 @@ def holds(
         if is_present and "color" in request:
             is_present = list(colors[name][:count]).count(request["color"]) >= count
         if is_present and "position" in request:
-            is_present = _stands(matches, request["position"], groups)
+            is_present = _has_relations(matches, request["position"], groups)
         groups.append(matches if is_present else None)
     return None not in groups and all(len(objects[each["class"]]) < each["count"] for each in exclude)
 
@@ -168,17 +168,17 @@ def strictly(include: Sequence[Mapping[str, Any]], objects: Objects, colors: Col
             scores.append(1 - abs(count - of_color) / count)
             is_present = of_color == count
         if is_present and "position" in request:
-            is_present = _stands(matches, request["position"], groups)
+            is_present = _has_relations(matches, request["position"], groups)
             scores.append(float(is_present))
         groups.append(matches if is_present else None)
     return sum(scores) / len(scores) if scores else 0.0, None not in groups
 
 
-def _stands(there: Sequence[Found], position: Sequence[Any], groups: Sequence[Sequence[Found] | None]) -> bool:
+def _has_relations(objects: Sequence[Found], position: Sequence[Any], groups: Sequence[Sequence[Found] | None]) -> bool:
     """Return True if each object has the requested relation to each object of an earlier group."""
     relation, target = position
     group = groups[target]
-    return group is not None and all(relation in relations(one, other) for one in there for other in group)
+    return group is not None and all(relation in relations(one, other) for one in objects for other in group)
 
 
 def relations(one: Found, other: Found) -> set[str]:

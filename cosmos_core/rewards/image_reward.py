@@ -107,7 +107,7 @@ def _modules(state: Mapping[str, Any]) -> tuple[Any, Any, Any]:
             image_size=sides * patch.shape[-1], patch_size=patch.shape[-1], layer_norm_eps=1e-6,
         )
     )  # fmt: skip
-    image_encoder.load_state_dict({_renamed(name): value for name, value in vision.items()})
+    image_encoder.load_state_dict({_rename_key(name): value for name, value in vision.items()})
     words, hidden = text["embeddings.word_embeddings.weight"].shape
     text_encoder = BlipTextModel(
         BlipTextConfig(
@@ -136,7 +136,7 @@ def _count(state: Mapping[str, Any], pattern: str) -> int:
     return 1 + max(int(match[1]) for name in state if (match := re.match(pattern, name)))
 
 
-def _renamed(name: str) -> str:
+def _rename_key(name: str) -> str:
     name = re.sub(r"^norm\.", "post_layernorm.", name)
     for old, new in _VISION.items():
         name = re.sub(rf"(^|\.){re.escape(old)}(?=\.|$)", rf"\g<1>{new}", name)

@@ -47,11 +47,11 @@ def ocr(to_be_evaluated: str, reference: str, *, prompt: str, media: Any) -> flo
     return _score(Item(prompt, media, reference=reference))
 
 
-def similarity(read: str, wanted: str) -> float:
+def similarity(read: str, expected: str) -> float:
     """Return 1 - edits / length of the expected text, which may be anywhere in the recognised text; never below 0."""
-    recognised, expected = _plain(read), _plain(wanted)
+    recognised, expected = _plain(read), _plain(expected)
     edits = 0 if expected in recognised else min(_distance(recognised, expected), len(expected))
-    return 1.0 - edits / max(1, len(wanted))
+    return 1.0 - edits / max(1, len(expected))
 
 
 def _score(item: Item) -> float:
@@ -59,11 +59,11 @@ def _score(item: Item) -> float:
     expected = item.reference or next(filter(None, quoted.groups() if quoted else ()), "")
     if not expected:
         raise ValueError("the prompt has no text in quotes, and there is no reference: nothing to look for")
-    scores = [similarity(_read(image), expected) for image in frames_of(item.media, _MOST_FRAMES)]
+    scores = [similarity(_recognise_text(image), expected) for image in frames_of(item.media, _MOST_FRAMES)]
     return sum(scores) / len(scores)
 
 
-def _read(image: Any) -> str:
+def _recognise_text(image: Any) -> str:
     lines, _ = _engine()(array_of(image)[..., ::-1])  # BGR, as in OpenCV
     return "".join(text for _, text, confidence in lines or [] if float(confidence) > 0)
 

@@ -118,7 +118,7 @@ class RemoteRewards:
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from group
         finally:
-            asyncio.run_coroutine_threadsafe(_cancelled(), loop).result()
+            asyncio.run_coroutine_threadsafe(_cancel_tasks(), loop).result()
             loop.call_soon_threadsafe(loop.stop)
             thread.join()
             loop.close()
@@ -158,7 +158,7 @@ class RemoteRewards:
             for function in self._config.reward_fns:
                 _note_metrics(function, results[function.name], found)
             for function, metric in self._config.metric_names.items():
-                _read(function, metric, results[function.name], found)
+                _record_scores(function, metric, results[function.name], found)
 
     def _body(self, requests: Sequence[Mapping[str, Any]]) -> bytes:
         latents, videos = None, [request.get("media") for request in requests]
@@ -169,7 +169,7 @@ class RemoteRewards:
         return _body(requests, self._config.reward_fns, latents)
 
 
-async def _cancelled() -> None:
+async def _cancel_tasks() -> None:
     """Cancel all other tasks in the running event loop."""
     other_tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in other_tasks:
@@ -228,9 +228,9 @@ def _geneval(requests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-def _note_metrics(function: RewardFunctionConfig, said: Mapping[str, Any], found: Sequence[_Found]) -> None:
+def _note_metrics(function: RewardFunctionConfig, response: Mapping[str, Any], found: Sequence[_Found]) -> None:
     """Record all numbers in a response as metrics, without clipping."""
-    scores = said.get("scores")
+    scores = response.get("scores")
     for name, column in scores.items() if isinstance(scores, dict) else ():
         for i, each in enumerate(found):
             value = _number(column, i, len(found))
@@ -238,17 +238,19 @@ def _note_metrics(function: RewardFunctionConfig, said: Mapping[str, Any], found
                 each.metrics[f"{function.name}/{name}"] = value
 
 
-def _read(function: RewardFunctionConfig, metric: str, said: Mapping[str, Any], found: Sequence[_Found]) -> None:
+def _record_scores(
+    function: RewardFunctionConfig, metric: str, response: Mapping[str, Any], found: Sequence[_Found]
+) -> None:
     """Record the score, or the error, in a response for each completion.
 
     Raises:
         RewardError: the response lacks the configured score key.
     """
-    scores, errors = said.get("scores"), said.get("errors")
+    scores, errors = response.get("scores"), response.get("errors")
     if not isinstance(scores, dict) or not scores:
-        error = said.get("error")
+        error = response.get("error")
         for each in found:  # losing a process is transient, unlike an error that a function raised
-            is_told = bool(error) and not said.get("is_lost")
+            is_told = bool(error) and not response.get("is_lost")
             each.lacks(function, error or "the response has no scores", is_told=is_told)
         return
     key = function.score_key or function.name

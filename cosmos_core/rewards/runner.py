@@ -126,16 +126,16 @@ class RewardRunner(Workers):
     def score_groups(self, groups: Sequence[Group]) -> list[ScoredGroup]:
         """Return the groups, in order, each with one score per completion."""
         requests = [[request_of(group, k) for k in range(len(group.completions))] for group in groups]
-        return [ScoredGroup(*each) for each in zip(groups, self._scored(requests), strict=True)]
+        return [ScoredGroup(*each) for each in zip(groups, self._score_requests(requests), strict=True)]
 
     def score(self, requests: Sequence[Mapping[str, Any]]) -> list[Score]:
         """Return one score per request, in order.
 
         A request has `to_be_evaluated`, `reference`, and may have `base.KEYWORDS`; each counts as a separate prompt.
         """
-        return [score for (score,) in self._scored([[request] for request in requests])]
+        return [score for (score,) in self._score_requests([[request] for request in requests])]
 
-    def _scored(self, groups: Sequence[Sequence[Mapping[str, Any]]]) -> list[tuple[Score, ...]]:
+    def _score_requests(self, groups: Sequence[Sequence[Mapping[str, Any]]]) -> list[tuple[Score, ...]]:
         """Return the scores of the requests of each prompt."""
         calls = []
         for group in groups:
@@ -271,16 +271,16 @@ def _score(name: str, requests: Sequence[Mapping[str, Any]], takes_lists: bool) 
     try:
         scored = reward.of_group(fields) if takes_lists else [reward(each) for each in fields]
         return [
-            _raised(reward, each, is_told=True) if isinstance(each, ValueError) else _Result(*(each or ()))
+            _error_score(reward, each, is_told=True) if isinstance(each, ValueError) else _Result(*(each or ()))
             for each in scored
         ]
     except BaseException as error:  # noqa: BLE001 - a user's code may raise anything, and it would be raised in the parent
         is_told = (name, type(error)) in _told
         _told.add((name, type(error)))
-        return [_raised(reward, error, is_told=is_told)] * len(requests)
+        return [_error_score(reward, error, is_told=is_told)] * len(requests)
 
 
-def _raised(reward: Reward, error: BaseException, *, is_told: bool) -> _Result:
+def _error_score(reward: Reward, error: BaseException, *, is_told: bool) -> _Result:
     if not is_told:
         print_exception(error)
     return _Result(error=masked(one_line(error, reward.location_of(error))), is_raised=True)

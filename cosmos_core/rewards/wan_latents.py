@@ -36,7 +36,7 @@ class WanLatents:
         self._dtype = torch.float32 if self._device.type == "cpu" else getattr(torch, dtype)
         try:
             vae: Any = (
-                _published(path).to(self._dtype)
+                _published_vae(path).to(self._dtype)
                 if path.endswith(".pth")
                 else AutoencoderKLWan.from_pretrained(path, torch_dtype=self._dtype)
             )
@@ -106,7 +106,7 @@ def look_at(key: str, path: str) -> str:
     return f"{key}: {class_name}"
 
 
-def _published(path: str) -> Any:
+def _published_vae(path: str) -> Any:
     """Return the VAE in a file as Wan publishes it, on this machine or in a repository of the Hub."""
     import torch
     from diffusers import AutoencoderKLWan

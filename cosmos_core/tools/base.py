@@ -80,13 +80,13 @@ def tool_names(paths: Iterable[str]) -> dict[str, str]:
     Raises:
         ConfigError: two have one name.
     """
-    found: dict[str, str] = {}
+    paths_by_name: dict[str, str] = {}
     for path in paths:
         name = path.rpartition(":")[2]
-        if name in found:
-            raise ConfigError(f"{KEY}: {found[name]!r} and {path!r} have one name; rename a function")
-        found[name] = path
-    return found
+        if name in paths_by_name:
+            raise ConfigError(f"{KEY}: {paths_by_name[name]!r} and {path!r} have one name; rename a function")
+        paths_by_name[name] = path
+    return paths_by_name
 
 
 def parse_calls(text: str) -> list[ToolCall]:
@@ -94,16 +94,16 @@ def parse_calls(text: str) -> list[ToolCall]:
 
     A call that cannot be read is in the list with its error, so that the policy is told.
     """
-    found = []
+    calls = []
     position = max(0, text.rfind(_THOUGHT))
     while (begin := text.find(_BEGIN, position)) >= 0:
         begin += len(_BEGIN)
-        call, position = _read(text, begin)
-        found.append(call)
-    return found
+        call, position = _read_call(text, begin)
+        calls.append(call)
+    return calls
 
 
-def _read(text: str, begin: int) -> tuple[ToolCall, int]:
+def _read_call(text: str, begin: int) -> tuple[ToolCall, int]:
     """Return the call that begins at a character, and where it ends.
 
     JSON says itself where it ends: a string inside it may hold the end mark.

@@ -69,13 +69,13 @@ class ToolRunner(Workers):
         """
         if not self._paths:
             return []
-        found: list[dict[str, Any]] = self._loaded(_schemas)
-        return found
+        schemas: list[dict[str, Any]] = self._call_in_pool(_schemas)
+        return schemas
 
     def results(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         """Return what each call gave, in order; calls run beside each other."""
-        found = [self._refused(call) for call in calls]
-        waiting = [i for i, result in enumerate(found) if result is None]
+        results = [self._refusal(call) for call in calls]
+        waiting = [i for i, result in enumerate(results) if result is None]
         for _ in range(_MOST_BREAKS if waiting else 0):
             pool = self._whole()
             futures = [
@@ -85,13 +85,13 @@ class ToolRunner(Workers):
             if not wait_for(futures, self._timeout + START_SECONDS, self._beat):
                 self.close()  # a call that was lost with its process, or no process that would start
             for i, future in zip(waiting, futures, strict=True):
-                found[i] = self._ended(calls[i].name, future)
-            waiting = [i for i in waiting if found[i] is None]
+                results[i] = self._finished_result(calls[i].name, future)
+            waiting = [i for i in waiting if results[i] is None]
             if not waiting:
                 break
-        return [result or _error("its process ended") for result in found]
+        return [result or _error("its process ended") for result in results]
 
-    def _refused(self, call: ToolCall) -> ToolResult | None:
+    def _refusal(self, call: ToolCall) -> ToolResult | None:
         """Return what is said of a call that cannot be made; None: it can be tried."""
         if call.error:
             return _error(call.error)
@@ -99,7 +99,7 @@ class ToolRunner(Workers):
             return _error(f"there is no tool {call.name!r}; there are: {', '.join(self._paths) or 'none'}")
         return None
 
-    def _ended(self, name: str, future: Future[ToolResult]) -> ToolResult | None:
+    def _finished_result(self, name: str, future: Future[ToolResult]) -> ToolResult | None:
         """Return what a call gave; None: it was not begun, because its pool broke."""
         try:
             return future.result(timeout=0)
@@ -114,10 +114,10 @@ class ToolRunner(Workers):
 
     def _open(self) -> ProcessPool:
         pool = self._new(_start, list(self._paths.values()), env=self._env, count=self._num_workers)
-        self._loaded(_load)
+        self._call_in_pool(_load)
         return pool
 
-    def _loaded(self, function: Callable[[list[str]], Any]) -> Any:
+    def _call_in_pool(self, function: Callable[[list[str]], Any]) -> Any:
         pool = self._pool or self._open()
         try:
             future = pool.schedule(function, args=(list(self._paths.values()),))
@@ -159,13 +159,13 @@ def _tool(path: str) -> Callable[..., Any]:
 def _schemas(paths: Sequence[str]) -> list[dict[str, Any]]:
     from transformers.utils.chat_template_utils import get_json_schema  # half a second, and one process needs it
 
-    found = []
+    schemas = []
     for path in paths:
         try:
-            found.append(get_json_schema(_tool(path)))
+            schemas.append(get_json_schema(_tool(path)))
         except Exception as error:  # it says what is missing where
             raise ConfigError(f"{KEY}: {path!r} cannot be described: {one_line(error)}") from error
-    return found
+    return schemas
 
 
 def _result(path: str, arguments: dict[str, Any]) -> ToolResult:

@@ -50,8 +50,8 @@ class HubTarget:
         Raises:
             ConfigError, UploadError: the Hub refuses the token, or cannot be reached.
         """
-        with self._told():
-            within(_CHECK_SECONDS, lambda: self._again(self.api.whoami, _CHECK_SECONDS / 2))
+        with self._translate_errors():
+            within(_CHECK_SECONDS, lambda: self._retry(self.api.whoami, _CHECK_SECONDS / 2))
 
     def attend(self, folder: Path, pause: Callable[[], None]) -> None:
         """Set `pause`, which is called between attempts and before the commit; the Hub itself knows which files have
@@ -79,7 +79,7 @@ class HubTarget:
         """Return the name of the repository, `OWNER/NAME`."""
         if "/" in self._name:
             return self._name
-        return f"{self._again(self.api.whoami)['name']}/{self._name}"
+        return f"{self._retry(self.api.whoami)['name']}/{self._name}"
 
     def where(self, version: str) -> str:
         """Return the address of a version, `hub://OWNER/NAME@TAG`."""
@@ -92,18 +92,18 @@ class HubTarget:
             DamagedRecord: the record cannot be read.
             UploadError: the Hub cannot be reached.
         """
-        with self._told():
-            record: dict[str, Any] | None = self._again(lambda: self._record(self.branch or "main"))
+        with self._translate_errors():
+            record: dict[str, Any] | None = self._retry(lambda: self._record(self.branch or "main"))
         return record
 
     def damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
         """Return which file of `record`, compared with `folder`, is missing or altered at the tag of a version, or an
         empty string; for the current version also at the head of the branch."""
         branch = self.branch or "main"
-        with self._told():
-            current = self._again(lambda: self._record(branch)) or {}
+        with self._translate_errors():
+            current = self._retry(lambda: self._record(branch)) or {}
             revisions = (version, branch) if current.get("version", version) == version else (version,)
-            damages = [self._again(partial(self._damage, folder, record, revision)) for revision in revisions]
+            damages = [self._retry(partial(self._damage, folder, record, revision)) for revision in revisions]
         return next(filter(None, damages), "")
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
@@ -114,15 +114,15 @@ class HubTarget:
             ConfigError: the Hub refuses the token.
         """
         branch = self.branch or "main"
-        with self._told():
-            self._again(lambda: self.api.create_repo(self.repository, private=True, exist_ok=True))
+        with self._translate_errors():
+            self._retry(lambda: self.api.create_repo(self.repository, private=True, exist_ok=True))
             if branch != "main":
-                self._again(lambda: self.api.create_branch(self.repository, branch=branch, exist_ok=True))
+                self._retry(lambda: self.api.create_branch(self.repository, branch=branch, exist_ok=True))
             # A commit may have succeeded although its response was lost, so each attempt checks first.
-            self._again(lambda: self._commit(folder, version, record, branch))
-            if damage := self._again(lambda: self._damage(folder, record, branch)):
+            self._retry(lambda: self._commit(folder, version, record, branch))
+            if damage := self._retry(lambda: self._damage(folder, record, branch)):
                 raise UploadError(f"hub://{self.repository}: {damage} after the commit")
-            self._again(lambda: self.api.create_tag(self.repository, tag=version, revision=branch, exist_ok=True))
+            self._retry(lambda: self.api.create_tag(self.repository, tag=version, revision=branch, exist_ok=True))
         return self.where(version)
 
     def _commit(self, folder: Path, version: str, record: dict[str, Any], branch: str) -> None:
@@ -188,7 +188,7 @@ class HubTarget:
             raise DamagedRecord(f"hub://{self.repository}: {RECORD} is damaged; publish again, or remove it there")
         return dict(record)
 
-    def _again(self, call: Callable[[], Any], most_seconds: float = math.inf) -> Any:
+    def _retry(self, call: Callable[[], Any], most_seconds: float = math.inf) -> Any:
         """Call a function until it succeeds, at most five times and not again after `most_seconds`; between attempts
         wait as long as a busy Hub requests."""
         from huggingface_hub.errors import HfHubHTTPError, HTTPError
@@ -219,7 +219,7 @@ class HubTarget:
             time.sleep(min(left, _SLICE_SECONDS))
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
         """Translate errors of the Hub's client to errors with a message of one line."""
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 

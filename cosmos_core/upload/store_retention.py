@@ -68,7 +68,7 @@ class Retention:
                 if result.name in of_runs or result.age_seconds < self._youngest:
                     result.kept_because = "a run that stays has it, or it is not old enough"
             folders = [*self.runs, *self._made]
-            unnamed = self._unnamed([folder for folder in folders if folder.kept_because])
+            unnamed = self._unreferenced([folder for folder in folders if folder.kept_because])
             self.size = sum(each.size for each in folders if not each.kept_because) + sum(each.size for each in unnamed)
             """Number of bytes that can be removed."""
 
@@ -83,7 +83,7 @@ class Retention:
                     self._bucket.remove(each.key)
                 freed += folder.size
             self._refuse_while_made()
-            for each in self._unnamed([*self._folders("runs"), *self._folders("made")]):
+            for each in self._unreferenced([*self._folders("runs"), *self._folders("made")]):
                 self._bucket.remove(each.key)
                 freed += each.size
         return len(gone), freed
@@ -121,7 +121,7 @@ class Retention:
             if not run.kept_because and run.age_seconds < self._youngest:
                 run.kept_because = "not old enough"
 
-    def _unnamed(self, staying: list[StoredFolder]) -> list[Object]:
+    def _unreferenced(self, staying: list[StoredFolder]) -> list[Object]:
         """Return the contents that are old enough and that no result in the folders `staying` names."""
         named = {each["sha256"] for folder in staying for files in self._results(folder, "outputs") for each in files}
         return [

@@ -38,7 +38,7 @@ class StoredRecord:
                 document, _ = read_document(self._bucket, self._index)
                 self._known = dict(bundle_of(document).files) if document else {}
             files = {} if is_last else {path: each for path, each in self._known.items() if path.startswith("logs/")}
-            for file in _shown(self._stage_path, _SHOWN_AT_THE_END if is_last else _SHOWN):
+            for file in _files_to_show(self._stage_path, _SHOWN_AT_THE_END if is_last else _SHOWN):
                 path, data = str(file.relative_to(self._stage_path)), file.read_bytes()
                 previous = self._known.get(path)
                 files[path] = previous if previous and previous == Entry.of(data) else self._contents.write(data)
@@ -74,7 +74,7 @@ class StoredRecord:
             document, _ = read_document(self._bucket, self._index)
             entry = bundle_of(document).files.get(_STATE) if document else None
             data = self._contents.read(entry) if entry else None
-        return _of_no_process(data) if data else None
+        return _without_process_ids(data) if data else None
 
     @property
     def _url(self) -> str:
@@ -86,14 +86,14 @@ class StoredRecord:
 
     def _write_here(self, file: Path, data: bytes) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        if file.name == _STATE and (state := _of_no_process(data)):
+        if file.name == _STATE and (state := _without_process_ids(data)):
             data = (json.dumps(state.model_dump(), indent=1) + "\n").encode()
         if file.name == _EVENTS:
-            data = _merged(data, file.read_bytes() if file.is_file() else b"")
+            data = _merge_lines(data, file.read_bytes() if file.is_file() else b"")
         write_bytes(file, data, durable=False)
 
 
-def _shown(stage_path: Path, patterns: Iterable[str]) -> list[Path]:
+def _files_to_show(stage_path: Path, patterns: Iterable[str]) -> list[Path]:
     files = {file for pattern in patterns for file in stage_path.glob(pattern)}
     return sorted(
         file
@@ -105,7 +105,7 @@ def _shown(stage_path: Path, patterns: Iterable[str]) -> list[Path]:
     )
 
 
-def _of_no_process(data: bytes) -> State | None:
+def _without_process_ids(data: bytes) -> State | None:
     """Return the state of a stage without process ids, which are meaningless on another machine; None if it is
     damaged."""
     try:
@@ -124,7 +124,7 @@ def _of_no_process(data: bytes) -> State | None:
     )
 
 
-def _merged(*files: bytes) -> bytes:
+def _merge_lines(*files: bytes) -> bytes:
     """Return the distinct lines of all files, sorted by time."""
     lines = {line for data in files for line in data.splitlines() if line.startswith(b"{") and line.endswith(b"}")}
 

@@ -119,7 +119,7 @@ class Transfer:
                 done = self.bucket.client.put_object(
                     Bucket=self.bucket.name, Key=key, Body=data, ContentMD5=_md5(data)[1], Metadata={"sha256": sha256}
                 )
-                if _arrived(done, data):
+                if _has_arrived(done, data):
                     return
             return  # the caller compares the digest of the object
         try:
@@ -179,7 +179,7 @@ class Transfer:
                 Body=data,
                 ContentMD5=_md5(data)[1],
             )
-            if _arrived(done, data):
+            if _has_arrived(done, data):
                 break
         etag = done["ETag"].strip('"')
         self.journal.note(upload=upload, part=number, etag=etag)
@@ -192,7 +192,7 @@ def _md5(data: bytes) -> tuple[str, str]:
     return digest.hexdigest(), base64.b64encode(digest.digest()).decode()
 
 
-def _arrived(response: dict[str, Any], data: bytes) -> bool:
+def _has_arrived(response: dict[str, Any], data: bytes) -> bool:
     """Return True if the response confirms the bytes that were sent; always for an encrypted object, which has another
     ETag."""
     return "ServerSideEncryption" in response or response["ETag"].strip('"') == _md5(data)[0]

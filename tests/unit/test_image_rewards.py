@@ -204,7 +204,7 @@ def test_cosmos_reason1_reads_patches_as_the_models_own_processor_does(tmp_path:
     assert columns["no_score"][0] == pytest.approx(float(np.exp(no) / (np.exp(no) + np.exp(yes))))
     assert columns["prediction"][0] == ("Bad" if yes > no else "Good")
     assert columns["no_score"][0] != columns["no_score"][1]
-    assert cosmos_reason1.fitted((1000, 2000), 28, 28 * 28 * 100) == (196, 392)
+    assert cosmos_reason1.fit_size((1000, 2000), 28, 28 * 28 * 100) == (196, 392)
 
 
 class Judge(BaseHTTPRequestHandler):

@@ -141,7 +141,7 @@ def _remote_reward(values: Values, notices: list[str]) -> None:
 def today(key: str) -> str:
     """Return the current name of a dotted key, including keys of renamed tables and keys after the name of a stage."""
     for old, new in _DATA["moved"].items():
-        stage, is_match = _in(key, old)
+        stage, is_match = _split_stage_key(key, old)
         if is_match:
             key = f"{stage}{new}{key.removeprefix(stage + old)}"
     return key
@@ -151,12 +151,12 @@ def dead(key: str, value: Any) -> str:
     """Return the message about a key that has no effect, by its current name or after the name of a stage; empty if it
     has one."""
     for old, meaning in DEAD.items():
-        if "." in old and _in(key, old)[1]:
+        if "." in old and _split_stage_key(key, old)[1]:
             return _ignored(key, value, meaning)
     return ""
 
 
-def _in(key: str, table: str) -> tuple[str, bool]:
+def _split_stage_key(key: str, table: str) -> tuple[str, bool]:
     """Return the name of a stage before a key, with its dot, and True if the key is `table` or below it."""
     if f"{key}.".startswith(f"{table}."):
         return "", True

@@ -56,10 +56,10 @@ class Face:
         for path, handler in (
             (ENQUEUE, self.enqueue), (PULL, self.pull), (PING, self.ping), (LATENT_ATTR, self.latent_attr),
         ):  # fmt: skip
-            app.add_route(path, self._guarded(handler), methods=["POST"])
+            app.add_route(path, self._guard(handler), methods=["POST"])
         app.add_route("/health", self.health, methods=["GET"])
-        app.add_route("/metrics", self._guarded(self.metrics), methods=["GET"])
-        app.add_route("/", self._guarded(self.page), methods=["GET"])
+        app.add_route("/metrics", self._guard(self.metrics), methods=["GET"])
+        app.add_route("/", self._guard(self.page), methods=["GET"])
         return app
 
     async def enqueue(self, request: Request) -> Response:
@@ -171,7 +171,7 @@ class Face:
             responses.add_metric([path, str(status)], count)
         yield responses
 
-    def _guarded(self, handler: Handler) -> Handler:
+    def _guard(self, handler: Handler) -> Handler:
         """Return a handler that authenticates the request first, and turns errors into a response of one line."""
 
         async def guarded(request: Request) -> Response:

@@ -49,9 +49,9 @@ def main() -> None:
     while (message := read_message(messages)) is not None:
         header, arrays = message
         if reward is None:
-            reply, result_arrays = _decoded(header, arrays)
+            reply, result_arrays = _decode_batch(header, arrays)
         else:
-            reply, result_arrays = _scored(reward, header, arrays), []
+            reply, result_arrays = _score_batch(reward, header, arrays), []
         write_message(replies, {"id": header["id"], **reply}, result_arrays)
 
 
@@ -90,7 +90,7 @@ def _load(start: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     return load_served(start["name"], start["entry"], settings), {}
 
 
-def _scored(reward: Any, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> dict[str, Any]:
+def _score_batch(reward: Any, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> dict[str, Any]:
     """Return the scores and errors of each request of a batch, or one error if the batch fails."""
     began, jobs = time.monotonic(), header["jobs"]
     try:
@@ -101,7 +101,7 @@ def _scored(reward: Any, header: Mapping[str, Any], arrays: Sequence[np.ndarray]
         reward_errors = getattr(reward, "errors", None) or [""] * len(items)
         errors = [invalid or reported for invalid, reported in zip(errors, reward_errors, strict=True)]
     except Exception as error:  # noqa: BLE001 - the client receives the error, and the next batch may succeed
-        return {"error": _told(error), "seconds": time.monotonic() - began}
+        return {"error": _error_message(error), "seconds": time.monotonic() - began}
     results, start = [], 0
     for each in by_job:
         end = start + len(each)
@@ -148,7 +148,7 @@ def _media(media: str, array: np.ndarray, i: int) -> Any:
     return Image.fromarray(pixels[..., 0]).convert("RGB") if pixels.shape[-1] == 1 else Image.fromarray(pixels)
 
 
-def _decoded(header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> tuple[dict[str, Any], list[np.ndarray]]:
+def _decode_batch(header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> tuple[dict[str, Any], list[np.ndarray]]:
     from cosmos_core.rewards.service import decoder
 
     began = time.monotonic()
@@ -156,10 +156,10 @@ def _decoded(header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> tuple[d
         decoded = [decoder.decode(array) for array in arrays]
         return {"seconds": time.monotonic() - began}, decoded
     except Exception as error:  # noqa: BLE001 - the client receives the error
-        return {"error": _told(error), "seconds": time.monotonic() - began}, []
+        return {"error": _error_message(error), "seconds": time.monotonic() - began}, []
 
 
-def _told(error: Exception) -> str:
+def _error_message(error: Exception) -> str:
     """Return the error message for the client; exit if the error leaves the device unusable."""
     traceback.print_exc()
     if "CUDA error" in str(error):  # every later call on the device would fail too
