@@ -172,7 +172,7 @@ def conditions_table(conditions: Sequence[Condition]) -> str:
     head = "| condition | measured | bound | holds |\n|---|---|---|---|\n"
     bounds = ["–" if each.bound is None else f"{each.bound:.6g}" for each in conditions]
     return head + "".join(
-        f"| {each.condition} | {each.value:.6g} | {bound} | {'yes' if each.passed else '**no**'} |\n"
+        f"| {each.title} | {each.value:.6g} | {bound} | {'yes' if each.passed else '**no**'} |\n"
         for each, bound in zip(conditions, bounds, strict=True)
     )
 

@@ -42,6 +42,16 @@ class Condition(Document):
     bound: float | None = None
     """Number with which the value was compared; None if no model was published yet."""
     passed: bool
+    metric: str = ""  # that a condition with `*` was applied to
+    paired: dict[str, Any] | None = None
+    """Comparison per item, see `run.paired_items.Paired.describe`; None: there was none."""
+
+    @property
+    def title(self) -> str:
+        """Return the condition with its metric, if it has `*`, and with the difference per item."""
+        text, found = self.condition + (f" ({self.metric})" if self.metric else ""), self.paired
+        shown = "{}: {difference:+.3g} ({low:+.3g} .. {high:+.3g}) on {items} items"
+        return shown.format(text, **found) if found else text
 
 
 class Rank(Document):

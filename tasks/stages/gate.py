@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 from cosmos_core.config.conditions import Condition, margin, parse_condition
 from cosmos_core.errors import ConfigError, GateFailed
 from cosmos_core.run.files import write_json
+from cosmos_core.run.manifest import read_result
+from cosmos_core.run.paired_items import ITEMS, Paired, compare_items
 from cosmos_core.run.stage import CONDITIONS, Stage
 from cosmos_core.types import JsonValue, Outcome, StageKind
 from cosmos_core.upload.base import open_target
@@ -35,23 +40,64 @@ def run(stage: Stage) -> Outcome:
     failed = []
     for condition in map(parse_condition, stage.config.require):
         for name, measured in _measured(condition, stage, None if record is None else published):
-            value, limit = measured[name], condition.limit(published.get(name))
-            noise = _noise(stage, condition, name, measured, published) if record is not None else 0.0
-            passed = condition.holds(value, limit, noise)
-            entry: dict[str, JsonValue] = {
-                "condition": condition.text, "value": value, "bound": limit, "passed": passed
-            }  # fmt: skip
-            metric = {"metric": name} if "*" in condition.metric else {}
-            report.append({**entry, **metric, **({"noise": noise} if noise else {})})
-            if not passed:
-                bound = "" if limit is None else f", bound {limit:.6g}" + (f", noise {noise:.3g}" if noise else "")
-                shown = metric.get("metric", condition.metric)
-                failed.append(f"{condition.text} does not hold: {shown} = {value:.6g}{bound}")
+            paired = _paired(stage, condition, name, measured, record) if record is not None else None
+            noise = 0.0 if record is None or paired else _noise(stage, condition, name, measured, published)
+            entry = _entry(condition, name, measured[name], condition.limit(published.get(name)), noise)
+            if paired is not None and measured[name] == measured[name]:  # not NaN
+                entry |= _of_items(condition, paired, stage.config.confidence)
+            report.append(entry)
+            if not entry["passed"]:
+                failed.append(_refusal(condition, entry))
     stage.path.mkdir(parents=True, exist_ok=True)
     write_json(stage.path / CONDITIONS, report)  # a gate that refuses writes no result
     if failed:
         raise GateFailed(f"gate {stage.name!r}: {'; '.join(failed)}")
     return Outcome(metrics=metrics, info={"conditions": report})
+
+
+def _entry(condition: Condition, name: str, value: float, limit: float | None, noise: float) -> dict[str, JsonValue]:
+    """Return the entry of a condition in the report."""
+    entry: dict[str, JsonValue] = {"condition": condition.text, "value": value, "bound": limit}
+    entry["passed"] = condition.holds(value, limit, noise)
+    return entry | ({"metric": name} if "*" in condition.metric else {}) | ({"noise": noise} if noise else {})
+
+
+def _of_items(condition: Condition, paired: Paired, confidence: float) -> dict[str, JsonValue]:
+    """Return the verdict of the comparison per item, and what it found."""
+    is_higher = condition.comparison.startswith(">")
+    p_value = paired.p_value(condition.offset) if is_higher else paired.reversed.p_value(-condition.offset)
+    return {"passed": p_value <= 1 - confidence, "paired": paired.describe(confidence) | {"p_value": p_value}}
+
+
+def _refusal(condition: Condition, entry: dict[str, Any]) -> str:
+    """Return why a condition does not hold."""
+    bound = "" if entry["bound"] is None else f", bound {entry['bound']:.6g}"
+    noise = f", noise {entry['noise']:.3g}" if "noise" in entry else ""
+    if found := entry.get("paired"):
+        noise = (
+            f"; {found['difference']:+.3g} ({found['low']:+.3g} .. {found['high']:+.3g}) on {found['items']} items, of "
+            f"which {found['better']} are better and {found['worse']} worse, p = {found['p_value']:.3g}; as many items "
+            f"show a difference of {found['detectable']:.2g}"
+        )
+    return (
+        f"{condition.text} does not hold: {entry.get('metric', condition.metric)} = {entry['value']:.6g}{bound}{noise}"
+    )
+
+
+def _paired(
+    stage: Stage, condition: Condition, name: str, measured: dict[str, float], record: dict[str, Any]
+) -> Paired | None:
+    """Return the comparison with the published model per item, if its run is still there and measured the same items;
+    None if there is none."""
+    if not (stage.config.confidence and condition.needs_published) or condition.comparison == "==":
+        return None
+    new = next((result.get("path") for result in stage.inputs.values() if result["metrics"] is measured), None)
+    for old in sorted(Path(record.get("stage") or "-").parent.glob(f"*/{ITEMS}")):
+        result = read_result(old.parent)
+        is_published = result is not None and result["metrics"].get(name) == record["metrics"][name]
+        if new and is_published and (paired := compare_items(name, Path(new), old.parent)):
+            return paired
+    return None
 
 
 def _noise(

@@ -70,6 +70,23 @@ def test_metrics_and_items_are_those_of_lm_eval(tmp_path: Path) -> None:
     assert report["tasks"]["copy"]["version"] == 1.0 and report["tasks"]["copy"]["generation_kwargs"]["until"] == ["\n"]
 
 
+def test_vllm_gives_the_numbers_of_hf_but_for_rounding(tmp_path: Path) -> None:
+    # As on lm-eval's command line, vLLM computes float32 weights in 16 bits.
+    answerable(tmp_path)
+    found = {}
+    for engine in ("hf", "vllm"):
+        stage = evaluate_stage(tmp_path, engine=engine, max_length=128)
+        found[engine] = program.run(stage).metrics, pq.read_table(stage.path / "items.parquet").to_pylist()
+    (by_hf, hf_items), (by_vllm, vllm_items) = found["hf"], found["vllm"]
+    assert by_vllm == pytest.approx(by_hf, abs=0.13)  # one of eight items
+    assert [item["prompt_hash"] for item in vllm_items] == [item["prompt_hash"] for item in hf_items]
+    logprobs = [[json.loads(item["response"]) for item in items if item["task"] == "choice"]
+                for items in (hf_items, vllm_items)]  # fmt: skip
+    assert [[one for one, _ in item] for item in logprobs[1]] == [
+        pytest.approx([one for one, _ in item], rel=0.01, abs=0.1) for item in logprobs[0]
+    ]
+
+
 def test_a_group_has_metrics_too(tmp_path: Path) -> None:
     assert metrics_of({"both": {"alias": "both", "acc,none": 0.5, "acc_stderr,none": "N/A"}}) == {
         "evaluation/both/acc": 0.5

@@ -84,7 +84,8 @@ class StageConfig(Table):
     confidence: Annotated[Fraction, Field(lt=1)] = 0.0
     """Kind gate: confidence level of comparisons with `published`: at 0.95 a model passes if its improvement exceeds
     the noise of both measurements in 95 of 100 cases. Available for accuracy, pass@k and reward, and for a metric that
-    is reported with a metric `NAME_stderr`. 0: values are compared directly."""
+    is reported with a metric `NAME_stderr`. Benchmarks of which both models have the results of the same items are
+    compared per item. 0: values are compared directly."""
     target: Annotated[str, Where.PUBLISHED] = ""
     """Kinds upload and gate: where models are published: a folder, `s3://BUCKET/PREFIX`, `hub://OWNER/NAME` (or
     `hub://OWNER/NAME@BRANCH`), or a class of your own, `path/file.py:Class` or `path/file.py:Class://LOCATION`, with

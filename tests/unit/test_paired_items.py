@@ -1,0 +1,98 @@
+"""Comparisons per item: wrong promotions are as rare as promised, and planted differences are found."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from scipy.stats import binom
+
+from cosmos_core.errors import GateFailed
+from cosmos_core.observe.record import Condition
+from cosmos_core.run.manifest import commit
+from cosmos_core.run.paired_items import Paired, compare_items
+from cosmos_core.types import Outcome
+from tasks.stages import gate
+from tests.unit.test_gate import gate_stage
+
+NUM_ITEMS, NUM_DRAWS, CONFIDENCE = 600, 300, 0.95
+
+
+def retrainings(change: float, seed: int) -> list[Paired]:
+    """Return comparisons of pairs of models whose accuracy on items of differing difficulty differs by `change`."""
+    random = np.random.default_rng(seed)
+    difficulty = random.beta(0.5, 0.5, NUM_ITEMS) * (1 - abs(change)) + max(-change, 0)
+    old, new = (random.random((NUM_DRAWS, NUM_ITEMS)) < p for p in (difficulty, difficulty + change))
+    return [Paired(tuple(row), is_binary=True) for row in new.astype(float) - old.astype(float)]
+
+
+@pytest.mark.parametrize("margin", [0.0, -0.04])
+def test_equal_models_are_rarely_promoted_and_planted_differences_are_found(margin: float) -> None:
+    def rate(change: float) -> float:
+        return float(np.mean([each.p_value(margin) <= 1 - CONFIDENCE for each in retrainings(change, seed=1)]))
+
+    assert rate(margin) <= binom.ppf(0.999, NUM_DRAWS, 1 - CONFIDENCE) / NUM_DRAWS
+    detectable = float(np.mean([each.describe(CONFIDENCE)["detectable"] for each in retrainings(margin, seed=2)]))
+    assert 0.72 <= rate(margin + detectable) <= 0.9  # promised: 80 of 100
+    assert rate(margin - 0.02) <= 0.02
+    low_high = [each.describe(CONFIDENCE) for each in retrainings(0.02, seed=3)]
+    assert 0.92 <= np.mean([each["low"] <= 0.02 <= each["high"] for each in low_high]) <= 0.99
+
+
+def test_equal_results_of_few_items_are_not_certain() -> None:
+    same = Paired((0.0,) * 10, is_binary=True)
+    assert (same.p_value(), same.p_value(-0.02) > 0.05) == (1.0, True)
+    assert Paired((0.0,) * 5000, is_binary=True).p_value(-0.02) < 0.05
+
+
+def write_evaluation(folder: Path, scores: list[float], **columns: Any) -> dict[str, Any]:
+    """Write the stage directory of an evaluation, and return its result as a gate receives it."""
+    folder.mkdir(parents=True)
+    rows = {"task": ["a"] * len(scores), "doc_id": range(len(scores)), "doc_hash": map(str, range(len(scores)))}
+    pq.write_table(pa.table({k: list(v) for k, v in (rows | {"acc": scores} | columns).items()}),
+                   folder / "items.parquet")  # fmt: skip
+    metrics = {"evaluation/a/acc": sum(scores) / len(scores), "evaluation/a/acc_stderr": 0.05}
+    result = commit(folder, Outcome(("items.parquet",), metrics), kind="evaluate", fingerprint="f" * 64, inputs={})
+    return {**result, "path": str(folder)}
+
+
+def test_a_gate_compares_the_items_of_both_models(tmp_path: Path) -> None:
+    old = [float(i % 2) for i in range(100)]
+    new = [1.0 if i < 12 else score for i, score in enumerate(old)]  # six items more, and none less
+    published = write_evaluation(tmp_path / "old" / "stages" / "scores", old)
+    require = "evaluation/a/acc > published"
+    stage = gate_stage(tmp_path / "new", (require,), published["metrics"])
+    stage.config = stage.config.model_copy(update={"confidence": 0.95})
+    stage.inputs["after"] = write_evaluation(tmp_path / "new" / "stages" / "scores", new)
+    with pytest.raises(GateFailed, match="noise"):  # without the items of the published model
+        gate.run(stage)
+    record = tmp_path / "new" / "published" / "v1" / "published.json"
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"stage": str(tmp_path / "old" / "stages" / "up")}))
+    [entry] = gate.run(stage).info["conditions"]  # type: ignore[union-attr, misc]
+    assert isinstance(entry, dict) and entry["passed"] and "noise" not in entry
+    found: Any = entry["paired"]
+    assert (found["better"], found["worse"], found["items"], found["p_value"]) == (6, 0, 100, 0.5**6)
+    title = Condition.model_validate(entry).title
+    assert re.fullmatch(r"evaluation/a/acc > published: \+0.06 \(\+0.0\d+ \.\. \+0.\d+\) on 100 items", title)
+    stage.config = stage.config.model_copy(update={"require": ("evaluation/a/acc > published + 0.05",)})
+    with pytest.raises(
+        GateFailed, match=r"\+0.06 \(.* \.\. .*\) on 100 items, of which 6 are better and 0 worse, p = 0"
+    ):
+        gate.run(stage)
+
+
+def test_other_items_are_not_compared(tmp_path: Path) -> None:
+    write_evaluation(tmp_path / "a", [0.0, 1.0])
+    write_evaluation(tmp_path / "b", [0.0, 1.0], doc_hash=["0", "other"])
+    write_evaluation(tmp_path / "c", [0.0, 1.0, 1.0])
+    for other in ("b", "c", "missing"):
+        assert compare_items("evaluation/a/acc", tmp_path / "a", tmp_path / other) is None
+    same = compare_items("evaluation/a/acc", tmp_path / "a", tmp_path / "a")
+    assert same is not None and same.differences == (0.0, 0.0)
+    assert compare_items("evaluation/a/f1", tmp_path / "a", tmp_path / "a") is None
