@@ -70,15 +70,15 @@ def test_metrics_and_items_are_those_of_lm_eval(tmp_path: Path) -> None:
     assert report["tasks"]["copy"]["version"] == 1.0 and report["tasks"]["copy"]["generation_kwargs"]["until"] == ["\n"]
 
 
+@pytest.mark.full  # starts an engine
 def test_vllm_gives_the_numbers_of_hf_but_for_rounding(tmp_path: Path) -> None:
     # As on lm-eval's command line, vLLM computes float32 weights in 16 bits.
-    answerable(tmp_path)
     found = {}
     for engine in ("hf", "vllm"):
-        stage = evaluate_stage(tmp_path, engine=engine, max_length=128)
-        found[engine] = program.run(stage).metrics, pq.read_table(stage.path / "items.parquet").to_pylist()
-    (by_hf, hf_items), (by_vllm, vllm_items) = found["hf"], found["vllm"]
-    assert by_vllm == pytest.approx(by_hf, abs=0.13)  # one of eight items
+        stage = evaluate_stage(tmp_path, engine=engine, max_length=128, limit=3)
+        program.run(stage)
+        found[engine] = pq.read_table(stage.path / "items.parquet").to_pylist()
+    hf_items, vllm_items = found["hf"], found["vllm"]
     assert [item["prompt_hash"] for item in vllm_items] == [item["prompt_hash"] for item in hf_items]
     logprobs = [[json.loads(item["response"]) for item in items if item["task"] == "choice"]
                 for items in (hf_items, vllm_items)]  # fmt: skip

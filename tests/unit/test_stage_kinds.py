@@ -22,17 +22,19 @@ def names(**policy: object) -> set[str]:
 
 def test_what_the_kinds_are_for() -> None:
     assert {name: kind.makes for name, kind in all_kinds().items()} == {
-        "custom": "", "evaluate": "metrics", "export": "model", "gate": "", "prepare": "data", "report": "page",
-        "rl": "model", "sample": "", "select": "model", "sft": "model", "upload": "publication", "validate": "metrics",
+        "custom": "", "evaluate": "metrics", "export": "model", "gate": "", "merge": "model", "prepare": "data",
+        "report": "page", "rl": "model", "sample": "", "select": "model", "sft": "model",
+        "upload": "publication", "validate": "metrics",
     }  # fmt: skip
     reads_prepared = {"sft", "rl", "sample", "validate"}
     assert names(has_mesh=True) == names(scores=True) == names(reads_data="prepared") == reads_prepared
     assert (names(trains=True), names(feed="rollouts"), names(feed="dataset")) == ({"sft", "rl"}, {"rl"}, {"sft"})
     assert names(chooses=True) == {"select"}
-    assert names(reads_model="weights") == {"sft", "rl", "sample", "validate", "evaluate", "export"}
+    assert names(reads_model="weights") == {"sft", "rl", "sample", "validate", "evaluate", "export", "merge"}
     assert names(reads_model="tokenizer") == names(reads_data="source") == {"prepare"}
     assert {name: set(kind.required_keys) for name, kind in all_kinds().items() if kind.required_keys} == {
-        "custom": {"entry"}, "gate": {"require"}, "select": {"sweep"}, "upload": {"model", "target"},
+        "custom": {"entry"}, "gate": {"require"}, "merge": {"after"}, "select": {"sweep"},
+        "upload": {"model", "target"},
     }  # fmt: skip
 
 
