@@ -76,9 +76,9 @@ def _complete(stage: Stage, prompts: Prompts, sampling: Sampling) -> list[Sample
     if (with_images := next((each.id for each in prompts if each.images), None)) is not None:
         raise DataError(f"prompt {with_images} has images, and kind sample writes rows of text only")
     size = stage.recipe.rollout.batch_size * num_ranks()
-    records = broadcast_object(read_records(stage.path, size) if is_first() else [])
-    if len(records) >= len(prompts):
-        return records[: len(prompts)]
+    records = broadcast_object(read_records(stage.path, size, len(prompts)) if is_first() else [])
+    if len(records) == len(prompts):
+        return records
     with ExitStack() as stack:
         complete = _completer(stage, sampling, stack)
         score = shared(stack.enter_context(open_rewards(stage, trained_rewards(stage.recipe))))

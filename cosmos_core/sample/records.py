@@ -65,16 +65,17 @@ def sampled_of(scored: ScoredGroup, sampling: Sampling) -> Sampled:
     return Sampled(prompt.id, candidates)
 
 
-def read_records(folder: Path, batch: int) -> list[Sampled]:
+def read_records(folder: Path, batch: int, total: int) -> list[Sampled]:
     """Return the records of the complete batches in a folder, and remove others from the file.
 
     A resumed stage then generates the same batches as an undisturbed one. `batch`: number of prompts in a batch.
+    `total`: number of all prompts, after which the last batch is complete.
     """
     path = folder / FILE
     if not path.is_file():
         return []
     values = json_objects(path.read_text(encoding="utf-8", errors="replace").split("\n"))
-    values = values[: len(values) // batch * batch]
+    values = values[: total if len(values) >= total else len(values) // batch * batch]
     with telling_of_full_disk(folder):
         write_text(path, "".join(json.dumps(value) + "\n" for value in values))
     return [Sampled(value["id"], [Candidate(**each) for each in value["candidates"]]) for value in values]

@@ -185,7 +185,9 @@ def test_a_stopped_stage_goes_on_and_ends_with_the_same_bytes(task: Path, tmp_pa
         file.write((tmp_path / "whole" / FILE).read_text().splitlines()[4] + '\n{"id": 5, "candi')
     program.run(stage)
     assert contents(stage.path) == contents(tmp_path / "whole")
-    program.run(stage)
+    (task / "reward.py").rename(task / "moved.py")
+    program.run(stage)  # which needs no reward
+    (task / "moved.py").rename(task / "reward.py")
     assert contents(stage.path) == contents(tmp_path / "whole"), "nothing is sampled twice"
 
 
