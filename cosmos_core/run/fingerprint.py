@@ -112,7 +112,7 @@ def fingerprint(
         "versions": {name: facts.versions[name] for name in kind.libraries if name in facts.versions},
         **({"code": {}} if kind.scores or kind.trains else {}),
         **_by_role(digested, labels),
-        **_keys_of(stage),
+        **_keys_of(stage, kind),
     }
     if stage.entry:
         ingredients["entry"]["arguments"] = stage.arguments
@@ -182,9 +182,11 @@ def _hashed(ingredients: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()
 
 
-def _keys_of(stage: StageConfig) -> dict[str, Any]:
+def _keys_of(stage: StageConfig, kind: StageKind) -> dict[str, Any]:
     """Return the keys of the stage itself that are set and change its result."""
     values: dict[str, Any] = {}
+    if "after" in kind.required_keys:  # `inputs` has no order, and the weights of merged models have that of `after`
+        values["after"] = list(stage.after)
     for key in ("checkpoint", "require", "confidence"):
         if value := getattr(stage, key):
             values[key] = list(value) if isinstance(value, tuple) else value
