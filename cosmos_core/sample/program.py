@@ -18,7 +18,7 @@ from typing import Any
 from cosmos_core.config.inputs import source_of
 from cosmos_core.data.kinds.prompts import Prompts, open_prompts
 from cosmos_core.data.messages import system_of, with_system
-from cosmos_core.errors import DataError, Preempted
+from cosmos_core.errors import DataError, Preempted, RewardError
 from cosmos_core.parallel.mesh import broadcast_object, is_first, num_ranks
 from cosmos_core.rollout.base import generate
 from cosmos_core.run.files import replaced_folder, telling_of_full_disk, write_text
@@ -42,11 +42,12 @@ def run(stage: Stage) -> Outcome:
 
     Raises:
         DataError: a prompt has images, or no completion is kept.
-        RewardError: a reward cannot be loaded.
+        RewardError: a reward cannot be loaded, or no completion has a valid reward.
         Preempted: a stop was requested; finished batches are kept.
     """
     prompts = open_prompts(prepared_folder(stage), "train")
     records = _complete(stage, prompts, training_sampling(stage.recipe))
+    _require_rewards(stage, records)
     config, full = stage.recipe.sample, full_value(trained_rewards(stage.recipe))
     rates = [pass_rate(record, full) for record in records]
     passing = [kept(record, config.keep, rate, stage.seed) for record, rate in zip(records, rates, strict=True)]
@@ -139,15 +140,27 @@ def _origin(stage: Stage) -> dict[str, str]:
     return {"model": model, "model_digest": digests.get("model", "")}
 
 
+def _require_rewards(stage: Stage, records: Sequence[Sampled]) -> None:
+    """Check that a completion has a valid reward; otherwise remove the records, so that a repeated stage, whose rewards
+    may be available by then, does not take the invalid ones again.
+
+    Raises:
+        RewardError: no completion has one.
+    """
+    candidates = [each for record in records for each in record.candidates]
+    if any(each.reward is not None for each in candidates):
+        return
+    if is_first():
+        (stage.path / FILE).unlink(missing_ok=True)
+    raise RewardError(f"all {len(candidates)} rewards are invalid; the first: {candidates[0].error}")
+
+
 def _nothing_kept(records: Sequence[Sampled], metrics: dict[str, float]) -> str:
     """Return the message for a selection without rows."""
-    best = max(
-        (each.reward for record in records for each in record.candidates if each.reward is not None), default=None
-    )
-    found = "every reward is invalid" if best is None else f"the highest reward is {best:g}"
+    best = max(each.reward for record in records for each in record.candidates if each.reward is not None)
     return (
-        f"sample.keep leaves no row of {metrics['sample/completions']:.0f} completions: {found}, and "
-        f"{metrics.get('sample/truncated', 0):.0%} are truncated; lower sample.keep.min_reward, or raise "
+        f"sample.keep leaves no row of {metrics['sample/completions']:.0f} completions: the highest reward is "
+        f"{best:g}, and {metrics.get('sample/truncated', 0):.0%} are truncated; lower sample.keep.min_reward, or raise "
         f"rollout.n_generation or rollout.max_response_length"
     )
 

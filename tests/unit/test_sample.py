@@ -16,7 +16,7 @@ from cosmos_core.config.schema.table import InStage
 from cosmos_core.data import prepare
 from cosmos_core.data.kinds.pairs import open_pairs
 from cosmos_core.data.kinds.sequences import open_sequences
-from cosmos_core.errors import ConfigError, DataError, Preempted
+from cosmos_core.errors import ConfigError, DataError, Preempted, RewardError
 from cosmos_core.run.stage import Stage
 from cosmos_core.sample import program
 from cosmos_core.sample.records import FILE, Candidate, Sampled
@@ -194,6 +194,16 @@ def test_a_stopped_stage_goes_on_and_ends_with_the_same_bytes(task: Path, tmp_pa
 def test_a_selection_without_rows_is_one_line(task: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"leaves no row of 60 completions: the highest reward is .*lower sample.keep"):
         program.run(stage_of(task, tmp_path / "sample", keep={"min_reward": 2.0}))
+
+
+def test_invalid_rewards_are_one_line_and_are_not_taken_again(task: Path, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("def broken(**_):\n    raise KeyError('no such key')\n")
+    policy = {"type": "grpo", "reward_function": f"{tmp_path}/broken.py:broken"}
+    made = recipe(task, policy, keep={"finished": False})
+    stage = make_stage(tmp_path / "sample", "sample", made, task / "task/model", task / "prompts/data")
+    with pytest.raises(RewardError, match=r"all 60 rewards are invalid; the first: .*no such key"):
+        program.run(stage)
+    assert not (stage.path / FILE).exists()
 
 
 def test_an_endpoint_completes_the_prompts(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
