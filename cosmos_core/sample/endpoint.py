@@ -83,9 +83,21 @@ class Endpoint:
             top_p=sampling.top_p,
             max_tokens=sampling.max_tokens,
             seed=seed % (1 << 31),
+            extra_body=_extensions(sampling),
         )
         choice = reply.choices[0]
         text = choice.message.content or ""
         ids = tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
         segment = Segment(ids, True, (0.0,) * len(ids), 0)  # a server need not tell log-probabilities
         return Completion((segment,), "stop" if choice.finish_reason == "stop" else "length", text)
+
+
+def _extensions(sampling: Sampling) -> dict[str, float]:
+    """Return the settings that are in use and that the API of vLLM has in addition to that of OpenAI; other servers may
+    refuse them."""
+    settings: dict[str, float] = {}
+    if sampling.top_k > 0:
+        settings["top_k"] = sampling.top_k
+    if sampling.repetition_penalty != 1:
+        settings["repetition_penalty"] = sampling.repetition_penalty
+    return settings

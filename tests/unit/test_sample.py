@@ -161,6 +161,14 @@ def test_pairs_are_rows_that_dpo_compares(task: Path, tmp_path: Path) -> None:
             "train.train_policy.type = 'sft': kind sample completes prompts",
         ),
         ({"train": {"train_policy": {"type": "grpo"}}, "policy": {"is_diffusers": True}}, "take a language model"),
+        (
+            {
+                "train": {"train_policy": {"type": "grpo"}},
+                "sample": {"endpoint": "http://host/v1", "endpoint_model": "m"},
+                "rollout": {"multi_turn_config": {"enable": True}},
+            },
+            "a server of sample.endpoint completes one turn",
+        ),
     ],
 )
 def test_recipes_that_sample_nothing_are_refused(policy: dict[str, Any], message: str) -> None:
@@ -217,6 +225,20 @@ def test_an_endpoint_completes_the_prompts(task: Path, tmp_path: Path, monkeypat
     [first] = [row for row in rows(stage.path) if row["prompt_id"] == 0]
     assert first["conversations"][:-1] == requests[0]["messages"] and first["model"] == "m"
     assert first["conversations"][-1]["content"] == str(first["seed"] % (1 << 31) % 10)
+
+
+def test_an_endpoint_gets_settings_beyond_the_api_only_if_they_are_set(task: Path, tmp_path: Path) -> None:
+    with chat_server() as (url, requests):
+        for sampling in ({}, {"top_k": 5, "repetition_penalty": 1.5}):
+            stage = stage_of(task, tmp_path / f"sample-{len(sampling)}", endpoint=url, endpoint_model="m")
+            rollout = stage.recipe.rollout.derived(
+                sampling_config=stage.recipe.rollout.sampling_config.derived(**sampling)
+            )
+            stage.recipe = stage.recipe.derived(rollout=rollout)
+            program.run(stage)
+    plain, extended = requests[0], requests[-1]
+    assert not {"top_k", "repetition_penalty"} & plain.keys()
+    assert (extended["top_k"], extended["repetition_penalty"]) == (5, 1.5)
 
 
 def test_an_endpoint_that_refuses_is_one_line(task: Path, tmp_path: Path) -> None:

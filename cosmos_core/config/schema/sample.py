@@ -70,6 +70,11 @@ class SampleConfig(Table):
             )
         if stage.recipe.policy.is_diffusers:
             yield "policy.is_diffusers = true: kind sample writes rows of text; take a language model"
+        if self.endpoint and stage.recipe.rollout.multi_turn_config.enable:
+            yield (
+                "rollout.multi_turn_config.enable = true: a server of sample.endpoint completes one turn, in its own "
+                "chat template and without tools; set it to false, or leave sample.endpoint out"
+            )
 
     @model_validator(mode="after")
     def _names_a_model(self) -> Self:
