@@ -21,22 +21,26 @@ _Loader.add_multi_constructor("!", lambda _loader, _tag, _node: None)
 
 
 def local_data_files(folder: Path) -> list[Path]:
-    """Return the files on this machine that `dataset_kwargs.data_files` of the tasks below `folder` names, sorted.
+    """Return the files and folders of rows on this machine that the tasks below `folder` name, sorted: those of
+    `dataset_path`, and of `data_files` and `data_dir` of `dataset_kwargs`.
 
     As in lm-eval, a relative path starts from the working directory. A missing file is left out: lm-eval refuses the
     task that needs it.
     """
-    names = {name for file in sorted(folder.rglob("*.yaml")) for name in _data_files(file)}
+    # What tasks include has a name such as `_default_template_yaml`, so that it is not a task itself.
+    names = {name for file in sorted(folder.rglob("*yaml")) for name in _data_files(file)}
     return sorted({Path(path).absolute() for name in names for path in glob.glob(name, recursive=True)})
 
 
 def _data_files(file: Path) -> Iterator[str]:
     try:
         task = yaml.load(file.read_text(encoding="utf-8"), _Loader)
-        named = task["dataset_kwargs"]["data_files"]
-    except (OSError, ValueError, yaml.YAMLError, LookupError, TypeError):  # lm-eval says what is wrong
+    except (OSError, ValueError, yaml.YAMLError):  # lm-eval says what is wrong
         return
-    yield from _texts(named)
+    if isinstance(task, dict):
+        arguments = task.get("dataset_kwargs")
+        named = arguments if isinstance(arguments, dict) else {}
+        yield from _texts([task.get("dataset_path"), named.get("data_files"), named.get("data_dir")])
 
 
 def _texts(value: Any) -> Iterator[str]:

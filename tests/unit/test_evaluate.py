@@ -173,6 +173,26 @@ def test_models_tasks_rows_and_settings_count_by_content(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
+    ("file", "task"),
+    [
+        ("_shared_yaml", "dataset_kwargs: { data_files: { test: [ROWS/test.jsonl] } }"),
+        ("folder.yaml", "dataset_kwargs: { data_dir: ROWS }"),
+        ("path.yaml", "dataset_path: ROWS"),
+    ],
+)
+def test_local_rows_count_however_a_task_names_them(tmp_path: Path, file: str, task: str) -> None:
+    save_model(tmp_path / "model")
+    for folder in ("rows", "suite"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "suite" / file).write_text(task.replace("ROWS", str(tmp_path / "rows")))
+    seen = set()
+    for rows in ("{}", "{ }"):
+        (tmp_path / "rows" / "test.jsonl").write_text(rows)
+        seen.add(fingerprint_with(tmp_path))
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize(
     ("setting", "reason"),
     [
         ("evaluate.tasks=[]", "evaluate.tasks is empty; name tasks of lm-eval"),

@@ -16,7 +16,7 @@ class EvaluateConfig(Table):
     matches."""
     include_path: Annotated[str, Where.PATH, NoResult] = ""
     """Folder with YAML files of your own tasks, which take precedence over those of lm-eval. Its files, and the local
-    files that `data_files` of a task names, are inputs of the stage. Empty: none."""
+    files of rows that a task names, are inputs of the stage. Empty: none."""
     num_fewshot: NonNegativeInt | None = None
     """Number of solved examples in each prompt; None: that of the task."""
     limit: Annotated[PositiveInt | None, Unit("items")] = None
