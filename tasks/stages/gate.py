@@ -88,15 +88,18 @@ def _paired(
     stage: Stage, condition: Condition, name: str, measured: dict[str, float], record: dict[str, Any]
 ) -> Paired | None:
     """Return the comparison with the published model per item, if its run is still there and measured the same items;
-    None if there is none."""
+    None if there is none, or if the metric is not the mean of the items: the log-likelihoods of a perplexity are better
+    where they are higher."""
     if not (stage.config.confidence and condition.needs_published) or condition.comparison == "==":
         return None
     new = next((result.get("path") for result in stage.inputs.values() if result["metrics"] is measured), None)
+    published = record["metrics"][name]
     for old in sorted(Path(record.get("stage") or "-").parent.glob(f"*/{ITEMS}")):
         result = read_result(old.parent)
-        is_published = result is not None and result["metrics"].get(name) == record["metrics"][name]
+        is_published = result is not None and result["metrics"].get(name) == published
         if new and is_published and (paired := compare_items(name, Path(new), old.parent)):
-            return paired
+            is_mean = not abs(paired.mean - (measured[name] - published)) > 1e-6  # also if they are not numbers
+            return paired if is_mean else None
     return None
 
 

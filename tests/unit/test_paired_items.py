@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,30 @@ def test_a_gate_compares_the_items_of_both_models(tmp_path: Path) -> None:
     with pytest.raises(
         GateFailed, match=r"\+0.06 \(.* \.\. .*\) on 100 items, of which 6 are better and 0 worse, p = 0"
     ):
+        gate.run(stage)
+
+
+def test_a_metric_that_is_not_the_mean_of_its_items_is_not_compared_by_them(tmp_path: Path) -> None:
+    def evaluation(run: str, likelihood: float) -> dict[str, Any]:
+        """Return the result of a perplexity, whose items are log-likelihoods."""
+        folder, values = tmp_path / run / "stages" / "scores", [likelihood - 0.01 * (i % 3) for i in range(90)]
+        write_evaluation(folder, values, perplexity=values)
+        mean = sum(values) / len(values)
+        metrics = {"evaluation/a/perplexity": math.exp(-mean), "evaluation/a/perplexity_stderr": 0.01}
+        result = commit(folder, Outcome(("items.parquet",), metrics), kind="evaluate", fingerprint="f" * 64, inputs={})
+        return {**result, "path": str(folder)}
+
+    published = evaluation("old", -2.0)
+    require = "evaluation/a/perplexity not worse than published by 0.05"
+    stage = gate_stage(tmp_path / "new", (require,), published["metrics"])
+    stage.config = stage.config.model_copy(update={"confidence": 0.95})
+    record = tmp_path / "new" / "published" / "v1" / "published.json"
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"stage": str(tmp_path / "old" / "stages" / "up")}))
+    stage.inputs["after"] = evaluation("new", -1.5)
+    [entry] = gate.run(stage).info["conditions"]  # type: ignore[union-attr, misc]
+    assert isinstance(entry, dict) and entry["passed"] and "paired" not in entry
+    stage.inputs["after"] = evaluation("worse", -2.5)
+    with pytest.raises(GateFailed, match="noise"):
         gate.run(stage)
 
 
