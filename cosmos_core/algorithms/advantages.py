@@ -1,9 +1,9 @@
 """Advantages from the rewards of a group: one function for each `algo` of `[train.train_policy]`.
 
-Rewards are float64 on the CPU. An invalid reward (None, NaN, infinite) has the advantage None: its completion is
-dropped, and the others of its group are compared with each other. A group whose valid rewards are all equal, or that
-has only one, has advantages of exactly 0; the test is equality, because rounding makes the std of equal rewards
-non-zero.
+Rewards are float64 on the CPU. A completion with an invalid reward (None, NaN, infinite) has the advantage None and is
+dropped; the remaining completions of its group are compared with each other. A group with one valid reward, or whose
+valid rewards are all equal, has advantages of exactly 0. Equality is tested on the rewards, because rounding makes the
+standard deviation of equal rewards non-zero.
 
 Shapes: G completions of a group.
 """
@@ -19,7 +19,7 @@ from cosmos_core.errors import RewardError
 
 STD_EPSILON = 1e-6
 _VARIANCE_EPSILON = 1e-8
-"""Added to the variance in `whiten`, as in verl and OpenRLHF."""
+"""Value added to the variance in `whiten`, as in verl and OpenRLHF."""
 _GDPO_EPSILON = 1e-4
 
 Groups = Sequence[Sequence[float | None]]
@@ -32,14 +32,19 @@ def advantages(
     normalise_std: bool = True,
     num_tokens: Sequence[Sequence[int]] | None = None,
 ) -> tuple[list[list[float | None]], dict[str, int]]:
-    """Return the advantage of each reward by the rule `algo`, a key of `RULES`, and counts.
+    """Return the advantage of each reward, and counts of groups and completions.
 
-    Without `normalise_std` the rule `grpo` only subtracts the mean. `num_tokens`: trained tokens of each completion,
-    over which REINFORCE++ whitens; None: one each. Counts: `groups`, `constant_groups` (two or more equal rewards),
-    `single_groups` (one valid reward), `empty_groups` (no valid reward), and `invalid` completions.
+    Args:
+        groups: rewards of the completions of each group.
+        algo: rule, a key of `RULES`.
+        normalise_std: whether the rule `grpo` divides by the standard deviation; False: it only subtracts the mean.
+        num_tokens: trained tokens of each completion, over which REINFORCE++ whitens; None: one per completion.
+
+    The counts are `groups`, `constant_groups` (two or more equal rewards), `single_groups` (one valid reward),
+    `empty_groups` (no valid reward), and `invalid` completions.
 
     Raises:
-        RewardError: the rule does not support such rewards.
+        RewardError: the rule does not support negative rewards.
     """
     valid = [[r for r in rewards if r is not None and math.isfinite(r)] for rewards in groups]
     rule = _centre if algo == "grpo" and not normalise_std else RULES[algo]
@@ -67,10 +72,10 @@ def advantages(
 
 
 def whiten(values_N: np.ndarray, counts_N: np.ndarray) -> np.ndarray:
-    """Return (value - mean) / sqrt(sample variance + 1e-8), with each value weighted by its count.
+    """Return (value - mean) / sqrt(sample variance + 1e-8), where `counts_N` weights the values in mean and variance.
 
     The result is exactly 0 if all values with a count above 0 are equal (REINFORCE++, arXiv 2501.03262, equation 10,
-    with the estimator of verl).
+    with the variance estimator of verl).
     """
     if _is_constant(values_N[counts_N > 0]):
         return np.zeros_like(values_N)
@@ -85,31 +90,35 @@ def _is_constant(rewards_G: np.ndarray) -> bool:
 
 
 def _centre(groups: list[np.ndarray]) -> list[np.ndarray]:
-    """Return r - mean (Dr. GRPO, arXiv 2503.20783)."""
+    """Return each reward minus the mean of its group (Dr. GRPO, arXiv 2503.20783)."""
     return [np.zeros_like(r_G) if _is_constant(r_G) else r_G - r_G.mean() for r_G in groups]
 
 
 def _grpo(groups: list[np.ndarray]) -> list[np.ndarray]:
-    """Return (r - mean) / (population std + 1e-6) (GRPO, arXiv 2402.03300)."""
+    """Return (reward - mean) / (population std + 1e-6) in each group (GRPO, arXiv 2402.03300)."""
     return [
         c_G / (r_G.std() + STD_EPSILON) if c_G.any() else c_G for c_G, r_G in zip(_centre(groups), groups, strict=True)
     ]
 
 
 def _rloo(groups: list[np.ndarray]) -> list[np.ndarray]:
-    """Return r - mean of the others (RLOO, arXiv 2402.14740)."""
+    """Return each reward minus the mean of the other rewards of its group (RLOO, arXiv 2402.14740)."""
     return [c_G * len(c_G) / max(1, len(c_G) - 1) for c_G in _centre(groups)]
 
 
 def _batch_std(groups: list[np.ndarray]) -> list[np.ndarray]:
-    """Return (r - mean of the group) / (population std of all rewards of the step + 1e-6) (arXiv 2508.08221)."""
+    """Return (reward - mean of its group) / (population std of all rewards of the step + 1e-6) (arXiv 2508.08221)."""
     everything = np.concatenate([*groups, np.zeros(0)])
     std = everything.std() if everything.size else 0.0
     return [c_G / (std + STD_EPSILON) for c_G in _centre(groups)]
 
 
 def _max_rl(groups: list[np.ndarray]) -> list[np.ndarray]:
-    """Return (r - mean) / mean, for rewards of 0 and 1 (MaxRL, arXiv 2602.02710)."""
+    """Return (reward - mean) / mean in each group, for rewards of 0 and 1 (MaxRL, arXiv 2602.02710).
+
+    Raises:
+        RewardError: a reward is negative.
+    """
     min_r = min((r_G.min() for r_G in groups if r_G.size), default=0.0)
     if min_r < 0:
         raise RewardError(
@@ -122,8 +131,9 @@ def _max_rl(groups: list[np.ndarray]) -> list[np.ndarray]:
 def gdpo_advantages(rewards: Sequence[Groups], weights: Sequence[float]) -> list[list[float | None]]:
     """Return the advantages of GDPO (arXiv 2601.05242), with the estimators of TRL.
 
-    The values of each reward function, an element of `rewards`, become (r - mean) / (sample std + 1e-4) in their group,
-    and so does their weighted sum over the step. A completion without a value of some function has the advantage None.
+    `rewards` has an element per reward function: its values for the completions of each group. Each value r becomes
+    (r - mean) / (sample std + 1e-4) within its group. The sums over functions, weighted by `weights`, are normalized by
+    the same formula over all completions of the step. A completion that lacks a value has the advantage None.
     """
     valid = [[all(r is not None and math.isfinite(r) for r in each) for each in zip(*values_of_group, strict=True)]
              for values_of_group in zip(*rewards, strict=True)]  # fmt: skip
@@ -153,5 +163,7 @@ RULES: dict[str, Callable[[list[np.ndarray]], list[np.ndarray]]] = {
     "reinforce++-baseline": _centre,
     "maxrl": _max_rl,
 }
-"""Functions from the rewards of all groups to advantages; those of both REINFORCE++ rules are then `whiten` over
-tokens."""
+"""Functions from the rewards of all groups to advantages, by rule.
+
+`advantages` then applies `whiten` over tokens to the results of both REINFORCE++ rules.
+"""

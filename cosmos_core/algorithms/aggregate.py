@@ -18,16 +18,19 @@ from torch import Tensor
 LossType = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "token-sum"]
 
 Metrics = dict[str, Tensor]
-"""Name to a float64 tensor `[sum, count]`; values are added over micro-batches and ranks, and `means` divides at the
-end."""
+"""Metrics by name, each a float64 tensor `[sum, count]`.
+
+Sums and counts are added over micro-batches and ranks; `means` divides each sum by its count at the end.
+"""
 
 
 def denominator(loss_type: LossType, lengths: Iterable[int], max_tokens: int | None = None) -> float:
-    """Return the denominator D of an optimizer step, from the number of unmasked tokens of each of its sequences.
+    """Return the denominator D of the loss of an optimizer step.
 
-    `token-mean`: all tokens. `seq-mean-token-sum`, `seq-mean-token-mean`: sequences with at least one token; for the
-    latter times the constant `max_tokens`, if set (Dr. GRPO, arXiv 2503.20783). `token-sum`: 1. A step without tokens
-    has D = 1, so that its loss is 0 rather than NaN.
+    `lengths`: number of unmasked tokens of each sequence. D is, by `loss_type`: for `token-mean` the number of tokens;
+    for `seq-mean-token-sum` the number of sequences with at least one token; for `seq-mean-token-mean` the same number,
+    times the constant `max_tokens` if that is set (Dr. GRPO, arXiv 2503.20783); for `token-sum` 1. A step without
+    tokens has D = 1, so that its loss is 0 rather than NaN.
     """
     tokens = [length for length in lengths if length > 0]
     if loss_type == "token-mean":
@@ -44,8 +47,10 @@ def denominator(loss_type: LossType, lengths: Iterable[int], max_tokens: int | N
 def weighted_sum(
     values_BT: Tensor, mask_BT: Tensor, loss_type: LossType, denominator: float, max_tokens: int | None = None
 ) -> Tensor:
-    """Return the contribution of a micro-batch to the step's loss; `loss_type` and `max_tokens` as for
-    `denominator`."""
+    """Return the contribution of a micro-batch to the loss of the optimizer step.
+
+    `denominator` is the result of the function of that name, called with the same `loss_type` and `max_tokens`.
+    """
     kept_BT = apply_mask(values_BT, mask_BT)
     if loss_type == "seq-mean-token-mean" and max_tokens is None:
         lengths_B = mask_BT.bool().sum(-1).clamp(min=1)
@@ -56,29 +61,29 @@ def weighted_sum(
 def apply_mask(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """Return `values_BT` with exact zeros, in value and gradient, where the mask is 0, even for NaN or infinity.
 
-    The result is at least float32: sums in half precision lose tokens, and exp of differences overflows.
+    The result is at least float32: in half precision, sums over many tokens are inexact and exp overflows.
     """
     wide_BT = values_BT.to(torch.promote_types(values_BT.dtype, torch.float32))
     return torch.where(mask_BT.bool(), wide_BT, torch.zeros_like(wide_BT))
 
 
 def token_metric(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """Return the sum over unmasked tokens and their number, as a metric `[sum, count]` without gradient."""
+    """Return the metric `[sum, count]` of the values at unmasked tokens, without gradient."""
     sum_ = apply_mask(values_BT.detach(), mask_BT).sum(dtype=torch.float64)
     return torch.stack([sum_, mask_BT.bool().sum().to(torch.float64)])
 
 
 def add_metrics(total: Metrics, added: Metrics) -> Metrics:
-    """Return the sum of both metrics by name; a name that only one of them has is kept."""
+    """Return the sums of two sets of metrics by name; a metric that only one set has is kept unchanged."""
     shared = {name: total[name] + added[name] for name in total.keys() & added.keys()}
     return total | added | shared
 
 
 def means(total: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return sum over count of each metric, without metrics whose count is 0.
+    """Return the mean (sum over count) of each metric; metrics with count 0 are left out.
 
-    For weights whose mean square exists as `NAME_square`, it also returns the effective sample size as a fraction of
-    the tokens: the squared mean over the mean square (Kish).
+    If importance weights have the metrics NAME (mean) and `NAME_square` (mean square), the result also has the
+    effective sample size as a fraction of the tokens: the squared mean over the mean square (Kish).
     """
     pairs = {name: metric.tolist() for name, metric in total.items()}
     averages = {name: sum_ / count for name, (sum_, count) in pairs.items() if count}

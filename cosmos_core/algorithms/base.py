@@ -1,7 +1,8 @@
 """Interface between the training loop and an algorithm; the loop is independent of the algorithm.
 
-A feed returns samples, an algorithm turns them into `Update`s (one optimizer step each), and the trainer runs the
-micro-batches of an update through the model and the update's `loss`. A user-defined algorithm is a subclass of
+A feed (the source of training samples) returns samples, an algorithm groups the samples into `Update`s of one
+optimizer step each, and the trainer runs the micro-batches of an update through the model and through the function
+`Update.loss`. A user-defined algorithm is a subclass of
 `Algorithm` in a file that `train.train_policy.trainer_type = "file.py:Class"` names.
 
 Shapes: B samples, S predicted tokens.
@@ -35,10 +36,13 @@ class Loss:
     """Loss and metrics of one micro-batch."""
 
     value: Tensor
-    """Loss, already divided by the update's denominator: values of micro-batches are summed, never averaged."""
+    """Loss of the micro-batch, already divided by the denominator of the optimizer step.
+
+    The losses of micro-batches are therefore summed, never averaged.
+    """
     metrics: Metrics
     values: dict[str, Tensor] = field(default_factory=dict)
-    """Per-token values whose quantiles are reported: name to a flat tensor."""
+    """Per-token values whose quantiles are reported: metric name to a one-dimensional tensor."""
 
 
 LossFunction = Callable[[MicroBatch], Loss]
@@ -50,24 +54,27 @@ class Update:
 
     samples: Sequence[Any]
     loss: LossFunction
-    """Returns the loss of a micro-batch; its denominator is fixed over all samples before the first backward pass."""
+    """Function from a micro-batch to its loss.
+
+    The denominator of the loss is computed over all samples of the optimizer step, before the first backward pass.
+    """
     wants: AnyWants = None
-    """Outputs that the model computes for the loss, in the adapter's own type.
+    """Outputs that the model computes for the loss, as the `Wants` class of the model's adapter.
 
     None: log-probabilities for a token model, the velocity for a diffusion model.
     """
     has_constant_gradient: bool = False
-    """Whether the derivative of the loss with respect to the log-probabilities does not depend on them.
+    """Whether the derivative of the loss with respect to the log-probabilities is independent of their values.
 
-    This saves a second run of the output head.
+    If True, the backward pass does not run the output head a second time.
     """
     compares: tuple[str, ...] = ()
-    """Named weights under which the outputs are also computed, before the policy's and without gradient.
+    """Names of further weight sets, such as `old`, under which the model's outputs are computed without gradient.
 
-    A micro-batch has these outputs as `NAME/OUTPUT`, for example `old/velocity`.
+    They are computed before the outputs of the policy. A micro-batch has them as `NAME/OUTPUT`, such as `old/velocity`.
     """
     data: Update | None = None
-    """A data term: other samples with their own loss in the same optimizer step."""
+    """Supervised loss on data rows in the same optimizer step (the data term), as an update; None: no such loss."""
 
 
 class View(Protocol):
@@ -76,64 +83,76 @@ class View(Protocol):
     def evaluate(
         self, samples: Sequence[Any], wants: AnyWants = None, *, weights: str = "policy", size: int | None = None
     ) -> list[dict[str, Tensor]]:
-        """Return the requested outputs of each sample under named weights, without gradient and dropout.
+        """Return the requested model outputs of each sample, computed without gradient and dropout.
 
-        `size`: samples in a forward pass; None: `mini_batch`.
+        Args:
+            samples: samples to run through the model.
+            wants: outputs to compute; None: the default outputs of the adapter.
+            weights: name of the weight set to use, such as `policy`, `reference` or `teacher`.
+            size: number of samples in a forward pass; None: `mini_batch`.
         """
         ...
 
     def reset(self, weights: str, *, optimizer: bool = False) -> None:
-        """Set named weights to the policy's current weights; `optimizer`: also reset the optimizer's moments."""
+        """Set the weight set named `weights` to the policy's current weights.
+
+        `optimizer`: whether to also reset the moments of the optimizer.
+        """
         ...
 
     def follow(self, weights: str, fraction: float) -> None:
-        """Move named weights towards the policy: weights + fraction * (policy - weights)."""
+        """Move the weight set W named `weights` towards the policy: W + `fraction` * (policy - W)."""
         ...
 
 
 class Algorithm:
-    """Base class of algorithms: a credit rule and a loss. The parameter class `AlgorithmConfig` declares other
-    requirements."""
+    """Base class of algorithms, which compute the advantages of rollouts and the losses of optimizer steps.
+
+    What else an algorithm needs, such as a reference policy, its parameter class (an `AlgorithmConfig`) declares.
+    """
 
     teacher: DistillationConfig | None = None
-    """Settings of the teacher, the model that `View.evaluate` runs as `teacher`; None: there is no teacher."""
+    """Settings of the teacher model of a distillation, which `View.evaluate` runs as `teacher`; None: no teacher."""
 
     max_tokens: int
-    """Maximum number of tokens in a sequence, `policy.model_max_length`."""
+    """Maximum number of tokens in a sequence (`policy.model_max_length`)."""
     diffusers: DiffusersConfig = DiffusersConfig()
     """Settings for sampling from and training a diffusion model."""
     null_text: Mapping[str, Tensor] | None = None
-    """Diffusion models: the embedding of the empty prompt."""
+    """Embedding of the empty prompt, as tensors by name, for guidance of a diffusion model; None for text models."""
     data_term: Callable[[int, int], Update] | None = None
-    """Diffusion models: returns the data term, real data that is trained on together with rollouts; None: no data term.
+    """Function that returns the supervised loss on data rows that a diffusion model adds to an optimizer step.
 
-    Its arguments are the numbers of the train step and of the optimizer step, counted from 0. For text models see
-    `data_term.WithDataTerm`.
+    Its arguments are the numbers of the train step and of the optimizer step, counted from 0. None: no such loss. Text
+    models use `data_term.WithDataTerm` instead.
     """
 
     def __init__(self, config: Any, custom: Mapping[str, Any] = {}, sampling: Sampling | None = None) -> None:
-        """Store the settings.
+        """Store the settings of the algorithm.
 
         Args:
-            config: the parameters of the algorithm.
+            config: parameters of the algorithm.
             custom: the recipe's `[custom]` table, for user-defined algorithms.
-            sampling: the sampling settings of completions; None: no rollouts.
+            sampling: sampling settings of completions; None: the training has no rollouts.
         """
         self.config: AlgorithmConfig = config
         self.custom, self.sampling = custom, sampling
 
     def credit(self, groups: Sequence[ScoredGroup]) -> tuple[list[Sample], dict[str, float]]:
-        """Return the samples to train on, made of scored groups, and metrics about them."""
+        """Return the samples to train on, made of the completions of scored groups, and metrics of the groups."""
         raise AssertionError(f"{type(self).__name__} does not learn from rollouts")
 
     def updates(self, samples: Sequence[Any], view: View) -> Iterator[Update]:
-        """Yield the optimizer steps of one train step; `view` evaluates with the weights at the time of the call."""
+        """Yield the optimizer steps of one train step.
+
+        `view` computes outputs with the weights at the time of the call, that is after the steps already yielded.
+        """
         raise AssertionError(f"{type(self).__name__} has no updates")
 
     def measure(self, chunks: Iterable[Sequence[Any]], view: View, size: int) -> dict[str, float]:
         """Return metrics of held-out samples: loss in nats per token, perplexity, and top-1 accuracy of the labels.
 
-        `size`: samples in a forward pass.
+        `chunks`: lists of samples that are evaluated together; `size`: number of samples in a forward pass.
         """
         loss_sum, num_top, num_tokens = 0.0, 0.0, 0
         for samples in chunks:
@@ -158,10 +177,10 @@ class Algorithm:
 
 
 def equal_batches(num_samples: int, size: int | None) -> list[slice]:
-    """Return the optimizer batches of a train step, as few as possible with at most `size` samples each (None: one
-    batch).
+    """Return the slices of samples of each optimizer step of a train step.
 
-    Their sizes differ by at most 1, because a small remainder would get a whole optimizer step for a few samples.
+    Slices are as few as possible with at most `size` samples each; `size` None: one slice. Their sizes differ by at
+    most 1, because a small remainder would get a whole optimizer step for a few samples.
     """
     count = -(-num_samples // (size or max(1, num_samples)))
     bounds = [-(-i * num_samples // count) for i in range(count + 1)] if count else []
@@ -169,9 +188,9 @@ def equal_batches(num_samples: int, size: int | None) -> list[slice]:
 
 
 def align_rows(rows: Sequence[Tensor], like_BS: Tensor) -> Tensor:
-    """Return rows of different lengths padded to the shape of `like_BS`, in its dtype and on its device.
+    """Return rows of different lengths as one tensor, padded with zeros to the shape, dtype and device of `like_BS`.
 
-    Further dimensions of a row's tokens are kept.
+    If each token of a row has a vector instead of a number, the result has the dimensions of the vector too.
     """
     out_BS = like_BS.new_zeros((*like_BS.shape, *rows[0].shape[1:]))
     for b, row in enumerate(rows):
@@ -180,7 +199,7 @@ def align_rows(rows: Sequence[Tensor], like_BS: Tensor) -> Tensor:
 
 
 def weights_by_metric(config: AlgorithmConfig) -> dict[str, float]:
-    """Return the weight of each local or remote reward function, by the name of its metric in scores."""
+    """Return the weight of each local or remote reward function, by the name of the function's metric in scores."""
     if config.remote_rewards is not None:
         return {name: function.weight for function, name in config.remote_rewards.metric_names.items()}
     names = metric_names(config.rewards)

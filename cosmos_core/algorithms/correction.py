@@ -2,14 +2,14 @@
 
 pi_old is the trainer's policy before the update, and mu is the distribution that the engine sampled from. They differ
 by rounding, by the age of the weights, and where sampling changes the distribution. Under top-p and top-k the engine's
-log-probabilities are normalised over the kept tokens, so pi_old / mu is the kept mass; under a repetition penalty it is
-the quotient of the two softmaxes.
+log-probabilities are normalised over the kept tokens, so pi_old / mu is the kept probability mass; under a repetition
+penalty pi_old / mu is the quotient of the two softmaxes.
 
 A sum over tokens sampled from mu, weighted by pi_old / mu, has the expectation of the same sum under pi_old over the
-tokens that mu can sample. A repetition penalty keeps all tokens, so the only bias is that of the cap. top-p and top-k
+tokens that mu can sample. A repetition penalty keeps all tokens, so the only bias comes from the cap. top-p and top-k
 remove a tail that no weight restores: the bias of a token's gradient is at most the tail's mass, 1 - top_p, times the
-largest |advantage x gradient of the log-probability| in it. Without weights, each kept token counts 1 / kept mass times
-too much, and the gradient is that of the truncated policy.
+largest |advantage x gradient of the log-probability| in the tail. Without weights, each kept token counts 1 / kept mass
+times too much, and the gradient is that of the truncated policy.
 
 Shapes: B sequences, T tokens.
 """
@@ -28,47 +28,57 @@ from cosmos_core.algorithms.aggregate import Metrics, apply_mask, token_metric
 from cosmos_core.algorithms.kl import MAX_LOG_RATIO, k3
 
 CAP = 2.0
-"""Usual cap of truncated importance sampling; ratios that come only from top-p and top-k never exceed 1."""
+"""Default upper bound of a weight in truncated importance sampling.
+
+Ratios that come only from top-p and top-k never exceed 1.
+"""
 
 _MEAN_EPSILON = 1e-8
-"""Added to the number of tokens of a sequence in `self_normalise`, as in verl."""
+"""Value added to the number of tokens of a sequence in `self_normalise`, as in verl."""
 
 Rule = Literal["none", "truncate", "mask", "sequence-truncate", "sequence-mask"]
 
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """Rule for the importance weights of tokens; w = pi_old / mu of a token, W is the product of w over a sequence.
+    """Rule for the importance weights of tokens.
 
-    `none`: 1. `truncate` (TIS): min(w, high). `mask` (IcePop): w between `low` and `high`, else 0. `sequence-truncate`:
-    min(W, high) for each token. `sequence-mask`: W between `low` and `high`, else 0 (arXiv 2512.23075). Products
-    explode with length: rounding noise of 0.05 per token leaves 6 % of the sample size at 1,000 tokens.
+    With w = pi_old / mu of a token, and W the product of w over its sequence, the weight is, for `none`: 1; `truncate`
+    (TIS): min(w, high); `mask` (IcePop): w if it is between `low` and `high`, else 0; `sequence-truncate`: min(W, high)
+    for each token; `sequence-mask`: W if it is between `low` and `high`, else 0 (arXiv 2512.23075). W varies more the
+    longer the sequence: rounding noise of 0.05 per token leaves 6 % effective sample size at 1,000 tokens.
     """
 
     rule: Rule = "truncate"
     low: float = 0.0
     high: float = CAP
     geometric: tuple[float, float] | None = None
-    """Range such as (0.99, 1.01); sequences whose geometric mean of w is outside get weight 0. None: no such rule."""
+    """Range such as (0.99, 1.01) of the geometric mean of w over a sequence; sequences outside it get weight 0.
+
+    None: no such rule.
+    """
     mean_k3: float | None = None
-    """Bound of the mean of w - 1 - log w over tokens, the k3 estimate of KL(mu || pi_old); sequences above it get
-    weight 0."""
+    """Upper bound of the mean of w - 1 - log w, the k3 estimate of KL(mu || pi_old), over a sequence.
+
+    Sequences above the bound get weight 0. None: no such rule.
+    """
     max_k3: float | None = None
-    """Bound of the maximum of w - 1 - log w over tokens; sequences above it get weight 0."""
+    """Upper bound of the maximum of w - 1 - log w over a sequence; sequences above it get weight 0; None: no rule."""
     scale: float = 1.0
-    """Divisor of the weights: their mean if they are self-normalised."""
+    """Divisor of all weights: the mean weight if weights are self-normalised, else 1."""
 
 
 @torch.no_grad()
 def importance_weights(
     old_logprobs_BT: Tensor, rollout_logprobs_BT: Tensor, mask_BT: Tensor, correction: Correction = Correction()
 ) -> tuple[Tensor, Metrics]:
-    """Return the weight of each token where the mask is 1, else 0, and metrics over the mask.
+    """Return the importance weight of each token where the mask is 1, else 0, and metrics over the masked-in tokens.
 
     Weights apply only to the policy term of the loss, never to a KL term, and the denominator of the loss is unchanged.
     A token whose log-probability under mu is not finite has weight 0; for rollouts such tokens are already excluded
-    from the mask and the denominator (`grpo.make_sample`). Metrics: the mean weight and its mean square (mean^2 /
-    square is the effective fraction of the tokens), and the fractions of tokens above `high`, rejected, and not finite.
+    from the mask and the denominator (`grpo.make_sample`). The metrics are the mean weight and the mean square of the
+    weight (mean^2 / square is the effective fraction of the tokens), and the fractions of tokens whose ratio is above
+    `high`, that a rule rejected, and whose log-probability is not finite.
     """
     mask_BT = mask_BT.bool()
     is_finite_BT = rollout_logprobs_BT.isfinite()
@@ -107,10 +117,11 @@ def importance_weights(
 
 
 def self_normalise(correction: Correction, rows: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Correction:
-    """Return the correction scaled so that weights have the mean 1 over the trained tokens of a step.
+    """Return `correction` with a scale that makes the mean weight over the trained tokens of a step 1.
 
-    With sequence rules the mean is over sequences. It is taken before sequences are rejected. Each row has the
-    log-probabilities of a sample under the old policy, those of its rollout, and the mask, shape T each.
+    With sequence rules the mean is over sequences. The mean includes sequences that are rejected later. Each of `rows`
+    has the log-probabilities of a sample under the old policy, those under the rollout policy, and the loss mask, shape
+    T each.
     """
     plain = replace(correction, geometric=None, mean_k3=None, max_k3=None)
     total, count = 0.0, 0

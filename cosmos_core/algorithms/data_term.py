@@ -1,7 +1,7 @@
-"""Data term for rollouts of text: the SFT loss on rows of a dataset, added to every optimizer step of an algorithm.
+"""Data term for text models: the SFT loss on rows of a dataset, added to every optimizer step of an RL algorithm.
 
-The rows of an optimizer step are a function of its number, the only state in a checkpoint. The data term of diffusion
-models is `train.diffusion_setup.data_term`.
+The rows of an optimizer step are a function of the step's number, which is the only state in a checkpoint. The data
+term of diffusion models is `train.diffusion_setup.data_term`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from cosmos_core.types import ScoredGroup
 
 
 def sft_term(samples: Sequence[Sample], weight: float) -> Update:
-    """Return an update with `weight` times the mean of -log p over all trained tokens of the samples.
+    """Return an update whose loss is `weight` times the mean of -log p over all trained tokens of the samples.
 
-    The metric `data/nll` excludes the weight.
+    The metric `data/nll` is the mean without the factor `weight`.
     """
     total = denominator("token-mean", [sample.num_learned for sample in samples])
 
@@ -33,10 +33,13 @@ def sft_term(samples: Sequence[Sample], weight: float) -> Update:
 
 
 class WithDataTerm(Algorithm):
-    """Algorithm that adds a data term to each optimizer step of another algorithm."""
+    """Algorithm that adds a data term (supervised loss on data rows) to each optimizer step of another algorithm."""
 
     def __init__(self, algorithm: Algorithm, term: Callable[[int], Update]) -> None:
-        """Wrap `algorithm`; `term` returns the data term of an optimizer step, counted from 0 over all train steps."""
+        """Wrap `algorithm`.
+
+        `term` returns the data term for the number of an optimizer step, counted from 0 over all train steps.
+        """
         super().__init__(algorithm.config, algorithm.custom, algorithm.sampling)
         self.teacher, self.diffusers = algorithm.teacher, algorithm.diffusers
         self._algorithm, self._term = algorithm, term
@@ -58,7 +61,7 @@ class WithDataTerm(Algorithm):
         return {"algorithm": self._algorithm.state_dict(), "num_updates": self._num_updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state, see `Algorithm.load_state_dict`; also accepts the state of a training without a data
-        term."""
+        """Restore the state that `state_dict` returned, or the state of the wrapped algorithm alone, from a training
+        without a data term."""
         self._algorithm.load_state_dict(state.get("algorithm", state))
         self._num_updates = int(state.get("num_updates", 0))

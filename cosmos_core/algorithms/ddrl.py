@@ -1,6 +1,6 @@
 """DDRL (arXiv 2512.04332): FlowGRPO with the diffusion loss on real data as a regularizer.
 
-The data term is the one of `flow_rl.FlowRl.data_term`; DDRL only makes it mandatory.
+FlowGRPO already adds this loss if `base.Algorithm.data_term` is set; DDRL only makes that setting mandatory.
 """
 
 from __future__ import annotations

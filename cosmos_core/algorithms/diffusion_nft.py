@@ -1,9 +1,9 @@
 """DiffusionNFT (arXiv 2509.16117): trains on samples of the old policy along the forward process.
 
 Fresh noise is added to each sample at some of the noise levels of its sampler. The policy is trained towards good
-samples and, mirrored at the old policy, away from bad ones. Groups of equal rewards count with an optimality of 1/2, as
-in the reference implementation. The old policy then follows the policy. The loss is in `flow_objectives`, advantages
-are in `flow_credit`.
+samples; for bad samples its velocity, mirrored at that of the old policy, is trained instead. Groups of equal rewards
+are trained with an optimality of 1/2, as in the reference implementation. After each train step the weights of the old
+policy move towards those of the policy. The loss is in `flow_objectives`, advantages are in `flow_credit`.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class DiffusionNft(FlowRl):
         return Update(samples, loss, compares=(OLD, *self._compared_weights))
 
     def after_step(self, view: View) -> None:
-        """Move the old policy towards the policy."""
+        """Move the weights of the old policy towards those of the policy."""
         view.follow(OLD, 1 - old_decay(self.diffusers.weight_copy_decay_type, self._num_updates))
 
     def _samples(self, rollout: FlowRollout) -> list[SeededSample]:
-        """Return a completion at some of its sampler's noise levels, selected by its seed."""
+        """Return one sample of the rollout per selected noise level of its sampler; the rollout's seed selects them."""
         sigmas = rollout.diffusion_sample.sigmas[:-1]
         count = int(self.diffusers.timesteps_fraction * len(sigmas))
         selected = random_order(len(sigmas), rollout.seed)[:count]
@@ -82,10 +82,10 @@ class DiffusionNft(FlowRl):
 
 
 def old_decay(kind: int, num_updates: int) -> float:
-    """Return the fraction of its weights that the old policy keeps when it follows the policy.
+    """Return the decay d with which the old policy is updated: d * old weights + (1 - d) * policy weights.
 
-    `kind` 0: 0. `kind` 1: grows with `num_updates`, the number of optimizer steps, to 0.5. `kind` 2: 0 for 75 optimizer
-    steps, then it grows to 0.999.
+    `kind` 0: d is 0. `kind` 1: d grows with `num_updates`, the number of optimizer steps, to 0.5. `kind` 2: d is 0 for
+    75 optimizer steps, then grows to 0.999.
     """
     if kind == 1:
         return min(0.001 * num_updates, 0.5)

@@ -1,7 +1,7 @@
 """Supervised flow matching: the network is trained on the velocity between data and noise at random noise levels.
 
-Not here: sampling of noise, levels and dropped prompts (`data/flow_sample.py`), and adding noise to latents, which the
-adapter does.
+Not here: sampling of noise and noise levels and prompt dropout (`data/flow_sample.py`), and adding noise to latents,
+which the model adapter does.
 
 Shapes: B samples, dots for the dimensions of a latent.
 """
@@ -21,7 +21,10 @@ from cosmos_core.models.flow import velocity
 
 
 def flow_error(predicted: Tensor, target: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean squared error of the predicted velocity over trained frames, per sample: B, at least float32."""
+    """Return the mean squared error of the predicted velocity per sample (shape B, at least float32).
+
+    `mask` is 1 for trained frames and 0 for conditioning frames.
+    """
     wide = torch.promote_types(predicted.dtype, torch.float32)
     weights = mask.to(wide).expand_as(predicted).flatten(1)
     squares = (predicted.to(wide) - target.to(wide)).square().flatten(1)
@@ -29,9 +32,10 @@ def flow_error(predicted: Tensor, target: Tensor, mask: Tensor) -> Tensor:
 
 
 def flow_loss(micro: MicroBatch, num_samples: int) -> Loss:
-    """Return the weighted sum of the samples' errors, divided by the number of samples of the whole update.
+    """Return the weighted sum of the velocity errors of a micro-batch, divided by `num_samples`.
 
-    It is the loss of SFT, and also the data term that other algorithms add.
+    `num_samples` is the number of samples of the whole optimizer step. This is the loss of SFT and of the data term
+    that RL algorithms add.
     """
     error_B = flow_error(
         micro.outputs["velocity"], velocity(micro.outputs["latents"], micro.outputs["noise"]), micro.mask
@@ -43,14 +47,14 @@ def flow_loss(micro: MicroBatch, num_samples: int) -> Loss:
 
 
 class DiffusionSft(Algorithm):
-    """Supervised flow matching: one update per train step, with the mean loss over all its samples."""
+    """Supervised flow matching: one optimizer step per train step, with the mean loss over all samples of the step."""
 
     def updates(self, samples: Sequence[FlowSample], view: View) -> Iterator[Update]:
-        """Yield one optimizer step with all samples."""
+        """Yield one optimizer step with all samples of the train step."""
         yield Update(samples, lambda micro: flow_loss(micro, len(samples)))
 
     def measure(self, chunks: Iterable[Sequence[FlowSample]], view: View, size: int) -> dict[str, float]:
-        """Return the mean error of held-out samples, at fixed noise levels of their own."""
+        """Return the mean velocity error of held-out samples, each at the noise level that the sample carries."""
         total, count = 0.0, 0
         for samples in chunks:
             for sample, row in zip(samples, view.evaluate(samples, size=size), strict=True):
@@ -60,6 +64,7 @@ class DiffusionSft(Algorithm):
 
 
 def _error(sample: FlowSample, predicted: Tensor) -> float:
+    """Return the mean squared error of the predicted velocity of one sample over its trained frames."""
     assert sample.noise is not None
     target = velocity(sample.latents, sample.noise).to(predicted)
     learned: Any = slice(None) if not sample.num_given else (slice(None), slice(sample.num_given, None))

@@ -4,17 +4,17 @@ The loss is the expected divergence of policy and teacher over the policy's own 
 gradient has two terms: how the divergence of a token's distribution changes at a fixed prefix, and how sampling a token
 changes the divergences after it. Both are implemented:
 
-- For the sampled tokens only (`top_k = 0`): -(log pi_old - log T) of a token is added to its advantage, and those of
-  the tokens after it times `kl_discount_factor`, its square, and so on. With a factor of 1 the policy gradient is that
-  of the reverse KL of the completion; with 0, that of each token's reverse KL at its prefix.
+- For the sampled tokens only (`top_k = 0`): the penalty -(log pi_old - log T) of a token is added to its advantage. The
+  penalties of later tokens are added too, times `kl_discount_factor`, its square, and so on. With a factor of 1 the
+  policy gradient is that of the reverse KL of the completion; with 0, that of each token's reverse KL at its prefix.
 - For K tokens (`top_k = K`): the generalised Jensen-Shannon divergence D of the two distributions is a loss term with
-  its own gradient; with a factor, the advantage of a token falls by the D of the tokens after it.
+  its own gradient; with a factor, the advantage of a token falls by the discounted D of the tokens after it.
 
-Two forms of Cosmos-RL are not supported. It uses -D as the advantage of the sampled token, which lowers the probability
-of any sampled token where the distributions differ, even of the teacher's favourite, and is no gradient of D. And it
-uses only the probabilities of the K tokens: they do not sum to 1, and the minimum of such a D is not at the teacher.
-Here all other tokens form one more event, so that D is a divergence. It is a lower bound of the divergence over the
-whole vocabulary, and equals it if K is the vocabulary.
+Two forms of Cosmos-RL are not supported. Cosmos-RL uses -D as the advantage of the sampled token, which lowers the
+probability of any sampled token where the distributions differ, even of the teacher's favourite, and is no gradient of
+D. Cosmos-RL also uses only the probabilities of the K tokens: they do not sum to 1, and the minimum of such a D is not
+at the teacher. In this module all other tokens form one more event, so that D is a divergence. D is a lower bound of
+the divergence over the whole vocabulary, and equals that divergence if K is the size of the vocabulary.
 
 Shapes: B samples, S predicted tokens, K token ids, E = K + 1 events.
 """
@@ -40,7 +40,7 @@ from cosmos_core.models.teacher import TEACHER
 
 @dataclass(frozen=True, slots=True)
 class TeacherTerms:
-    """Contribution of the teacher to the loss of a micro-batch."""
+    """Contribution of the teacher model to the loss of a micro-batch."""
 
     advantages_BS: Tensor | None
     """Values to add to the advantage of each token; None: nothing is added."""
@@ -52,15 +52,15 @@ class TeacherTerms:
 def teacher_terms(
     config: DistillationConfig, policy_BS: Tensor, teacher_BS: Tensor, mask_BS: Tensor, drawn_BS: Tensor
 ) -> TeacherTerms:
-    """Return the contribution of a teacher to the loss.
+    """Return the contribution of a teacher model to the loss of a micro-batch.
 
     Args:
-        config: weight, divergence and discount.
-        policy_BS: log-probabilities of the sampled tokens before the train step; with `top_k`, current ones of the
-            selected ids, BSK with gradient.
-        teacher_BS: the teacher's log-probabilities, of the same shape.
+        config: weight, divergence and discount of the distillation.
+        policy_BS: the policy's log-probabilities of the sampled tokens before the train step; with `top_k`, its current
+            log-probabilities of the selected token ids, shape BSK, with gradient.
+        teacher_BS: the teacher's log-probabilities, of the same shape as `policy_BS`.
         mask_BS: 1 at trained tokens.
-        drawn_BS: 1 where the policy sampled the token; other tokens get only their own penalty.
+        drawn_BS: 1 where the policy sampled the token; other tokens get no penalties of later tokens.
     """
     if not config.top_k:
         penalty_BS = apply_mask(policy_BS.detach() - teacher_BS, mask_BS)
@@ -81,16 +81,17 @@ def teacher_terms(
 def discounted_sums(values_BS: Tensor, discount: float) -> Tensor:
     """Return for each token the sum over n = 1, 2, ... of discount^n times the value n tokens later."""
     total_BS, reach = values_BS, 1
-    while discount and reach < values_BS.shape[1]:  # `total_BS` covers `reach` tokens, then twice as many
+    while discount and reach < values_BS.shape[1]:  # `total_BS` sums over `reach` tokens, which each round doubles
         total_BS = total_BS + discount**reach * pad(total_BS[:, reach:], (0, reach))
         reach *= 2
     return discount * pad(total_BS[:, 1:], (0, 1))
 
 
 def append_rest(logprobs_BSK: Tensor) -> Tensor:
-    """Return the log-probabilities of K ids, with the total of all other tokens appended: BSE, at least float32.
+    """Append the log of the total probability of all other tokens to the log-probabilities of K token ids.
 
-    A total below the dtype's epsilon is replaced by the epsilon, without gradient.
+    The result has the shape BSE and is at least float32. A total probability below the dtype's epsilon is replaced by
+    the epsilon, without gradient.
     """
     wide_BSK = logprobs_BSK.to(torch.promote_types(logprobs_BSK.dtype, torch.float32))
     rest_BS1 = -wide_BSK.exp().sum(-1, keepdim=True)
@@ -118,9 +119,10 @@ def _kl(one_BSE: Tensor, other_BSE: Tensor) -> Tensor:
 def score_with_teacher(
     config: DistillationConfig, samples: Sequence[Sample], view: View, wants: Wants
 ) -> tuple[list[Sample], list[Tensor]]:
-    """Return the samples with the token ids to compare, and the teacher's log-probabilities of each sample.
+    """Return the samples and, for each sample, the teacher's log-probabilities.
 
-    These are the log-probabilities of its tokens, or with `top_k` of the selected ids.
+    Without `top_k` these are the log-probabilities of the sample's tokens. With `top_k`, samples are returned with
+    `top_ids`, the K token ids at which policy and teacher are compared, and the log-probabilities are of those ids.
     """
     prepared, budget = list(samples), config.max_token_len_per_mini_batch
     size = config.mini_batch if budget is None else None
@@ -137,8 +139,10 @@ def score_with_teacher(
 
 
 def train_on_prompt(sample: Sample, num_prompt: int) -> Sample:
-    """Return the sample with the tokens of its prompt after the first also trained on; the policy did not sample
-    them."""
+    """Return the sample with its prompt tokens also in the loss mask, except the first.
+
+    The policy did not sample prompt tokens, so their rollout log-probabilities are NaN.
+    """
     mask = sample.loss_mask.copy()
     mask[1:num_prompt] = 1
     rollout = sample.rollout_logprobs
@@ -149,7 +153,7 @@ def train_on_prompt(sample: Sample, num_prompt: int) -> Sample:
 
 
 def _set_top_ids(samples: Sequence[Sample], rows: Sequence[dict[str, Tensor]]) -> list[Sample]:
-    """Return the samples with the `top_ids` of `rows`, which have ids for every predicted token."""
+    """Return the samples with the `top_ids` of `rows` at their trained tokens; `rows` has ids for every token."""
     return [
         replace(sample, top_ids=row["top_ids"].cpu().numpy()[sample.loss_mask[1:] == 1])
         for sample, row in zip(samples, rows, strict=True)

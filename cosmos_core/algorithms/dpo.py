@@ -2,9 +2,9 @@
 rejected.
 
 The reward of a response is beta times the difference between its log-probability under the policy and under the fixed
-reference, or without a reference beta times its log-probability. Formulas and names of the losses are those of TRL. All
-losses of a list share the same log-probabilities. Not here: forward passes, and those of the reference
-(`train/reference.py`).
+reference, or without a reference beta times its log-probability. Formulas and names of the losses are those of TRL. If
+several losses are configured, all of them use the same log-probabilities. Not here: forward passes of the policy and of
+the reference policy (`train/reference.py`).
 
 Shapes: B sequences, T tokens, P pairs.
 """
@@ -25,20 +25,20 @@ from cosmos_core.data.sample import Sample
 from cosmos_core.models.base import MicroBatch
 
 _LEAST_LOGP = 1e-12
-"""Lower bound of -log p, because the odds of a certain response are infinite."""
+"""Lower bound of -log p in ORPO, because a response with probability 1 would have infinite odds p / (1 - p)."""
 
 
 @dataclass(frozen=True, slots=True)
 class PairLogprobs:
-    """Sums of log-probabilities over the trained tokens of each pair's responses, shape P each."""
+    """Log-probabilities of both responses of each pair, summed over the trained tokens; each tensor has the shape P."""
 
     chosen: Tensor
     rejected: Tensor
     reference_chosen: Tensor
-    """Sums under the reference policy; zeros without a reference."""
+    """Log-probabilities of the chosen responses under the reference policy; zeros without a reference."""
     reference_rejected: Tensor
     chosen_tokens: Tensor
-    """Number of trained tokens."""
+    """Number of trained tokens of each chosen response."""
     rejected_tokens: Tensor
 
 
@@ -51,7 +51,10 @@ class Denominators:
 
 
 def preference_loss(pairs: PairLogprobs, config: DpoLossConfig, total: Denominators) -> tuple[Tensor, Metrics]:
-    """Return the loss of some of a step's pairs, and metrics to be summed."""
+    """Return the loss of the pairs of a micro-batch, and metrics that are summed over micro-batches.
+
+    `total`: denominators of the whole optimizer step.
+    """
     chosen_P = config.beta * (pairs.chosen - pairs.reference_chosen)
     rejected_P = config.beta * (pairs.rejected - pairs.reference_rejected)
     loss = pairs.chosen.new_zeros(())
@@ -83,7 +86,7 @@ def _robust(pairs: PairLogprobs, chosen_P: Tensor, rejected_P: Tensor, config: D
 
 
 def _per_token(pairs: PairLogprobs, chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
-    """Return the difference of two values, each divided by the number of tokens of its response."""
+    """Return chosen - rejected for each pair, after each value is divided by the number of tokens of its response."""
     return chosen_P / pairs.chosen_tokens.clamp(min=1) - rejected_P / pairs.rejected_tokens.clamp(min=1)
 
 
@@ -117,17 +120,17 @@ _PAIR_LOSSES: dict[str, Callable[[PairLogprobs, Tensor, Tensor, DpoLossConfig], 
     "simpo": _simpo,
     "orpo": _orpo,
 }
-"""Functions that return the loss of each pair from its rewards, by name of the loss."""
+"""Loss functions by the name of the loss; each returns the loss of every pair from the rewards of its responses."""
 
 
 def step_denominators(samples: Sequence[Sample]) -> Denominators:
-    """Return the denominators of a step, whose samples alternate between chosen and rejected."""
+    """Return the denominators of an optimizer step, whose samples alternate between chosen and rejected responses."""
     tokens = denominator("token-mean", [sample.num_learned for sample in samples[::2]])
     return Denominators(max(1.0, len(samples) / 2), tokens)
 
 
 class Dpo(Algorithm):
-    """DPO: one update per train step, with the mean loss over all its pairs.
+    """DPO: one optimizer step per train step, with the mean loss over all pairs of the train step.
 
     The chosen sample of a pair comes before the rejected one, and both are in the same micro-batch.
     """
@@ -135,7 +138,7 @@ class Dpo(Algorithm):
     config: DpoConfig
 
     def updates(self, samples: Sequence[Sample], view: View) -> Iterator[Update]:
-        """Yield one optimizer step with all pairs."""
+        """Yield one optimizer step with all pairs of the train step."""
         total = step_denominators(samples)
 
         def loss(micro: MicroBatch) -> Loss:
@@ -154,7 +157,11 @@ class Dpo(Algorithm):
         yield Update(samples, loss)
 
     def measure(self, chunks: Iterable[Sequence[Sample]], view: View, size: int) -> dict[str, float]:
-        """Return the loss, the mean rewards, and the fraction of pairs whose chosen response has the higher reward."""
+        """Return metrics of held-out pairs: loss, mean rewards, and the fraction whose chosen response has the higher
+        reward.
+
+        `size`: number of pairs in a forward pass.
+        """
         logps, references, tokens = [], [], []
         for samples in chunks:
             rows = view.evaluate(samples, size=2 * size)

@@ -1,7 +1,7 @@
 """Advantages from the rewards of sampled images and videos, and monitoring for reward hacking.
 
-Rewards are float64 on the CPU. Groups whose rewards are all equal are counted; the algorithm decides whether they are
-excluded. Not here: the loss that uses an advantage (`flow_objectives`).
+Rewards are float64 on the CPU. Groups whose rewards are all equal are counted; the algorithm decides whether such
+groups are excluded. Not here: the loss that uses an advantage (`flow_objectives`).
 
 Shapes: G completions of a group.
 """
@@ -34,7 +34,7 @@ class FlowRollout:
     prompt: Prompt
     advantage: float
     seed: int
-    """Seed of the random numbers that training uses for it."""
+    """Seed of the random numbers that training uses for this rollout."""
 
     @property
     def latents(self) -> Tensor:
@@ -52,20 +52,20 @@ class CreditSettings:
     divides: bool = True
     """Whether to divide by the standard deviation; False: advantages are differences to the mean of the group."""
     each: Mapping[str, float] = field(default_factory=dict)
-    """Weights of reward functions that are normalized individually before summing, by the names of their metrics.
+    """Weights of the reward functions whose values are normalized individually before summing, by metric name.
 
-    Empty: the weighted sum of rewards is normalized.
+    Empty: the weighted sum of all reward functions is normalized.
     """
     keeps_equal: bool = False
-    """Whether completions of a group with equal rewards have the advantage 0; False: None."""
+    """Whether completions of a group with equal rewards get the advantage 0; False: they get None and are excluded."""
 
 
 def flow_advantages(
     groups: Sequence[Sequence[Score]], settings: CreditSettings
 ) -> tuple[list[list[float | None]], dict[str, float]]:
-    """Return the advantage of each completion, (reward - mean of its prompt) / (std + 1e-4), and metrics.
+    """Return the advantage of each completion, (reward - mean of its group) / (std + 1e-4), and metrics of the rewards.
 
-    None: its reward is invalid, or all rewards of its group are equal and `keeps_equal` is not set.
+    The advantage is None if the reward is invalid, or if all rewards of the group are equal and `keeps_equal` is False.
     """
     totals = [[score.value for score in scores] for scores in groups]
     valid = [[value for value in values if value is not None and math.isfinite(value)] for values in totals]
@@ -83,7 +83,7 @@ def flow_advantages(
 
 
 def _normalise_separately(groups: Sequence[Sequence[Score]], settings: CreditSettings) -> list[list[float | None]]:
-    """Return the weighted sum of the reward functions' values, each normalized individually."""
+    """Return for each completion the weighted sum of the values of reward functions, each normalized individually."""
     columns = [
         _normalise([[s.metrics.get(name) if s.value is not None else None for s in scores] for scores in groups],
                     settings)
@@ -96,7 +96,7 @@ def _normalise_separately(groups: Sequence[Sequence[Score]], settings: CreditSet
 
 
 def _normalise(groups: Sequence[Sequence[float | None]], settings: CreditSettings) -> list[list[float | None]]:
-    """Return (reward - mean of the group) / standard deviation; exactly 0 in groups of equal rewards."""
+    """Return (reward - mean of its group) / standard deviation, or exactly 0 in groups of equal rewards."""
     valid = [np.array([r for r in rewards if r is not None], dtype=np.float64) for rewards in groups]
     everything = np.concatenate([*valid, np.zeros(0)])
     std_of_batch = float(everything.std()) if everything.size else 0.0
@@ -119,7 +119,7 @@ def _weighted_total(values: Sequence[float | None], weights: Mapping[str, float]
 def diversity(groups: Sequence[ScoredGroup]) -> float:
     """Return the mean over prompts of the root mean square difference between the latents of two completions.
 
-    It falls if a policy generates the same for every seed.
+    A falling value shows that the policy generates ever more similar images or videos for different seeds.
     """
     distances = []
     for group in groups:
@@ -131,10 +131,11 @@ def diversity(groups: Sequence[ScoredGroup]) -> float:
 
 
 class RewardMonitor:
-    """Monitor that detects a reward that rises at the expense of diversity or of another reward.
+    """Monitor that detects reward hacking: diversity falls, or the reward rises while a monitored reward falls.
 
-    Other rewards are those with weight 0, which are computed for monitoring only. The baseline is the mean of the first
-    `num_first` train steps. The alarm is a metric and, once, a warning.
+    Monitored rewards are the reward functions with weight 0, named `watched`. The baseline of each value is its mean
+    over the first `num_first` train steps; a fall below the fraction `least_fraction` of the baseline raises the alarm,
+    the metric `watch/alarm`. A warning is logged when the alarm starts.
     """
 
     def __init__(self, least_fraction: float, watched: Sequence[str], num_first: int = 5) -> None:
@@ -143,7 +144,7 @@ class RewardMonitor:
         self._is_told = False
 
     def metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
-        """Return the monitoring metrics of the groups of a train step."""
+        """Return the monitoring metrics of the groups of a train step, and log a warning if the alarm starts."""
         now = {"reward": _mean([s.value for g in groups for s in g.scores]), "diversity": diversity(groups)}
         for name in self._watched:
             now[name] = _mean([s.metrics.get(name) for g in groups for s in g.scores])
@@ -175,7 +176,7 @@ class RewardMonitor:
         self._is_told = bool(suspects)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to checkpoint."""
+        """Return the baseline values and whether the alarm is on, to be saved in a checkpoint."""
         return {"first": {name: list(values) for name, values in self._first.items()}, "is_told": self._is_told}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -192,7 +193,10 @@ def _mean(values: Sequence[float | None]) -> float:
 def make_rollouts(
     groups: Sequence[ScoredGroup], values: Sequence[Sequence[float | None]], seeds: Any
 ) -> list[FlowRollout]:
-    """Return the completions that have an advantage; `seeds` returns the seed of a completion of a group."""
+    """Return the completions that have an advantage as rollouts.
+
+    `values` has the advantages of the completions of each group; `seeds(group, k)` returns the seed of completion k.
+    """
     return [
         FlowRollout(completion.diffusion_sample, scored.group.prompt, value, seeds(scored.group, k))
         for scored, row in zip(groups, values, strict=True)
@@ -202,5 +206,5 @@ def make_rollouts(
 
 
 def make_noise(shape: Sequence[int], seed: int) -> Tensor:
-    """Return noise that depends only on the seed, not on the device or the parallel layout."""
+    """Return standard normal noise on the CPU that depends only on the shape and the seed."""
     return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed))

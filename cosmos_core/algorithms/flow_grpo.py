@@ -1,8 +1,8 @@
 """FlowGRPO (arXiv 2505.05470): the stochastic steps of a sampler are actions, trained as GRPO trains tokens.
 
 Rollouts record the latents before and after each trained step, in float32. The policy's velocity is computed for the
-latents before the step, at the sampler's noise level, and the same function as in the rollout returns the distribution
-of the step. The loss is in `flow_objectives`, advantages are in `flow_credit`.
+latents before the step, at the sampler's noise level. From the velocity `flow_steps.transition`, which the sampler uses
+too, returns the distribution of the step. The loss is in `flow_objectives`, advantages are in `flow_credit`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class _Step:
 
     rollout: FlowRollout
     n: int
-    """Index among the recorded steps."""
+    """Index of the step among the recorded steps of the rollout."""
 
     @property
     def levels(self) -> tuple[float, float, float]:
-        """Return the noise levels before and after the step, and the second level of the table."""
+        """Return the noise levels before and after the step, and the second noise level of the sampler's schedule."""
         sigmas, i = self.rollout.diffusion_sample.sigmas, self.rollout.diffusion_sample.steps[self.n]
         return sigmas[i], sigmas[i + 1], sigmas[1]
 

@@ -1,7 +1,7 @@
 """Losses of DiffusionNFT and FlowGRPO, per sample.
 
 Pure functions in float32 or wider, from velocities or means of stochastic steps to a loss of each sample. Not here:
-rewards to advantages (`flow_credit`), forward passes, and the sum over samples.
+advantages from rewards (`flow_credit`), forward passes, and the sum over samples.
 
 Shapes: B samples, dots for the dimensions of a latent.
 """
@@ -27,13 +27,13 @@ MODES: dict[str, Callable[[Tensor], Tensor]] = {
     "one_only": lambda a: (a > 0).to(a),
     "binary": lambda a: a.sign(),
 }
-"""Transformations of clipped advantages, under the names of DiffusionNFT."""
+"""Transformations of clipped advantages, by the names that the DiffusionNFT implementation uses."""
 
 
 def optimality(advantages_B: Tensor, low: float, high: float, mode: str = "all") -> Tensor:
-    """Return the probability r that a sample is optimal: 0.5 for an advantage of 0, 1 for `high`.
+    """Return the probability r that a sample is optimal: 0.5 for an advantage of 0, 1 for an advantage of `high`.
 
-    Source: arXiv 2509.16117, equation 12.
+    Advantages are clipped to `low` and `high` and transformed by `MODES[mode]`. Source: arXiv 2509.16117, equation 12.
     """
     clipped_B = MODES[mode](advantages_B.clamp(low, high))
     return (clipped_B / high / 2 + 0.5).clamp(0, 1)
@@ -46,12 +46,12 @@ class NftTerms:
     policy_B: Tensor
     """Policy loss that is optimized, without the KL term."""
     unweighted_B: Tensor
-    """Policy loss without beta and scale: r times the positive policy's loss plus 1 - r times the negative policy's
-    loss."""
+    """Policy loss without the factor scale / beta: r times the loss of the positive policy plus 1 - r times that of the
+    negative policy."""
     kl_B: Tensor
-    """Mean squared distance to the reference's velocity; 0 without a reference."""
+    """Mean squared distance of the policy's velocity to that of the reference policy; 0 without a reference policy."""
     deviation_B: Tensor
-    """Mean squared distance to the old policy's velocity."""
+    """Mean squared distance of the policy's velocity to that of the old policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +70,15 @@ class NftInputs:
     sigma_B: Tensor
     optimality_B: Tensor
     mask: Tensor | None = None
-    """1 for trained frames, 0 for conditioning frames; None: all frames are trained."""
+    """Mask of video frames: 1 for trained frames, 0 for conditioning frames; None: all frames are trained."""
 
 
 def nft_loss(inputs: NftInputs, beta: float, scale: float) -> NftTerms:
     """Return the terms of the DiffusionNFT loss (arXiv 2509.16117).
 
     The positive policy beta v + (1 - beta) v_old is trained on the sample with weight r, and the negative policy (1 +
-    beta) v_old - beta v with weight 1 - r. Each is a regression of x0, divided by its own mean error without gradient.
+    beta) v_old - beta v with weight 1 - r. The loss of either policy is the squared error of its estimate of x0,
+    divided by the mean absolute error without gradient. The policy loss has the factor `scale` / `beta`.
     """
     v, old = inputs.velocity.float(), inputs.old.detach().float()
     positive_B = _regression(inputs, beta * v + (1 - beta) * old)
@@ -92,7 +93,8 @@ def nft_loss(inputs: NftInputs, beta: float, scale: float) -> NftTerms:
 
 
 def _regression(inputs: NftInputs, velocity: Tensor) -> Tensor:
-    """Return the squared error of a velocity's clean estimate divided by its mean absolute error, per sample."""
+    """Return per sample the squared error of the clean latents that `velocity` implies, divided by their mean absolute
+    error."""
     error = clean_estimate(inputs.x.float(), velocity, inputs.sigma_B) - inputs.x0.float()
     weight_B = mean_per_sample(error.detach().double().abs(), inputs.mask).clamp(min=_LEAST_WEIGHT)
     return mean_per_sample(error**2, inputs.mask) / weight_B.to(error)
@@ -104,9 +106,9 @@ class RatioSettings:
 
     epsilon_low: float
     epsilon_high: float
-    """Ratios are clipped to 1 - low and 1 + high; a negative value disables clipping on its side."""
+    """Clip range above 1: ratios are clipped to 1 - epsilon_low and 1 + epsilon_high; negative: no clipping there."""
     is_guarded: bool = False
-    """Whether to use GRPO-Guard (arXiv 2510.22319)."""
+    """Whether to normalize the log-ratio as in GRPO-Guard (arXiv 2510.22319)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,19 +116,19 @@ class StepInputs:
     """Inputs of the FlowGRPO loss: one stochastic step of each sample."""
 
     transition: Transition
-    """Transition of the policy, with gradient."""
+    """Distribution of the latents after the step under the current policy, with gradient."""
     later: Tensor
-    """The sampled latents after the step."""
+    """Latents after the step, as the rollout sampled them."""
     old_log_prob_B: Tensor
-    """Log-probability of the step under the policy that sampled it."""
+    """Log-probability of the step under the policy that sampled the rollout."""
     advantages_B: Tensor
     old_mean: Tensor | None = None
-    """Mean of the step under the policy that sampled it; required by GRPO-Guard."""
+    """Mean of the step under the policy that sampled the rollout; required by GRPO-Guard."""
     reference: Transition | None = None
     sizes_B: Tensor | None = None
-    """Size of the step, sigma - next sigma; required by GRPO-Guard."""
+    """Size of the step, the noise level before minus the noise level after; required by GRPO-Guard."""
     mask: Tensor | None = None
-    """1 for trained frames, 0 for conditioning frames; None: all frames are trained."""
+    """Mask of video frames: 1 for trained frames, 0 for conditioning frames; None: all frames are trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,13 +139,14 @@ class StepTerms:
     kl_B: Tensor
     ratio_B: Tensor
     is_clipped_B: Tensor
-    """Whether clipping removed the gradient."""
+    """Whether clipping of the ratio removed the gradient of the sample."""
 
 
 def flow_grpo_loss(inputs: StepInputs, settings: RatioSettings) -> StepTerms:
-    """Return the clipped loss of a step (arXiv 2505.05470) and its KL to the reference.
+    """Return the clipped loss of a sampler step of each sample (arXiv 2505.05470), and its KL to the reference policy.
 
-    The KL is mean (mu - mu_ref)^2 / (2 rate^2), or mean (mu - mu_ref)^2 / 2 for steps without a density.
+    The KL is mean (mu - mu_ref)^2 / (2 rate^2), or mean (mu - mu_ref)^2 / 2 for steps without a density, where mu is
+    the mean of the step.
     """
     log_ratio_B = log_prob(inputs.transition, inputs.later, inputs.mask) - inputs.old_log_prob_B.to(inputs.later)
     if settings.is_guarded:

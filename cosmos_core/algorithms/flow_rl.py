@@ -32,16 +32,16 @@ from cosmos_core.rollout.base import request_seed
 from cosmos_core.types import Group, Sampling, ScoredGroup
 
 _TRAINING = 1 << 20
-"""Offset of the completion's number in training seeds, so that they differ from the seeds of rollouts."""
+"""Offset of the number of a completion in its training seed, so that training seeds differ from rollout seeds."""
 _MOST = 100.0
-"""Upper bound of the exponent; the result is clipped at about 5 afterwards."""
+"""Upper bound of the exponent in `exp_reward`, against overflow; advantages are clipped at about 5 afterwards."""
 
 
 @dataclass(frozen=True, slots=True)
 class SeededSample:
-    """Sample like `data.flow_sample.FlowSample` that creates its noise on access.
+    """Sample with the attributes of `data.flow_sample.FlowSample`, whose noise is created on access.
 
-    A train step has many times more noise than latents, so the noise is not stored.
+    Noise is not stored because a train step has many times more noise than latents.
     """
 
     latents: Tensor
@@ -54,12 +54,12 @@ class SeededSample:
 
     @property
     def noise(self) -> Tensor:
-        """Return the noise that is added to the latents."""
+        """Return the noise that is added to the latents, determined by the seed."""
         return make_noise(self.latents.shape, self.seed)
 
 
 class FlowRl(Algorithm):
-    """Base class for RL on images and videos; subclasses define the optimizer steps."""
+    """Base class for RL on images and videos; subclasses define the optimizer steps by `make_update`."""
 
     config: FlowPolicyConfig
     keeps_equal_groups: ClassVar[bool] = False
@@ -73,7 +73,7 @@ class FlowRl(Algorithm):
         self._num_steps = self._num_updates = 0
 
     def credit(self, groups: Sequence[ScoredGroup]) -> tuple[list[Any], dict[str, float]]:
-        """Return the completions with a valid reward and their advantages, and metrics.
+        """Return the completions that have a valid reward, with their advantages, and metrics of the groups.
 
         Groups whose rewards are all equal are included only if `keeps_equal_groups` is set.
         """
@@ -89,8 +89,10 @@ class FlowRl(Algorithm):
         return make_rollouts(groups, values, self._noise_seed), metrics | self._watch.metrics(groups)
 
     def updates(self, samples: Sequence[FlowRollout], view: View) -> Iterator[Update]:
-        """Yield optimizer steps of `batch_size_per_optimize` completions; batches without a learning signal are
-        skipped."""
+        """Yield optimizer steps of at most `batch_size_per_optimize` completions.
+
+        Batches without a learning signal, for which `make_update` returns None, are skipped.
+        """
         for batch in equal_batches(len(samples), self.config.batch_size_per_optimize):
             update = self.make_update(samples[batch])
             if update is not None:
@@ -103,11 +105,11 @@ class FlowRl(Algorithm):
             view.reset("reference", optimizer=self.config.reset_optimizer_with_reference)
 
     def make_update(self, rollouts: Sequence[FlowRollout]) -> Update | None:
-        """Return the optimizer step for these completions; None if they give no learning signal."""
+        """Return the optimizer step that trains on `rollouts`; None if the rollouts give no learning signal."""
         raise NotImplementedError(type(self).__name__)
 
     def after_step(self, view: View) -> None:
-        """Called at the end of a train step."""
+        """Update the algorithm's state at the end of a train step; subclasses override it, the default does nothing."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"num_steps": self._num_steps, "num_updates": self._num_updates, "watch": self._watch.state_dict()}
@@ -138,7 +140,7 @@ class FlowRl(Algorithm):
 
 
 def sum_metrics(**values_B: Tensor) -> Metrics:
-    """Return [sum, count] of each value over samples, which are added up over micro-batches and ranks."""
+    """Return the metric [sum, count] of each tensor over samples; callers add metrics over micro-batches and ranks."""
     flat = {name: value_B.detach().double().flatten() for name, value_B in values_B.items()}
     return {name: torch.stack([v.sum(), v.new_tensor(float(v.numel()))]) for name, v in flat.items()}
 

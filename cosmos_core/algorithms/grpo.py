@@ -35,7 +35,7 @@ from cosmos_core.models.scorer import Wants
 from cosmos_core.types import Completion, Prompt, Sampling, ScoredGroup
 
 _OBJECTIVES = {"grpo": "clip", "dapo": "clip"}
-"""Objectives of variants that have another name than their objective."""
+"""Objectives by variant (`trainer_type`), for variants whose name differs from that of their objective."""
 _RATIO_CAPS = {"dppo_tv": 20.0, "dppo_kl": 20.0}
 _RATIO_CAP = 5.0
 _AIPO = {"weighted": "aipo", "clamped": "aipo_clamped"}
@@ -43,32 +43,32 @@ _AIPO = {"weighted": "aipo", "clamped": "aipo_clamped"}
 
 @dataclass(frozen=True, slots=True)
 class _UpdateInputs:
-    """Inputs of an update that do not change during it; sequences have a row for each sample."""
+    """Inputs of one optimizer step (update); each sequence has one element per sample."""
 
     samples: Sequence[Sample]
     old: Sequence[Tensor] | None
-    """Log-probabilities before the first update of the train step; None in that first update."""
+    """Log-probabilities before the first update of the train step; None if there is only one update."""
     reference: Sequence[Tensor] | None
     teacher: Sequence[Tensor] | None
-    """Log-probabilities of the teacher, per token; None: no teacher."""
+    """Log-probabilities of the tokens under the teacher model; None: no teacher."""
     returns: Sequence[Tensor] | None
-    """Per-token advantages, which replace the advantages of completions; None: the KL penalty is not part of the
+    """Per-token advantages, which replace the advantages of completions; None unless the KL penalty is part of the
     reward."""
     high_entropy: Sequence[Tensor] | None
-    """Masks of the tokens that the policy loss includes; None: all tokens."""
+    """Masks of the high-entropy tokens that the policy loss includes; None: all tokens."""
     correction: Correction | None
-    """Importance weights for tokens of another policy; None: no weights."""
+    """Rule for the importance weights of tokens that another policy sampled; None: no weights."""
     is_first: bool
     """Whether this is the first update of the train step."""
 
 
 class _ReferenceLogprobs(NamedTuple):
-    """Reference values for the log-probabilities of a micro-batch."""
+    """Log-probabilities that the current ones of a micro-batch are compared with."""
 
     old_BS: Tensor | None
-    """Log-probabilities before the first update of the train step; None in that first update."""
+    """Log-probabilities before the first update of the train step; None if there is only one update."""
     before_BS: Tensor
-    """Like `old_BS`, but in the first update the current log-probabilities; without gradient."""
+    """`old_BS`, or the current log-probabilities if `old_BS` is None; without gradient."""
     rollout_BS: Tensor | None
     """Log-probabilities under the rollout distribution, `before_BS` for tokens that were not sampled; None: unknown."""
     drawn_BS: Tensor
@@ -81,8 +81,8 @@ class Grpo(Algorithm):
     config: GrpoConfig
 
     def __init__(self, config: GrpoConfig, custom: Mapping[str, Any] = {}, sampling: Sampling | None = None) -> None:
-        """Store the settings; `sampling`: the sampling settings of completions, None: samples from softmax(logits /
-        temperature)."""
+        """Store the settings; `sampling`: sampling settings of completions, None: they are sampled from softmax(logits
+        / temperature)."""
         super().__init__(config, custom, sampling)
         self._wants = Wants(config.temperature)
         self._correction = _correction(config, sampling)
@@ -102,11 +102,11 @@ class Grpo(Algorithm):
             off_policy_masking_delta=config.off_policy_masking_delta,
         )
         self._num_steps = 0
-        """Number of train steps taken, which determines when the reference is reset."""
+        """Number of completed train steps, which determines when the reference policy is reset."""
 
     def credit(self, groups: Sequence[ScoredGroup]) -> tuple[list[Sample], dict[str, float]]:
-        """Return the completions with a valid reward as samples, and metrics; invalid ones do not enter the
-        comparison."""
+        """Return the completions with a valid reward as samples, and metrics; completions with an invalid reward do not
+        affect the advantages of others."""
         config = self.config
         ignored = [self._num_ignored(group) for group in groups]
         drafts = [
@@ -163,7 +163,7 @@ class Grpo(Algorithm):
     def updates(self, samples: Sequence[Sample], view: View) -> Iterator[Update]:
         """Yield the optimizer steps of `mu_iterations` passes over the samples."""
         batches = equal_batches(len(samples), self.config.batch_size_per_optimize)
-        # With one update per step, pi equals pi_old: the ratio is 1, and no forward pass is needed for pi_old.
+        # In the only update of a train step pi equals pi_old, so pi_old needs no forward pass of its own.
         is_single = len(batches) == 1 and self.config.mu_iterations == 1 and not self.config.self_normalised_weights
         old = None
         if self.config.use_rollout_logprobs_for_loss:
@@ -218,7 +218,7 @@ class Grpo(Algorithm):
                 )
             if (
                 config.use_rollout_logprobs_for_loss
-            ):  # old log-probabilities are the engine's, so differences are only valid in the first update
+            ):  # `old` is the engine's: only in the first update the current policy is the trainer's old policy
                 if not inputs.is_first:
                     return Loss(value, metrics)
                 references = references._replace(before_BS=micro.logprobs_BS.detach())
@@ -233,7 +233,7 @@ class Grpo(Algorithm):
         return Update(samples, loss, wants, has_constant_gradient=self._is_constant(inputs))
 
     def _is_constant(self, inputs: _UpdateInputs) -> bool:
-        """Return whether the derivative of the loss does not depend on the current log-probabilities."""
+        """Return True if the derivative of the loss with respect to the log-probabilities is independent of them."""
         settings = self._settings
         return (
             inputs.old is None
@@ -248,7 +248,7 @@ class Grpo(Algorithm):
     def _policy_loss(
         self, micro: MicroBatch, inputs: _UpdateInputs, references: _ReferenceLogprobs
     ) -> tuple[Tensor, Metrics]:
-        """Return the loss of each token, with importance weights and the teacher's terms, and metrics."""
+        """Return the loss of each token, including importance weights and the teacher's contribution, and metrics."""
         metrics: Metrics = {}
         weights_BS = None
         if inputs.correction is not None:
@@ -257,8 +257,8 @@ class Grpo(Algorithm):
                 references.before_BS, references.rollout_BS, references.drawn_BS, inputs.correction
             )
             weights_BS = torch.where(references.drawn_BS, weights_BS, 1.0)
-        if (kept_BS := _rows(inputs.high_entropy, micro)) is not None:
-            weights_BS = kept_BS if weights_BS is None else kept_BS * weights_BS
+        if (high_entropy_BS := _rows(inputs.high_entropy, micro)) is not None:
+            weights_BS = high_entropy_BS if weights_BS is None else high_entropy_BS * weights_BS
         teacher_terms = self._teacher_terms(micro, inputs, references)
         advantages_B = micro.logprobs_BS.new_tensor([s.advantage for s in micro.samples])
         token_advantages_BS = teacher_terms.advantages_BS if teacher_terms else None
@@ -288,7 +288,7 @@ class Grpo(Algorithm):
     def _teacher_terms(
         self, micro: MicroBatch, inputs: _UpdateInputs, references: _ReferenceLogprobs
     ) -> TeacherTerms | None:
-        """Return the teacher's contribution to the loss; None: no teacher."""
+        """Return the teacher's contribution to the loss of a micro-batch; None: no teacher."""
         teacher_BS = _rows(inputs.teacher, micro)
         if self.teacher is None or teacher_BS is None:
             return None
@@ -302,10 +302,10 @@ ALGORITHM = Grpo
 def make_sample(
     prompt: Prompt, completion: Completion, advantage: float, reward: float, num_ignored: int = 0
 ) -> Sample:
-    """Return a completion as a sample, which trains on the tokens that the policy sampled.
+    """Return a completion as a sample whose loss mask has the tokens that the policy sampled.
 
-    Excluded are the first `num_ignored` tokens, and tokens without a finite log-probability from the engine: their
-    sampling probability is unknown, and a ratio of 1 would treat them as on-policy.
+    The mask excludes the first `num_ignored` tokens, and tokens without a finite log-probability from the engine: the
+    sampling probability of such a token is unknown, and a ratio of 1 would treat the token as on-policy.
     """
     ids = np.array([*prompt.token_ids, *completion.token_ids], dtype=np.int64)
     sampled_mask = np.array(completion.loss_mask, dtype=np.uint8)
@@ -318,7 +318,7 @@ def make_sample(
 
 
 def _correction(config: GrpoConfig, sampling: Sampling | None) -> Correction | None:
-    """Return the importance weights for tokens of another policy; None: no weights."""
+    """Return the rule for the importance weights of tokens that another policy sampled; None: no weights."""
     off = config.geometric_mask
     geometric = None if off is None else (1 - off, 1 + off)
     correction = Correction("none", 0.0, math.inf, geometric, config.mean_k3_mask, config.max_k3_mask)
@@ -328,7 +328,7 @@ def _correction(config: GrpoConfig, sampling: Sampling | None) -> Correction | N
         low, high = config.rollout_correction_low, config.rollout_correction_high
         correction = replace(correction, rule=config.rollout_correction, low=low, high=high)
     elif config.use_rollout_logprobs_for_loss or (config.aipo_rho and config.aipo_form == "weighted"):
-        pass  # the objective's ratio is already relative to the rollout policy
+        pass  # the objective already uses the ratio to the rollout policy, so weights would count it twice
     elif sampling is not None and sampling.is_off_policy:
         correction = replace(correction, rule="truncate", high=config.rollout_correction_high)
     refuses = any(limit is not None for limit in (correction.geometric, correction.mean_k3, correction.max_k3))
@@ -340,27 +340,27 @@ def _logprobs(view: View, samples: Sequence[Sample], wants: Wants, weights: str)
 
 
 def _rows(values: Sequence[Tensor] | None, micro: MicroBatch) -> Tensor | None:
-    """Return the values of a micro-batch's samples as a padded tensor."""
+    """Return the elements of `values` for the samples of a micro-batch as a padded tensor; None if `values` is None."""
     return None if values is None else align_rows([values[i] for i in micro.indices], micro.logprobs_BS)
 
 
 def _rollout_row(sample: Sample) -> Tensor:
-    """Return the log-probabilities under the rollout distribution, one for each token after the first, as
-    `View.evaluate`."""
+    """Return the log-probabilities of a sample under the rollout distribution: one for each token after the first, 0
+    for untrained tokens."""
     row = torch.zeros(len(sample.input_ids) - 1)
     row[torch.as_tensor(sample.loss_mask[1:]).bool()] = torch.as_tensor(sample.rollout_logprobs)
     return row
 
 
 def _correction_rows(sample: Sample, old_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the inputs of `self_normalise` for one sample."""
+    """Return old log-probabilities, rollout log-probabilities and mask of one sample, for `self_normalise`."""
     rollout_S = _rollout_row(sample).to(old_S)
-    is_drawn_S = torch.as_tensor(sample.loss_mask[1:], device=old_S.device).bool() & ~rollout_S.isnan()
-    return old_S, rollout_S, is_drawn_S
+    is_sampled_S = torch.as_tensor(sample.loss_mask[1:], device=old_S.device).bool() & ~rollout_S.isnan()
+    return old_S, rollout_S, is_sampled_S
 
 
 def _reference_logprobs(micro: MicroBatch, old: Sequence[Tensor] | None) -> _ReferenceLogprobs:
-    """Return the log-probabilities that the sampled tokens of a micro-batch are compared with."""
+    """Return the log-probabilities that the current ones of a micro-batch are compared with."""
     old_BS = _rows(old, micro)
     before_BS = micro.logprobs_BS.detach() if old_BS is None else old_BS
     mask_BS = micro.mask_BS.bool()
@@ -376,17 +376,17 @@ def _reference_logprobs(micro: MicroBatch, old: Sequence[Tensor] | None) -> _Ref
 
 
 def _engine_difference(references: _ReferenceLogprobs, low: float, high: float) -> tuple[dict[str, Tensor], Metrics]:
-    """Return |log pi_old - log mu| of every sampled token, the difference between trainer and engine, and metrics.
+    """Return |log pi_old - log mu| of each sampled token, trainer (pi_old) against engine (mu), and metrics of it.
 
     The metrics of the ratio pi_old / mu are its mean, its mean square, and the fraction outside `low` to `high`.
     """
     if references.rollout_BS is None:
         return {}, {}
-    log_ratio_BS, drawn_BS = references.before_BS - references.rollout_BS, references.drawn_BS
+    log_ratio_BS, sampled_BS = references.before_BS - references.rollout_BS, references.drawn_BS
     difference_BS, ratio_BS = log_ratio_BS.abs(), probability_ratio(log_ratio_BS)
-    return {"rollout/logprob_difference": difference_BS[drawn_BS]}, {
-        "rollout/logprob_difference_mean": token_metric(difference_BS, drawn_BS),
-        "rollout/ratio": token_metric(ratio_BS, drawn_BS),
-        "rollout/ratio_square": token_metric(ratio_BS.square(), drawn_BS),
-        "rollout/ratio_out_of_band": token_metric((ratio_BS < low) | (ratio_BS > high), drawn_BS),
+    return {"rollout/logprob_difference": difference_BS[sampled_BS]}, {
+        "rollout/logprob_difference_mean": token_metric(difference_BS, sampled_BS),
+        "rollout/ratio": token_metric(ratio_BS, sampled_BS),
+        "rollout/ratio_square": token_metric(ratio_BS.square(), sampled_BS),
+        "rollout/ratio_out_of_band": token_metric((ratio_BS < low) | (ratio_BS > high), sampled_BS),
     }

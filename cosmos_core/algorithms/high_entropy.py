@@ -15,9 +15,9 @@ from cosmos_core.data.sample import Sample
 
 
 def high_entropy_masks(samples: Sequence[Sample], entropies: Sequence[Tensor], fraction: float) -> list[Tensor]:
-    """Return masks, S per sample, of trained tokens with an entropy at or above the quantile 1 - `fraction`.
+    """Return a mask of shape S per sample: True at trained tokens whose entropy reaches the quantile 1 - `fraction`.
 
-    The quantile is over all trained tokens of `samples`, so that masks do not depend on micro-batches.
+    The quantile is computed over all trained tokens of `samples`, so that masks do not depend on micro-batches.
     """
     masks = [torch.as_tensor(sample.loss_mask[1:], device=row_S.device).bool()
              for sample, row_S in zip(samples, entropies, strict=True)]  # fmt: skip

@@ -1,9 +1,9 @@
 """Estimators of a KL divergence from the log-probabilities of sampled tokens (joschu.net/blog/kl-approx.html).
 
 Let d = log p - log q for tokens sampled from p. k2 = d^2 / 2 has the expected gradient of the reverse KL(p || q). k3 =
-exp(-d) - 1 + d is unbiased for KL(p || q) and never negative. As a loss, the expected gradient of k3 is that of the
-forward KL(q || p); multiplied by the ratio p / p_old, with gradient, it is that of the reverse KL (arXiv 2506.09477,
-2512.02556). k1 is not supported: as a loss its expected gradient is zero.
+exp(-d) - 1 + d is unbiased for KL(p || q) and never negative. As a loss, k3 has the expected gradient of the forward
+KL(q || p); k3 times the ratio p / p_old, with gradient, has that of the reverse KL (arXiv 2506.09477, 2512.02556). k1 =
+d is not supported: as a loss its expected gradient is zero.
 
 Shapes: B sequences, T tokens.
 """
@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""Bound of differences of log-probabilities before exp; exp(20) still fits float32."""
+"""Bound of the absolute difference of two log-probabilities before exp, so that the result fits float32."""
 
 
 def k3(logprobs_BT: Tensor, other_logprobs_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the k3 estimate of KL(policy || other) per token, and a mask of the tokens that were clamped.
+    """Return the k3 estimate of KL(policy || other) per token, and a mask of the tokens whose log-ratio was clamped.
 
-    A clamped token has no gradient, so nothing pulls it back to the other policy: report the mask. Cosmos-RL also
-    clamps the estimate itself to 10, which removes the gradient at a drift of only 2.5 nats; this function does not.
+    A clamped token has no gradient, so nothing pulls it back to the other policy: callers report the mask as a metric.
+    Cosmos-RL also clamps the estimate itself to 10, which removes the gradient at a log-ratio of only 2.5 nats; this
+    function does not.
     """
     difference_BT = other_logprobs_BT - logprobs_BT
     clamped_BT = difference_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -29,7 +30,7 @@ def k3(logprobs_BT: Tensor, other_logprobs_BT: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def k2(logprobs_BT: Tensor, other_logprobs_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Return half the squared difference per token, and a mask of the tokens that were clamped; see `k3`."""
+    """Return the k2 estimate of KL(policy || other) per token, and a mask of the tokens whose log-ratio was clamped."""
     difference_BT = logprobs_BT - other_logprobs_BT
     return (
         difference_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).square() / 2,

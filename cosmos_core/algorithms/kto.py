@@ -24,17 +24,25 @@ from cosmos_core.models.base import MicroBatch
 
 @dataclass(frozen=True, slots=True)
 class LabelledLogprobs:
-    """Log-probabilities of responses, and their labels."""
+    """Log-probabilities of responses, and whether each response is desirable."""
 
     logps_B: Tensor
-    """Sums of log-probabilities over the trained tokens."""
+    """Log-probabilities of responses under the policy, summed over the trained tokens of each."""
     reference_B: Tensor
-    """The same sums under the reference policy."""
+    """Log-probabilities of responses under the reference policy, summed over the trained tokens of each."""
     is_desirable_B: Tensor
+    """Labels of responses: True for desirable, False for undesirable."""
 
 
 def unpaired_loss(judged: LabelledLogprobs, kl: Tensor, config: KtoLossConfig, total: int) -> tuple[Tensor, Metrics]:
-    """Return the loss of some of a step's `total` responses, and metrics to be summed; `kl` is a scalar."""
+    """Return the loss of the responses `judged`, and metrics that are summed over micro-batches.
+
+    Args:
+        judged: responses of a micro-batch.
+        kl: estimate of the KL divergence of the policy from the reference policy, a scalar.
+        config: loss settings.
+        total: number of responses of the whole optimizer step, the denominator.
+    """
     rewards_B = config.beta * (judged.logps_B - judged.reference_B)
     is_desirable_B = judged.is_desirable_B
     sign_B = torch.where(is_desirable_B, -1.0, 1.0).to(rewards_B)
@@ -43,20 +51,20 @@ def unpaired_loss(judged: LabelledLogprobs, kl: Tensor, config: KtoLossConfig, t
     loss = (weight_B * torch.sigmoid(sign_B * (rewards_B - config.beta * kl))).sum() / total
     values = {"rewards": rewards_B, "logps": judged.logps_B}
     metrics = {
-        f"{name}/{side}": torch.stack([values_B.detach()[own_B].sum(dtype=torch.float64), own_B.sum().double()])
+        f"{name}/{side}": torch.stack([values_B.detach()[mask_B].sum(dtype=torch.float64), mask_B.sum().double()])
         for name, values_B in values.items()
-        for side, own_B in (("chosen", is_desirable_B), ("rejected", ~is_desirable_B))
+        for side, mask_B in (("chosen", is_desirable_B), ("rejected", ~is_desirable_B))
     }
     return loss, metrics | {"kl": torch.stack([kl.double(), torch.ones_like(kl).double()])}
 
 
 class Kto(Algorithm):
-    """KTO: one update per train step, with the mean loss over all its responses."""
+    """KTO: one optimizer step per train step, with the mean loss over all responses of the train step."""
 
     config: KtoConfig
 
     def updates(self, samples: Sequence[Sample], view: View) -> Iterator[Update]:
-        """Yield one optimizer step with all responses."""
+        """Yield one optimizer step with all responses of the train step."""
         reference_B, divergence_B = self._reference(samples, view)
         kl = divergence_B.mean().clamp(min=0)
         is_desirable_B = torch.tensor([sample.reward > 0 for sample in samples], device=kl.device)
@@ -72,20 +80,21 @@ class Kto(Algorithm):
         yield Update(samples, loss)
 
     def measure(self, chunks: Iterable[Sequence[Sample]], view: View, size: int) -> dict[str, float]:
-        """Return the loss and the mean rewards of all rows, with one estimate of the KL.
+        """Return the loss and the mean rewards of held-out rows, with one KL estimate over all rows.
 
-        Each row is two samples, its own and the mismatched one, with their reference log-probabilities.
+        `chunks` alternate between the labelled sample of a row and a sample with the response of another row; both
+        carry their reference log-probabilities. `size`: number of samples in a forward pass.
         """
         labels: list[bool] = []
         logps, references, divergences = [], [], []
         for samples in chunks:
-            own, others = samples[::2], samples[1::2]
-            labels += [sample.reward > 0 for sample in own]
-            logps.append(_sums(view, own, "policy", size))
-            references.append(logps[-1].new_tensor([sample.reference_logprob for sample in own]))
+            labelled, mismatched = samples[::2], samples[1::2]
+            labels += [sample.reward > 0 for sample in labelled]
+            logps.append(_sums(view, labelled, "policy", size))
+            references.append(logps[-1].new_tensor([sample.reference_logprob for sample in labelled]))
             if self.config.kto.loss_type == "kto":
-                other_reference_B = logps[-1].new_tensor([sample.reference_logprob for sample in others])
-                divergences.append(_sums(view, others, "policy", size) - other_reference_B)
+                mismatched_reference_B = logps[-1].new_tensor([sample.reference_logprob for sample in mismatched])
+                divergences.append(_sums(view, mismatched, "policy", size) - mismatched_reference_B)
         logps_B = torch.cat(logps)
         judged = LabelledLogprobs(logps_B, torch.cat(references), torch.tensor(labels, device=logps_B.device))
         kl = torch.cat(divergences).mean().clamp(min=0) if divergences else logps_B.new_zeros(())
@@ -93,10 +102,9 @@ class Kto(Algorithm):
         return {"loss": loss.item(), **means(metrics)}
 
     def _reference(self, samples: Sequence[Sample], view: View) -> tuple[Tensor, Tensor]:
-        """Return the responses' reference log-probabilities, and the log-ratios of policy to reference for mismatched
-        responses.
+        """Return two tensors: the reference log-probabilities of responses, and log-ratios for the KL estimate.
 
-        The latter are 0 for losses without KL.
+        The log-ratios are those of policy to reference for mismatched responses; they are 0 for losses without KL.
         """
         if self.config.kto.loss_type != "kto":
             reference_B = _sums(view, samples, "reference")
@@ -108,6 +116,7 @@ class Kto(Algorithm):
 
 
 def _sums(view: View, samples: Sequence[Sample], weights: str, size: int | None = None) -> Tensor:
+    """Return the log-probability of each response under the weight set named `weights`."""
     rows = view.evaluate(samples, weights=weights, size=size)
     return torch.stack([row["logprobs"].sum(dtype=torch.float64) for row in rows])
 

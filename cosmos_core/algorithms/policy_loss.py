@@ -21,7 +21,7 @@ from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, probab
 
 @dataclass(frozen=True, slots=True)
 class PolicyInputs:
-    """Inputs of the policy loss; values where the mask is 0 are ignored."""
+    """Inputs of the policy loss; values at tokens where `mask_BT` is 0 are ignored."""
 
     logprobs_BT: Tensor
     """log pi of the sampled tokens, with gradient."""
@@ -29,18 +29,20 @@ class PolicyInputs:
     mask_BT: Tensor
     """1 where the policy sampled the token; 0 in rows whose completion has no valid reward."""
     old_logprobs_BT: Tensor | None = None
-    """Log-probabilities under the policy before this batch's first update; None in the first update, whose ratio is
-    1."""
+    """Log-probabilities under the policy before the first update on these samples.
+
+    None: the current policy is the old policy, so that the probability ratio is 1.
+    """
     ref_logprobs_BT: Tensor | None = None
-    """Log-probabilities under the reference policy; required if `kl_beta` > 0, otherwise only used for the metric."""
+    """Log-probabilities under the reference policy; required if `kl_beta` > 0, otherwise only for the metric `kl`."""
     entropy_BT: Tensor | None = None
-    """Entropy of the policy at each token, for the metric and, with gradient, for `entropy_coeff`."""
+    """Entropy of the policy at each token, for the metric `entropy` and, with gradient, for the entropy bonus."""
     weights_BT: Tensor | None = None
-    """Importance weights of tokens that were sampled from another policy mu (`correction`); None: 1."""
+    """Importance weights of tokens that were sampled from another policy mu (see `correction`); None: all are 1."""
     rollout_logprobs_BT: Tensor | None = None
     """Log-probabilities under mu, the distribution of the rollouts; required by AIPO and the off-policy mask."""
     token_advantages_BT: Tensor | None = None
-    """Per-token values that are added to the advantage; None: nothing is added."""
+    """Per-token values that are added to the advantage of the sequence; None: nothing is added."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +99,10 @@ def policy_loss(inputs: PolicyInputs, settings: PolicySettings) -> PolicyLoss:
 
 
 def _off_policy(terms: Terms, delta: float) -> Tensor:
-    """Return a mask of the sequences that the off-policy mask excludes (DeepSeek-V3.2, arXiv 2512.02556).
+    """Return a mask of the sequences that off-policy masking excludes (DeepSeek-V3.2, arXiv 2512.02556), shape (B, 1).
 
-    These have a negative advantage (the mean over tokens) and a mean log(mu / pi) above `delta`: the policy is already
-    too far from mu to be pushed further away from the sequence.
+    An excluded sequence has a negative advantage (mean over tokens) and a mean log(mu / pi) above `delta`, where mu is
+    the rollout policy: the policy is already too far from mu to be pushed further away from the sequence.
     """
     assert terms.rollout_log_ratio_BT is not None, "the off-policy mask needs the log-probabilities of the rollouts"
     lengths_B1 = terms.mask_BT.sum(-1, keepdim=True).clamp(min=1)
@@ -110,10 +112,10 @@ def _off_policy(terms: Terms, delta: float) -> Tensor:
 
 
 def positive_nll(logprobs_BT: Tensor, mask_BT: Tensor, rewards_B: Tensor, denominator: float) -> Tensor:
-    """Return the mean -log pi over the tokens of completions with a reward above 0, for `positive_nll_coef`.
+    """Return the sum of -log pi over the tokens of completions with a reward above 0, divided by `denominator`.
 
-    `denominator` is the number of these tokens in the whole optimizer step, which differs from the denominator of the
-    policy loss (VAPO, arXiv 2504.05118).
+    `denominator` is the number of such tokens in the whole optimizer step, which differs from the denominator of the
+    policy loss (VAPO, arXiv 2504.05118). The key `positive_nll_coef` is the weight of this loss.
     """
     positive_BT = mask_BT.bool() & (rewards_B > 0).unsqueeze(-1)
     return -apply_mask(logprobs_BT, positive_BT).sum() / denominator

@@ -1,5 +1,7 @@
-"""Detection of prefixes that completions of one group share although their rewards differ, so that they get no
-credit."""
+"""Detection of token prefixes that completions of a group share although their rewards differ.
+
+Such a prefix is excluded from the loss, because it does not explain the difference of the rewards.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,11 @@ from itertools import takewhile
 def shared_prefixes(
     completions: Sequence[Sequence[int]], rewards: Sequence[float | None], min_tokens: int
 ) -> list[int]:
-    """Return for each completion how many of its first tokens are excluded from the loss.
+    """Return for each completion of a group how many of its first tokens are excluded from the loss.
 
     A prefix is excluded if it has at least `min_tokens` tokens, at least two completions share it, no two of these
-    share a longer one, and their valid rewards differ. A completion that consists only of the prefix is kept whole.
-    This is the rule of `min_filter_prefix_tokens` in Cosmos-RL.
+    completions share a longer prefix, and their valid rewards differ. A completion that consists only of the prefix is
+    kept whole. This is the rule of `min_filter_prefix_tokens` in Cosmos-RL.
     """
     numbers = range(len(completions))
     shared = [[_common(completions[i], completions[j]) if i != j else 0 for j in numbers] for i in numbers]
@@ -29,4 +31,5 @@ def shared_prefixes(
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return the length of the common prefix of two token sequences."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

@@ -14,12 +14,12 @@ _KEY = "train.train_policy.trainer_type"
 
 
 def make_algorithm(recipe: Recipe, sampling: Sampling | None = None) -> Algorithm:
-    """Return the algorithm of `train.train_policy.trainer_type`.
+    """Return the algorithm that `train.train_policy.trainer_type` names, with its settings.
 
-    `sampling`: the sampling settings of its completions; None: no rollouts.
+    `sampling`: sampling settings of the completions that it trains on; None: no rollouts.
 
     Raises:
-        ConfigError: a user-defined path does not lead to a subclass of `Algorithm`.
+        ConfigError: the import path of a user-defined algorithm does not name a subclass of `Algorithm`.
     """
     policy = recipe.train.train_policy
     if is_import_path(policy.trainer_type):

@@ -20,9 +20,9 @@ def whitened_returns(
 ) -> list[Tensor]:
     """Return the advantage of each token, S per sample, in float64; 0 for tokens that are not trained.
 
-    The reward of a trained token is -`kl_beta` * (log pi_old - log pi_reference), and the last token's also includes
-    the reward of the completion. The return of a token is the sum of rewards from this token to the end. The advantages
-    are the returns, `whiten` over the trained tokens of all `samples`.
+    The reward of a trained token is -`kl_beta` * (log pi_old - log pi_reference); the reward of the completion is added
+    to that of the last token. The return of a token is the sum of rewards from this token to the end. The advantages
+    are the returns, normalized by `whiten` over the trained tokens of all `samples`.
     """
     masks = [torch.as_tensor(sample.loss_mask[1:]).bool() for sample in samples]
     returns = []

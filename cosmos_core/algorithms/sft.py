@@ -27,10 +27,10 @@ def sft_loss(logprobs_BT: Tensor, loss_mask_BT: Tensor, total: float) -> tuple[T
 
 
 class Sft(Algorithm):
-    """Supervised fine-tuning: one update per train step, with the mean loss over all its tokens."""
+    """Supervised fine-tuning: one optimizer step per train step, with the mean loss over all trained tokens."""
 
     def updates(self, samples: Sequence[Sample], view: View) -> Iterator[Update]:
-        """Yield one optimizer step with all samples."""
+        """Yield one optimizer step with all samples of the train step."""
         total = denominator("token-mean", [sample.num_learned for sample in samples])
 
         def loss(batch: MicroBatch) -> Loss:

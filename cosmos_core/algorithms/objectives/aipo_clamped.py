@@ -9,7 +9,7 @@ from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, capped
 
 
 def aipo_clamped(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
-    """Return -min(rho, ratio_cap) A with rho = pi / pi_old."""
+    """Return the clamped AIPO loss per token, -min(rho, ratio_cap) A, with rho = pi / pi_old and advantage A."""
     ratio_BT = probability_ratio(terms.log_ratio_BT)
     loss_BT = -ratio_BT.clamp(max=settings.ratio_cap) * terms.advantages_B1
     return loss_BT, capped_fraction(ratio_BT, terms, settings)

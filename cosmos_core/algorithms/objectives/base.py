@@ -1,7 +1,7 @@
 """Common inputs of policy-gradient objectives, which are pure functions in one file each.
 
-A file NAME.py has `def NAME(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]`: the loss of each token
-(B, T), to be minimized, and metrics over the mask.
+A file NAME.py has `def NAME(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]`, which returns the loss
+of each token (B, T), to be minimized, and metrics over the trained tokens.
 
 Shapes: B sequences, T tokens.
 """
@@ -28,9 +28,9 @@ class PolicySettings:
     unbiased_kl_estimate: bool = False
     kl_estimator: Literal["k2", "k3"] = "k3"
     objective: str = "clip"
-    """Name of a module in this folder."""
+    """Objective of the policy loss, the name of a module in `cosmos_core/algorithms/objectives`."""
     ratio_cap: float = 5.0
-    """Maximum importance weight of a token in CISPO, AIPO and DPPO, as an absolute value."""
+    """Maximum importance weight of a token in CISPO, AIPO and DPPO: the weight itself, not its distance from 1."""
     sapo_temperature_pos: float = 1.0
     sapo_temperature_neg: float = 1.05
     entropy_coeff: float = 0.0
@@ -42,19 +42,21 @@ class Terms:
     """Log-probability terms and advantages of the sampled tokens; zeros where the mask is 0."""
 
     logprobs_BT: Tensor
-    """log pi, with gradient."""
+    """Log-probabilities of the tokens under the policy, log pi, with gradient."""
     log_ratio_BT: Tensor
-    """log pi - log pi_old, with gradient."""
+    """Log-ratios of the policy to the old policy, log pi - log pi_old, with gradient."""
     rollout_log_ratio_BT: Tensor | None
-    """log pi - log mu without gradient, where mu is the distribution that the tokens were sampled from; None:
-    unknown."""
+    """Log-ratios log pi - log mu without gradient, mu being the distribution that the tokens were sampled from.
+
+    None: the log-probabilities under mu are unknown.
+    """
     advantages_B1: Tensor
     """Advantage of each sequence; shape BT if it differs between tokens of a sequence."""
     mask_BT: Tensor
 
 
 def capped_fraction(ratio_BT: Tensor, terms: Terms, settings: PolicySettings) -> Metrics:
-    """Return the fraction of tokens whose weight exceeds `ratio_cap`, in total and by the sign of the advantage."""
+    """Return metrics: the fraction of tokens whose ratio exceeds `ratio_cap`, in total and by sign of the advantage."""
     is_capped_BT = ratio_BT > settings.ratio_cap
     return {
         "clip_high": token_metric(is_capped_BT, terms.mask_BT),
@@ -64,5 +66,5 @@ def capped_fraction(ratio_BT: Tensor, terms: Terms, settings: PolicySettings) ->
 
 
 def probability_ratio(log_ratio_BT: Tensor) -> Tensor:
-    """Return exp of a difference of log-probabilities, with the difference clamped to +-20."""
+    """Return exp of a difference of log-probabilities, with the difference clamped to +-`MAX_LOG_RATIO`."""
     return log_ratio_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

@@ -9,8 +9,9 @@ from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, capped
 
 
 def cispo(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
-    """Return -sg[min(rho, ratio_cap)] A log pi: every token keeps its gradient, and weights have no lower bound.
+    """Return the CISPO loss per token, -sg[min(rho, ratio_cap)] A log pi, with rho = pi / pi_old and advantage A.
 
+    sg stops the gradient of the weight, so every token keeps the gradient of log pi. Weights have no lower bound.
     `ratio_cap` is the maximum weight itself, not its distance from 1.
     """
     ratio_BT = probability_ratio(terms.log_ratio_BT.detach())

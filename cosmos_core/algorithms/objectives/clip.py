@@ -12,9 +12,10 @@ from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, probab
 
 
 def clip(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
-    """Return -min(rho A, clip(rho, 1 - epsilon_low, 1 + epsilon_high) A), for A < 0 at most -lower_bound_ratio A.
+    """Return the clipped PPO loss per token, -min(rho A, clip(rho, 1 - epsilon_low, 1 + epsilon_high) A).
 
-    A negative epsilon disables clipping on its side.
+    Here rho = pi / pi_old, and A is the advantage. For A < 0 the loss is at most -lower_bound_ratio A (dual clip). A
+    negative epsilon disables clipping on its side.
     """
     ratio_BT, advantages_B1 = probability_ratio(terms.log_ratio_BT), terms.advantages_B1
     loss_BT, metrics = clipped_loss(ratio_BT, terms, settings)
@@ -25,7 +26,7 @@ def clip(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
 
 
 def clipped_loss(ratio_BT: Tensor, terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
-    """Return the pessimistic loss of tokens with these ratios, and the fractions of tokens that were clipped."""
+    """Return the larger of the clipped and unclipped loss of each token, and the fractions of clipped tokens."""
     low = 1 - settings.epsilon_low if settings.epsilon_low >= 0 else -math.inf
     high = 1 + settings.epsilon_high if settings.epsilon_high >= 0 else math.inf
     advantages_B1 = terms.advantages_B1

@@ -11,14 +11,14 @@ from cosmos_core.algorithms.objectives.base import PolicySettings, Terms
 from cosmos_core.algorithms.objectives.dppo_tv import probabilities, within_region
 
 _EPSILON = 1e-8
-"""Added to the total probability of all other tokens, as in verl."""
+"""Value added to the total probability of all tokens other than the sampled one before the logarithm, as in verl."""
 
 
 def dppo_kl(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
-    """Return `within_region` for tokens with a KL(old || policy) of at most epsilon.
+    """Return `within_region` with the trust region of tokens with a KL(old policy || policy) of at most epsilon.
 
-    The bound is epsilon_high if A > 0 and the token's probability has risen, and epsilon_low if A <= 0 and it has
-    fallen. Other tokens are unbounded.
+    The bound is epsilon_high if the advantage is above 0 and the token's probability has risen, and epsilon_low if the
+    advantage is not above 0 and the probability has fallen. All other tokens are inside the region.
     """
     probability_BT, old_BT = probabilities(terms)
     others_BT = torch.log((1 - old_BT + _EPSILON) / (1 - probability_BT + _EPSILON))

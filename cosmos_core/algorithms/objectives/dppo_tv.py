@@ -11,10 +11,10 @@ from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, probab
 
 
 def dppo_tv(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
-    """Return `within_region` for tokens whose probability has changed by at most epsilon.
+    """Return `within_region` with the trust region of tokens whose probability has changed by at most epsilon.
 
-    For A > 0 it must not have risen by more than epsilon_high; otherwise it must not have fallen by more than
-    epsilon_low.
+    For an advantage above 0 the probability must not have risen by more than epsilon_high; otherwise it must not have
+    fallen by more than epsilon_low.
     """
     probability_BT, old_BT = probabilities(terms)
     moved_BT, is_positive_B1 = probability_BT - old_BT, terms.advantages_B1 > 0
@@ -23,9 +23,10 @@ def dppo_tv(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
 
 
 def within_region(terms: Terms, settings: PolicySettings, is_inside_BT: Tensor) -> tuple[Tensor, Metrics]:
-    """Return -sg[min(rho, ratio_cap)] A log pi for tokens inside the trust region and 0 for others.
+    """Return the loss -sg[min(rho, ratio_cap)] A log pi of tokens inside the trust region, 0 for other tokens.
 
-    The metrics are the fractions of tokens outside the trust region, by the sign of the advantage.
+    Here rho = pi / pi_old, A is the advantage, and sg stops the gradient. The metrics are the fractions of tokens
+    outside the trust region, by the sign of the advantage.
     """
     ratio_BT = probability_ratio(terms.log_ratio_BT.detach()).clamp(max=settings.ratio_cap)
     loss_BT = -ratio_BT * is_inside_BT * terms.advantages_B1 * terms.logprobs_BT

@@ -1,4 +1,4 @@
-"""Group sequence policy optimization (arXiv 2507.18071): one ratio for each sequence."""
+"""Group sequence policy optimization (arXiv 2507.18071): one probability ratio for each sequence."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from cosmos_core.algorithms.objectives.clip import clipped_loss
 
 
 def gspo(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
-    """Return -min(s A, clip(s) A) for every token, where s is exp of the mean log-ratio over the tokens of the
-    sequence.
+    """Return the GSPO loss per token, -min(s A, clip(s) A), where s is exp of the mean log-ratio of the sequence.
 
-    This is the paper's loss if it is averaged over each sequence and then over sequences (`loss_type =
-    "seq-mean-token-mean"`). Usual epsilons are about 3e-4 and 4e-4. There is no dual clip.
+    The mean over the tokens of each sequence and then over sequences (`loss_type = "seq-mean-token-mean"`) is the loss
+    of the paper. Usual epsilons are about 3e-4 and 4e-4. There is no dual clip.
     """
     lengths_B1 = terms.mask_BT.sum(-1, keepdim=True).clamp(min=1)
     mean_B1 = terms.log_ratio_BT.sum(-1, keepdim=True) / lengths_B1

@@ -10,10 +10,10 @@ from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, probab
 
 
 def sapo(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
-    """Return -(4 / t) sigmoid(t (rho - 1)) A, with one temperature t for positive advantages and another for all
-    others.
+    """Return the SAPO loss per token, -(4 / t) sigmoid(t (rho - 1)) A, with rho = pi / pi_old and advantage A.
 
-    This is the paper's loss if it is averaged over each sequence and then over sequences.
+    The temperature t is `sapo_temperature_pos` if A > 0, else `sapo_temperature_neg`. The mean over the tokens of each
+    sequence and then over sequences is the loss of the paper.
     """
     positive, negative = settings.sapo_temperature_pos, settings.sapo_temperature_neg
     temperature_B1 = negative + (positive - negative) * (terms.advantages_B1 > 0).to(terms.advantages_B1)
