@@ -139,9 +139,10 @@ def _models(stage: Stage) -> list[dict[str, Any]]:
     base = source_of(stage.config.model) if stage.recipe.merge.method in _METHODS else None
     names = [name for name in stage.config.after if name != base and stage.inputs[name]["info"].get("model")]
     if len(names) < 2:
+        besides = f" besides the base {base!r}" if base in stage.config.after else ""
         raise ConfigError(
             f"stage {stage.name!r}: after = {json.dumps(stage.config.after)} names {len(names)} models to merge; name "
-            f"at least two"
+            f"at least two{besides}"
         )
     return [stage.inputs[name] for name in names]
 
