@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
+from cosmos_core.parallel.mesh import is_single_rank
 from cosmos_core.parent import die_with_parent
 from cosmos_core.rollout.base import Bucket, EngineSettings
 from cosmos_core.rollout.replica import PackedBucket, pack, unpack
@@ -25,8 +26,8 @@ _CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
 
 
 def has_ranks(settings: EngineSettings) -> bool:
-    """Return whether the engine has ranks of its own."""
-    return settings.is_apart and settings.rollout.parallelism.tp_size > 1
+    """Return whether the engine has ranks of its own; on the ranks of a stage, it is spread over neighbouring ones."""
+    return settings.is_apart and settings.rollout.parallelism.tp_size > 1 and is_single_rank()
 
 
 def ranks_arguments(*, is_cpu: bool) -> dict[str, Any]:
