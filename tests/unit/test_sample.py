@@ -178,6 +178,17 @@ def test_recipes_that_sample_nothing_are_refused(policy: dict[str, Any], message
     assert not [*made.sample.refusals(InStage(made, all_kinds()["sft"]))]
 
 
+@pytest.mark.parametrize(("endpoint", "is_refused"), [("", True), ("http://host/v1", False)])
+def test_a_temperature_that_vllm_does_not_have_is_refused(endpoint: str, is_refused: bool) -> None:
+    made = Recipe.model_validate({
+        "train": {"train_policy": {"type": "grpo"}},
+        "sample": {"endpoint": endpoint, "endpoint_model": "m" if endpoint else ""},
+        "rollout": {"backend": "vllm", "sampling_config": {"temperature": 3.0}},
+    })  # fmt: skip
+    refusals = "".join(made.rollout.refusals(InStage(made, all_kinds()["sample"])))
+    assert ("temperature = 3.0: vLLM samples between" in refusals) is is_refused
+
+
 def contents(path: Path) -> list[bytes]:
     return [(path / name).read_bytes() for name in (FILE, "rows/train.jsonl", "pass_rates.jsonl")]
 

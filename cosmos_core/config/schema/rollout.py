@@ -164,7 +164,8 @@ class RolloutConfig(Table):
         if self.backend != "vllm" or stage.recipe.policy.is_diffusers:
             return
         asked = {}
-        if stage.kind.feed == "rollouts":
+        has_server = stage.kind.table == "sample" and bool(stage.recipe.sample.endpoint)
+        if stage.kind.completes_prompts and not has_server:
             asked["rollout.sampling_config.temperature"] = self.sampling_config.temperature
         if stage.measures and stage.recipe.completes_held_out:
             asked["validation.temperature"] = stage.recipe.validation.temperature
