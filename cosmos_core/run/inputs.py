@@ -54,8 +54,9 @@ def check_inputs(pipeline: Pipeline) -> None:
                     f"kind {kind.name!r} needs the package {package}, which is not installed; pip install "
                     f"'cosmos-posttrain[{kind.extras[package]}]'"
                 )
+            unused = {} if kind.trains else kernel_packages(recipe)
             for package, key in _packages(recipe).items():
-                if package in missing and (kind.trains or package not in kernel_packages(recipe)):
+                if package in missing and package not in unused and (key != "sample.endpoint" or kind.reads(key)):
                     raise ConfigError(
                         f"{key}: the package {package} is not installed; pip install 'cosmos-posttrain[{package}]' or "
                         f"leave it out"
@@ -165,6 +166,8 @@ def _packages(recipe: Recipe) -> dict[str, str]:
     require them."""
     sinks = [name for name in recipe.logging.logger if name != CONSOLE and not is_import_path(name)]
     packages = {load_named(name, SINKS_FOLDER, "Sink").package: f"logging.logger {name!r}" for name in sinks}
+    if recipe.sample.endpoint:
+        packages["openai"] = "sample.endpoint"
     return packages | kernel_packages(recipe)
 
 

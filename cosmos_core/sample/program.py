@@ -23,7 +23,6 @@ from cosmos_core.parallel.mesh import broadcast_object, is_first, num_ranks
 from cosmos_core.rollout.base import generate
 from cosmos_core.run.files import replaced_folder, telling_of_full_disk, write_text
 from cosmos_core.run.stage import Stage
-from cosmos_core.sample.endpoint import Endpoint
 from cosmos_core.sample.records import FILE, Sampled, append_records, read_records, sampled_of
 from cosmos_core.sample.selection import kept, metrics_of, pass_rate, rows_of
 from cosmos_core.train.generation import open_engine
@@ -99,6 +98,8 @@ def _complete(stage: Stage, prompts: Prompts, sampling: Sampling) -> list[Sample
 def _completer(stage: Stage, sampling: Sampling, stack: ExitStack) -> Callable[[Sequence[Prompt]], list[Group]]:
     """Return a function that completes prompts with the model of the stage, or with that of an endpoint."""
     if stage.recipe.sample.endpoint:
+        from cosmos_core.sample.endpoint import Endpoint  # its package openai is optional
+
         endpoint = Endpoint(stage, sampling)
         stack.callback(endpoint.close)
 
