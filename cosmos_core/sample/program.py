@@ -18,6 +18,7 @@ from typing import Any
 from cosmos_core.config.inputs import source_of
 from cosmos_core.data.kinds.prompts import Prompts, open_prompts
 from cosmos_core.data.messages import system_of, with_system
+from cosmos_core.data.tool_calls import read_tools
 from cosmos_core.errors import DataError, Preempted, RewardError
 from cosmos_core.parallel.mesh import broadcast_object, is_first, num_ranks
 from cosmos_core.rollout.base import generate
@@ -53,8 +54,9 @@ def run(stage: Stage) -> Outcome:
     origin = _origin(stage)
     rows: list[dict[str, Any]] = []
     for record, rate, candidates in zip(records, rates, passing, strict=True):
-        columns = {"prompt_id": record.id, "pass_rate": rate, **origin}
-        rows += rows_of(record, messages_of(prompts[record.id], stage), config, candidates, columns)
+        prompt = prompts[record.id]
+        columns = {"prompt_id": record.id, "pass_rate": rate, **tools_of(prompt), **origin}
+        rows += rows_of(record, messages_of(prompt, stage), config, candidates, columns)
     metrics = metrics_of(records, passing, rates, len(rows))
     if not rows:
         raise DataError(_nothing_kept(records, metrics))
@@ -120,6 +122,12 @@ def messages_of(prompt: Prompt, stage: Stage) -> list[dict[str, Any]]:
     given = prompt.metadata.get("prompt", prompt.text)
     turns = [{"role": "user", "content": given}] if isinstance(given, str) else [*given]
     return with_system(turns, system_of(prompt.metadata) or stage.recipe.train.train_policy.system_prompt)
+
+
+def tools_of(prompt: Prompt) -> dict[str, str]:
+    """Return the column with the tools that a prompt was rendered with, as JSON; empty if its row has none."""
+    tools = read_tools(prompt.metadata, f"prompt {prompt.id}")
+    return {"tools": json.dumps(tools, ensure_ascii=False)} if tools else {}
 
 
 def _stop_if_requested(stage: Stage, done: int) -> None:

@@ -21,6 +21,7 @@ from cosmos_core.run.stage import Stage
 from cosmos_core.sample import program
 from cosmos_core.sample.records import FILE, Candidate, Sampled
 from cosmos_core.sample.selection import kept, metrics_of, pair, pass_rate
+from cosmos_core.types import Prompt
 from tasks.kinds import all_kinds
 from tests.unit.chat_server import chat_server
 from tests.unit.test_train import BASE, make_stage
@@ -141,6 +142,13 @@ def test_the_rows_are_conversations_that_sft_learns(task: Path, tmp_path: Path) 
         make_stage(tmp_path / "sft", "prepare", recipe(task, {"type": "sft"}), task / "task/model", stage.path / "rows")
     )
     assert len(open_sequences(tmp_path / "sft/data", "train")) == 10
+
+
+def test_a_row_has_the_tools_of_its_prompt() -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    for given in (tools, json.dumps(tools)):
+        assert json.loads(program.tools_of(Prompt(0, (1,), "", "", metadata={"tools": given}))["tools"]) == tools
+    assert program.tools_of(Prompt(0, (1,), "", "", metadata={"tools": None})) == {}
 
 
 def test_pairs_are_rows_that_dpo_compares(task: Path, tmp_path: Path) -> None:
