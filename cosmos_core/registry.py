@@ -66,7 +66,7 @@ def offered_names(folder: str, suffix: str = "") -> list[str]:
     [path] = importlib.import_module(folder).__path__
     names = []
     for name in known_names(folder):
-        thing = rf"class {class_name(name)}{suffix}\b" if suffix else rf"def {name}\("
+        thing = rf"class {class_name(name)}{suffix}\b" if suffix else rf"(async )?def {name}\("
         if re.search(f"^{thing}", Path(path, f"{name}.py").read_text(encoding="utf-8"), re.M):
             names.append(name)
     return names

@@ -81,8 +81,11 @@ class Reward:
             raise ValueError(f"returned {returned} for {len(fields)} completions; the rule is a list with one for each")
         scored: list[Scored | ValueError | None] = []
         for result in results:
+            if isinstance(result, ValueError) or (result is None and self.binding.takes_lists):
+                scored.append(result)
+                continue
             try:
-                scored.append(None if result is None and self.binding.takes_lists else _parse_score(result))
+                scored.append(_parse_score(result))
             except ValueError as error:
                 scored.append(error)
         return scored

@@ -25,6 +25,7 @@ KEYWORDS = {
     "finish_reason": "'stop' or 'length'",
     "max_tokens": "most tokens that a completion may have",
     "overlong": "the recipe's table [train.train_policy.overlong_reward]",
+    "judge_config": "the recipe's [judge] table",
     "custom": "the recipe's [custom] table",
 }
 """Parameters that a reward may declare in addition to the completion, the reference and columns."""
@@ -37,7 +38,7 @@ WANTED = (
 _COMPLETION = ("to_be_evaluated", "completion", "solution_str")
 _OF_A_COMPLETION = (*_COMPLETION, "media", "turns", "num_tokens", "completion_ids", "finish_reason")
 """Parameters that differ between the completions of a prompt; a function needs at least one of them."""
-_OF_THE_RECIPE = ("max_tokens", "overlong", "custom", "metadata")
+_OF_THE_RECIPE = ("max_tokens", "overlong", "judge_config", "custom", "metadata")
 """Parameters that stay single values for a function that takes lists."""
 _PLURALS = {
     "completions": "completion", "prompts": "prompt", "references": "reference", "solution_strs": "solution_str",

@@ -29,6 +29,7 @@ from cosmos_core.errors import RewardError, StageFailed
 from cosmos_core.registry import is_import_path
 from cosmos_core.rewards.base import Reward, load_reward, metric_names, one_line, request_of
 from cosmos_core.rewards.process import START_SECONDS, Workers, begin, ending, wait_for
+from cosmos_core.transient import is_transient
 from cosmos_core.types import Group, Score, ScoredGroup
 
 ScoreGroups = Callable[[Sequence[Group]], list[ScoredGroup]]
@@ -47,7 +48,7 @@ class _Result(NamedTuple):
     metrics: Mapping[str, float] = {}
     error: str = ""
     is_raised: bool = False
-    """Whether the function raised an error, so that a retry would raise it again."""
+    """Whether the function raised an error that a retry would raise again: any but those of networks and memory."""
 
 
 class _Call(NamedTuple):
@@ -283,4 +284,5 @@ def _score(name: str, requests: Sequence[Mapping[str, Any]], takes_lists: bool) 
 def _error_score(reward: Reward, error: BaseException, *, is_told: bool) -> _Result:
     if not is_told:
         print_exception(error)
-    return _Result(error=masked(one_line(error, reward.location_of(error))), is_raised=True)
+    is_permanent = not is_transient(error)
+    return _Result(error=masked(one_line(error, reward.location_of(error))), is_raised=is_permanent)

@@ -93,9 +93,9 @@ def fingerprint(
     digested = [(each, _digest(each, digests)) for each in inputs if _counts(each, kind, reads)]
     labels = _labels(inputs, reads)
     values = result_values(recipe) if stage.entry else _without_paths(result_values(recipe))
-    for other in pipeline.kinds.values():  # a table that does not concern the stage, unless user code may read it
-        if other.table and other.table != kind.table and (table := getattr(recipe, other.table)) == type(table)():
-            values.pop(other.table)
+    for name in {"judge", *(other.table for other in pipeline.kinds.values() if other.table)} - {kind.table}:
+        if (table := getattr(recipe, name)) == type(table)():  # does not concern the stage, even if user code reads it
+            values.pop(name)
     # User functions and classes receive the whole config.
     is_whole = any(each.role in {"entry", "data_code"} for each in inputs)
     settings = values if is_whole else {k: v for k, v in flat_keys(_renamed(values, labels)).items() if reads(k)}
@@ -207,6 +207,8 @@ def reads_of(pipeline: Pipeline, stage: StageConfig) -> Callable[[str], bool]:
         unread += [f"distillation.{name}" for name in type(recipe.distillation).model_fields if name != "enable"]
     if not _completes_prompts(pipeline, stage):
         unread.append("rollout")
+    if not recipe.asks_judge:
+        unread.append("judge")
 
     def is_read(key: str) -> bool:
         return kind.reads(key) and not is_below(key, unread)

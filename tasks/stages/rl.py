@@ -15,7 +15,7 @@ KIND = StageKind(
     allowed_keys=("reward_service", "reward_service_pool"),
     reads_model="weights",
     reads_data="prepared",
-    recipe_tables=("train", "policy", "rollout", "validation", "custom", "distillation", "mode"),
+    recipe_tables=("train", "policy", "rollout", "validation", "custom", "judge", "distillation", "mode"),
     unread=DECIDE_ROWS,
     libraries=TRAINING,
 )

@@ -37,6 +37,7 @@ KIND = StageKind(
         "policy",
         "rollout",
         "custom",
+        "judge",
         "sample",
     ),
     unread=(

@@ -16,7 +16,7 @@ KIND = StageKind(
     reads_model="weights",
     reads_data="prepared",
     # Rollout and custom: held-out completions may be generated and scored during training.
-    recipe_tables=("train", "policy", "validation", "rollout", "custom"),
+    recipe_tables=("train", "policy", "validation", "rollout", "custom", "judge"),
     unread=DECIDE_ROWS,
     libraries=TRAINING,
 )

@@ -28,6 +28,7 @@ KIND = StageKind(
         "rollout",
         "validation",
         "custom",
+        "judge",
     ),
     # Validation reads its rows in order, so how training shuffles and when it validates does not matter.
     unread=(

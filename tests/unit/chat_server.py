@@ -1,20 +1,26 @@
-"""A server of chat completions, as OpenAI's API has them, whose answers are digits of the seeds of requests."""
+"""A server of chat completions, as OpenAI's API has them; it completes with a digit of the seed of a request."""
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 
 @contextmanager
-def chat_server(status: int = 200, first: int = 0, meet_seconds: float = 0.0) -> Iterator[tuple[str, list[Any]]]:
-    """Yield the URL of a server and the list of its requests. It answers with `status`, the `first` requests with 503.
+def chat_server(
+    status: int = 200,
+    first: int = 0,
+    meet_seconds: float = 0.0,
+    complete: Callable[[dict[str, Any]], str] = lambda request: str(request["seed"] % 10),
+) -> Iterator[tuple[str, list[Any]]]:
+    """Yield the URL of a server and the list of its requests. It responds with `status`, to the `first` requests with
+    503. `complete`: returns the completion of a request.
 
-    With `meet_seconds`, a request is answered when another has come, or after that time; `request["met"]` tells which.
+    With `meet_seconds`, a request is completed when another has come, or after that time; `request["met"]` tells which.
     """
     requests: list[dict[str, Any]] = []
     meeting, lock = threading.Barrier(2), threading.Lock()
@@ -32,9 +38,10 @@ def chat_server(status: int = 200, first: int = 0, meet_seconds: float = 0.0) ->
                     request["met"] = True
                 except threading.BrokenBarrierError:
                     meeting.reset()
-            message = {"role": "assistant", "content": str(body["seed"] % 10)}
+            message = {"role": "assistant", "content": complete(body)}
             choice = {"index": 0, "finish_reason": "stop", "message": message}
             reply = {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
+            reply["usage"] = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
             content = json.dumps(reply if code == 200 else {"error": {"message": "no such model"}}).encode()
             self.send_response(code)
             self.send_header("Content-Type", "application/json")

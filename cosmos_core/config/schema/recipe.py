@@ -8,6 +8,7 @@ from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.diffusion_sft import DiffusionSftConfig
 from cosmos_core.config.schema.distillation import DistillationConfig
 from cosmos_core.config.schema.evaluate import EvaluateConfig
+from cosmos_core.config.schema.judge import JudgeConfig
 from cosmos_core.config.schema.logging import LoggingConfig
 from cosmos_core.config.schema.merge import MergeConfig
 from cosmos_core.config.schema.planned import VLAConfig
@@ -43,6 +44,8 @@ class Recipe(Table):
     """Sinks."""
     profiler: ProfilerConfig = ProfilerConfig()
     """Traces."""
+    judge: JudgeConfig = JudgeConfig()
+    """The language model that the reward `judge` asks."""
     merge: MergeConfig = MergeConfig()
     """How a stage of kind `merge` combines models."""
     sample: SampleConfig = SampleConfig()
@@ -112,13 +115,20 @@ class Recipe(Table):
     def reward_constants(self) -> dict[str, Any]:
         """Return what every reward of the recipe may ask for by keyword; see `rewards.base.KEYWORDS`."""
         constants = self.train.train_policy.constants_of_rewards
-        return {"custom": self.custom, "max_tokens": self.rollout.max_response_length, **constants}
+        most = self.rollout.max_response_length
+        return {"custom": self.custom, "max_tokens": most, "judge_config": self.judge.model_dump(), **constants}
+
+    @property
+    def asks_judge(self) -> bool:
+        """Return whether a reward of training or validation is `judge`."""
+        return "judge" in {*self.train.train_policy.rewards, *self.validation.reward_function}
 
     @property
     def reward_env(self) -> tuple[str, ...]:
         """Return the names of environment variables that rewards receive in addition to those that any program
         needs."""
-        return tuple(dict.fromkeys((*self.train.train_policy.env_of_rewards, *self.validation.reward_env)))
+        key = (self.judge.key_env,) if self.asks_judge else ()
+        return tuple(dict.fromkeys((*self.train.train_policy.env_of_rewards, *self.validation.reward_env, *key)))
 
     @model_validator(mode="before")
     @classmethod

@@ -1,0 +1,99 @@
+"""Reward of a language model behind an OpenAI-compatible server, which judges completions by a rubric."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from openai import AsyncOpenAI
+
+from cosmos_core.run.files import read_object, user_cache, write_text
+
+_MOST_RETRIES = 3
+_FORM = '\n\nReply with JSON: {{"reason": one sentence, "score": a whole number from 0 to {highest}}}.'
+
+
+async def judge(
+    prompts: Sequence[Any], completions: Sequence[Any], references: Sequence[str], judge_config: Mapping[str, Any]
+) -> list[tuple[float, dict[str, float]] | ValueError]:
+    """Return for each completion the score of the judge divided by `highest_score`, with the numbers of tokens that
+    the request took, 0 if the reply was in the cache. A reply without a score makes its completion invalid.
+
+    Raises:
+        openai.OpenAIError: the server refuses the request, or cannot be reached after several attempts.
+    """
+    key = os.environ.get(judge_config["key_env"]) or "none"
+    async with AsyncOpenAI(base_url=judge_config["endpoint"], api_key=key, max_retries=_MOST_RETRIES) as client:
+        requests = [
+            _ask(
+                client, judge_config, {"prompt": _text(prompt), "completion": _text(completion), "reference": reference}
+            )
+            for prompt, completion, reference in zip(prompts, completions, references, strict=True)
+        ]
+        return list(await asyncio.gather(*requests))
+
+
+async def _ask(
+    client: AsyncOpenAI, config: Mapping[str, Any], texts: Mapping[str, str]
+) -> tuple[float, dict[str, float]] | ValueError:
+    request = _request(config, texts)
+    content = json.dumps([config["endpoint"], request], sort_keys=True)
+    file = user_cache() / "judge" / f"{hashlib.sha256(content.encode()).hexdigest()}.json"
+    reply = read_object(file) if config["cache"] else {}
+    tokens = {"prompt_tokens": 0.0, "completion_tokens": 0.0}
+    if "text" not in reply:
+        response = await client.chat.completions.create(**request)
+        reply = {"text": response.choices[0].message.content or ""}
+        if response.usage is not None:
+            tokens = {name: float(getattr(response.usage, name)) for name in tokens}
+    value = _score(reply["text"], config["highest_score"])
+    if isinstance(value, ValueError):
+        return value
+    if config["cache"]:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_text(file, json.dumps(reply), durable=False)
+    return value / config["highest_score"], tokens
+
+
+def _request(config: Mapping[str, Any], texts: Mapping[str, str]) -> dict[str, Any]:
+    message = config["template"]
+    for name in ("prompt", "reference", "completion"):  # the completion last: it may contain the other names
+        message = message.replace("{" + name + "}", texts[name])
+    score = {"type": "integer", "minimum": 0, "maximum": config["highest_score"]}
+    properties = {"reason": {"type": "string"}, "score": score}
+    schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    return {
+        "model": config["model"],
+        "messages": [
+            {"role": "system", "content": config["rubric"] + _FORM.format(highest=config["highest_score"])},
+            {"role": "user", "content": message},
+        ],
+        "temperature": config["temperature"],
+        "max_tokens": config["max_tokens"],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "judgement", "schema": schema}},
+    }
+
+
+def _score(text: str, highest: int) -> float | ValueError:
+    """Return the score in a reply, which may stand in a code block; a `ValueError` if there is none."""
+    try:
+        score = json.loads(text[text.find("{") : text.rfind("}") + 1])["score"]
+    except (ValueError, KeyError, TypeError):
+        return ValueError(f"the judge replied {text[:80]!r}, which is no JSON with a score")
+    if isinstance(score, bool) or not isinstance(score, int | float) or not 0 <= score <= highest:
+        return ValueError(f"the judge gave the score {score!r}; the rule is a number from 0 to {highest}")
+    return float(score)
+
+
+def _text(value: Any) -> str:
+    """Return a prompt or completion as text: of a conversation, its turns, and of a single turn, its content."""
+    if isinstance(value, str):
+        return value
+    turns = [turn for turn in value if isinstance(turn, Mapping)]
+    if len(turns) == 1:
+        return str(turns[0]["content"])
+    return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)

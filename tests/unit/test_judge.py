@@ -1,0 +1,94 @@
+"""The reward `judge`: scores of a server, replies without a score, the cache, and a server that is away."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cosmos_core.config.schema.judge import JudgeConfig
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.config.schema.table import InStage
+from cosmos_core.rewards.runner import RewardRunner
+from cosmos_core.types import Score
+from tasks.kinds import all_kinds
+from tests.unit.chat_server import chat_server
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("MY_KEY", "secret")
+    return tmp_path / "cache"
+
+
+def scores(url: str, texts: list[str], **settings: Any) -> list[Score]:
+    """Return the scores of completions of one prompt."""
+    config = JudgeConfig(endpoint=url, model="m", key_env="MY_KEY", **settings).model_dump()
+    requests = [{"to_be_evaluated": text, "reference": "four {prompt}", "prompt": "2 + 2?"} for text in texts]
+    environment = ("MY_KEY", "XDG_CACHE_HOME")
+    with RewardRunner(
+        {"judge": 1.0},
+        timeout_seconds=60,
+        num_workers=1,
+        retries=0,
+        constants={"judge_config": config},
+        env=environment,
+    ) as runner:
+        [group] = runner._score_requests([requests])
+    return list(group)
+
+
+def judged(request: dict[str, Any]) -> str:
+    """Give 5 to a response with a 4, a score out of range to one with a 9, and no JSON to others."""
+    text = request["messages"][1]["content"].rpartition("Response:")[2]
+    return '```json\n{"reason": "ok", "score": 5}\n```' if "4" in text else '{"score": 99}' if "9" in text else "hm"
+
+
+def test_scores_are_divided_by_the_highest_and_replies_without_one_are_invalid() -> None:
+    with chat_server(complete=judged) as (url, requests):
+        four, nine, other = scores(url, ["4", "9", "?"])
+    assert four.value == 0.5 and four.metrics["judge/prompt_tokens"] == 7
+    assert nine.value is None and "score 99; the rule is a number from 0 to 10" in nine.error
+    assert other.value is None and "replied 'hm', which is no JSON with a score" in other.error
+    assert {request["key"] for request in requests} == {"Bearer secret"}
+    assert (
+        "2 + 2?" in requests[0]["messages"][1]["content"] and "four {prompt}" in requests[0]["messages"][1]["content"]
+    )
+    assert requests[0]["response_format"]["json_schema"]["schema"]["properties"]["score"]["maximum"] == 10
+
+
+def test_the_same_completion_is_judged_once_unless_the_rubric_changes(cache: Path) -> None:
+    with chat_server(complete=judged) as (url, requests):
+        first, again = scores(url, ["4"]), scores(url, ["4"])
+        assert len(requests) == 1 and again[0].value == first[0].value == 0.5
+        assert again[0].metrics["judge/prompt_tokens"] == 0
+        scores(url, ["4"], rubric="Be strict.")
+        scores(url, ["4"], cache=False)
+        assert len(requests) == 3
+    [file, _] = sorted((cache / "cosmos-posttrain" / "judge").iterdir())
+    assert "secret" not in file.read_text() and json.loads(file.read_text())["text"]
+    file.write_text("torn")
+    with chat_server(complete=judged) as (url, requests):
+        assert scores(url, ["4"])[0].value == 0.5
+
+
+def test_a_judge_that_is_away_makes_completions_invalid_and_a_retry_sensible() -> None:
+    with chat_server() as (url, _):
+        pass
+    [score] = scores(url, ["4"])
+    assert score.value is None and not score.is_raised and "Connection" in score.error
+    with chat_server(status=404, complete=judged) as (url, _):
+        [score] = scores(url, ["4"])
+    assert score.value is None and score.is_raised and "no such model" in score.error
+
+
+def test_a_recipe_without_a_server_is_refused() -> None:
+    policy = {"train": {"train_policy": {"type": "grpo", "reward_function": "judge"}}}
+    made = Recipe.model_validate(policy)
+    assert "needs judge.endpoint" in "".join(made.judge.refusals(InStage(made, all_kinds()["rl"])))
+    assert made.reward_env == ("OPENAI_API_KEY",)
+    named = Recipe.model_validate({**policy, "judge": {"endpoint": "http://a/v1", "model": "m"}})
+    assert not [*named.judge.refusals(InStage(named, all_kinds()["rl"]))]
