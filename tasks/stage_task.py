@@ -184,8 +184,9 @@ def _call_of(
     tables: Values = {}
     handles = [given_after] if isinstance(given_after, StageHandle | str) else list(given_after)
     if _first_key(kind) == "after" and kind.reads_model and handles:
-        is_name = isinstance(handles[0], str)
-        keys.setdefault("model", f"{STAGE_PREFIX}{_stage_of(flow, name, 'after', handles[0])}" if is_name else handles[0])
+        first = handles[0]
+        is_handle = isinstance(first, StageHandle)
+        keys.setdefault("model", first if is_handle else f"{STAGE_PREFIX}{first.removeprefix(STAGE_PREFIX)}")
     if isinstance(recipe, Mapping):
         tables = dict(recipe)
     elif recipe:
