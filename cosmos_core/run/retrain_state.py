@@ -20,7 +20,9 @@ from cosmos_core.run.lock import Lock
 
 _OF_A_MODEL = "policy.model_revision"
 _OF_PUBLISHING = {"kind", "after", "model", "require", "confidence", "target"}
-_COUNTS = ("kind", "result_version", "config", "data", "media", "code", "entry", "chat_template", "template")
+_COUNTS = (
+    "kind", "result_version", "config", "after", "data", "media", "code", "entry", "chat_template", "template",
+)  # fmt: skip
 
 
 class Seen(Document):
