@@ -1,4 +1,4 @@
-"""Local files of rows that the YAML tasks of lm-eval in a folder name, found without lm-eval."""
+"""Find the local data files that the YAML tasks of lm-eval in a folder name, without importing lm-eval."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import yaml
 
 TASK_FILES = ("!*.pyc",)
-"""Files of a folder of tasks that are read: all but what Python writes there."""
+"""Patterns of the files of a task folder that are read: all except Python's bytecode."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads tags of lm-eval, such as `!function`, as nothing."""
+    """YAML loader that reads tags of lm-eval, such as `!function`, as None."""
 
 
 _Loader.add_multi_constructor("!", lambda _loader, _tag, _node: None)
@@ -35,7 +35,7 @@ def local_data_files(folder: Path) -> list[Path]:
 def _data_files(file: Path) -> Iterator[str]:
     try:
         task = yaml.load(file.read_text(encoding="utf-8"), _Loader)
-    except (OSError, ValueError, yaml.YAMLError):  # lm-eval says what is wrong
+    except (OSError, ValueError, yaml.YAMLError):  # lm-eval reports the error of the task file
         return
     if isinstance(task, dict):
         arguments = task.get("dataset_kwargs")

@@ -1,4 +1,4 @@
-"""Settings that the schema accepts but this version does not support: refused in one line before a run, never ignored.
+"""Refuse settings that the schema accepts but this version does not support, in one line before a run.
 
 Single fields declare their limits themselves (`planned`, `Only`, ...), tables of several fields in `Table.refusals`.
 """
@@ -34,8 +34,8 @@ def check_capabilities(pipeline: Pipeline) -> None:
 
 
 def _check_store(pipeline: Pipeline) -> None:
-    """Refuse a stage that reads checkpoints of a training on another machine, since an artifact store does not share
-    them."""
+    """Refuse a stage that reads checkpoints of a training on another machine, because an artifact store does not share
+    checkpoints between stages."""
     for stage in pipeline.stages if pipeline.config.artifact_store else ():
         source = source_of(stage.model) if stage.checkpoint else None
         if source is not None and (pool := pipeline.stage(source).work_pool) != stage.work_pool:

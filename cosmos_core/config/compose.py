@@ -50,7 +50,7 @@ class Pipeline:
     kinds: Kinds
     """Every available stage kind, by name."""
     notices: tuple[str, ...] = ()
-    """Messages about values of the files that were changed or ignored, without duplicates."""
+    """Notices about values of the configuration files that were changed or ignored, without duplicates."""
 
     @property
     def stages(self) -> tuple[StageConfig, ...]:
@@ -80,7 +80,7 @@ class Pipeline:
         return self.kinds[stage.kind]
 
     def inputs(self, stage: StageConfig) -> tuple[Input, ...]:
-        """Return everything that a stage reads and does not make; see `config.inputs.inputs_of`."""
+        """Return the inputs of a stage: everything that it reads and does not make; see `config.inputs.inputs_of`."""
         return inputs_of(stage, self.recipes[stage.name], self.kind_of(stage))
 
     def starts_from(self, stage: StageConfig) -> str:
@@ -101,7 +101,7 @@ class Pipeline:
     def behind(self, name: str) -> set[str]:
         """Return the stage and every stage that depends on it, by name."""
         names = {self.stage(name).name}
-        for stage in self.stages:  # topological, so one pass is enough
+        for stage in self.stages:  # stages are in topological order, so one pass is enough
             if names & set(stage.after):
                 names.add(stage.name)
         return names
@@ -120,7 +120,8 @@ class Pipeline:
 
 
 def load_pipeline(path: Path, overrides: Sequence[str], kinds: Kinds, over: Sequence[Path] = ()) -> Pipeline:
-    """Read, compose and check a pipeline or a recipe; the files `over` take precedence over it, `overrides` over both.
+    """Read, compose and check the pipeline or recipe `path`; the files `over` take precedence, `overrides` over all
+    files.
 
     `kinds` has every available stage kind; their properties decide what is checked and added.
 
@@ -218,7 +219,7 @@ def _recipe_file(path: Path, stage: StageConfig, notices: list[str]) -> Values:
     if not stage.recipe:
         return {}
     file = path.parent / stage.recipe
-    if not os.path.exists(file):  # unlike Path.exists, False for an invalid path
+    if not os.path.exists(file):  # unlike Path.exists, returns False for an invalid path
         raise ConfigError(f"{path}: stage {stage.name!r}: recipe = {stage.recipe!r}: no such file ({file})")
     values = read_config(file, notices)
     if "pipeline" in values:
@@ -374,7 +375,7 @@ def _in_order(pipeline: Pipeline) -> list[StageConfig]:
 
 
 def _gate_target(pipeline: Pipeline, stage: StageConfig) -> str:
-    """Return the target of a gate: its own or, by default, that of the first upload stage that depends on the gate."""
+    """Return the publication target of a gate, by default that of the first upload stage that depends on the gate."""
     behind = pipeline.behind(stage.name)
     uploads = [s.target for s in pipeline.stages if pipeline.kind_of(s).makes == "publication" and s.name in behind]
     target = stage.target or (uploads[0] if stage.require and uploads else "")
@@ -433,7 +434,7 @@ def _origin_of_model(pipeline: Pipeline, by_name: Mapping[str, StageConfig], sta
     recipes, model, seen = pipeline.recipes, stage.model, {stage.name}
     while (name := source_of(model)) is not None and pipeline.kind_of(by_name[name]).makes == "model":
         if name in seen:
-            break  # a cycle; reported with its path when the graph is sorted
+            break  # a cycle of stages; `_in_order` reports it with its path
         seen.add(name)
         model = pipeline.starts_from(by_name[name]) or recipes[name].policy.model_name_or_path
     return "" if model == recipes[stage.name].policy.model_name_or_path else model

@@ -13,7 +13,7 @@ from statistics import NormalDist
 
 PUBLISHED = "published"
 STDERR = "_stderr"
-"""End of the name of a metric that is the standard error of another one."""
+"""Suffix of the name of a metric that is the standard error of another metric."""
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge, "<=": operator.le, "==": operator.eq, ">": operator.gt, "<": operator.lt,
 }  # fmt: skip
@@ -47,10 +47,11 @@ class Condition:
         was published yet."""
         if not self.needs_published:
             return float(self.bound)
-        return None if published is None else round(published + self.offset, 12)  # 0.1 + 0.2 is a little above 0.3
+        return None if published is None else round(published + self.offset, 12)  # otherwise 0.1 + 0.2 is above 0.3
 
     def matches(self, name: str) -> bool:
-        """Return True if the condition is about a metric; a standard error is meant only by its full name."""
+        """Return True if the condition is about a metric; a pattern does not match standard errors, which only their
+        full name does."""
         is_pattern = "*" in self.metric and not name.endswith(STDERR)
         return name == self.metric or (is_pattern and fnmatchcase(name, self.metric))
 
@@ -100,7 +101,7 @@ def _standard_error(name: str, metrics: Mapping[str, float]) -> float | None:
     count = metrics.get(f"{folder}/prompts", 0.0)
     if count < 1 or not (last == "accuracy" or last.startswith("pass@")):
         return None
-    if metrics[name] < 0 or metrics[name] > 1:  # in percent, or not a fraction
+    if metrics[name] < 0 or metrics[name] > 1:  # a percentage, or no fraction at all
         return None
     fraction = (metrics[name] * count + 1) / (count + 2)
     return math.sqrt(fraction * (1 - fraction) / count)

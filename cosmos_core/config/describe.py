@@ -34,7 +34,7 @@ _WORDS = {bool: "true or false", int: "integer", float: "number", str: "string"}
 
 @dataclass(frozen=True)
 class Key:
-    """One key of the schema."""
+    """Description of one key of the schema."""
 
     name: str
     """Dotted name; a key that two tables of a union share has one entry per table, distinguished by `table`."""
@@ -45,7 +45,7 @@ class Key:
     meaning: str
     status: StatusName
     note: str
-    """Reason why the key has no effect, or what to use instead."""
+    """Reason why the key has no effect, or the key to use instead."""
     since: str
     is_table: bool
 

@@ -13,7 +13,7 @@ from cosmos_core.config.schema.recipe import Recipe
 
 
 class _File(Recipe):
-    """A pipeline or recipe."""
+    """Root table of a configuration file: a recipe with an optional `[pipeline]` and `extends`."""
 
     pipeline: PipelineConfig = Field(default_factory=PipelineConfig, description="The graph of stages.")
     extends: str | list[str] = Field(default="", description="Files that this one builds on, relative to it.")

@@ -45,7 +45,7 @@ def _read(path: Path, notices: list[str], below: tuple[Path, ...]) -> Values:
     merged: Values = {}
     for base in bases:
         file = path.parent / base
-        if not os.path.exists(file):  # unlike Path.exists, False for an invalid path
+        if not os.path.exists(file):  # unlike Path.exists, returns False for an invalid path
             raise ConfigError(f"{path}: extends = {base!r}: no such file ({file})")
         merged = merge(merged, _at_home(_read(file, notices, (*below, resolved)), file))
     return merge(merged, values)

@@ -1,4 +1,4 @@
-"""Inputs of a stage as values: everything that a stage reads and does not make, with its location.
+"""Inputs of a stage as values: everything that the stage reads and does not make, with its location.
 
 The list is computed from the recipe, the entry of the stage and its kind, without torch and without importing user
 code. Nothing is reported here: `run.inputs.check_located` says what is missing. Pinning, digests, downloads,
@@ -34,8 +34,8 @@ TRAINING_FILES = (
     *TOKENIZER_FILES, "*.safetensors", "*model*.bin", "adapter_*", "*.index.json", "config.json", "configuration*",
     "model_index.json", "scheduler_config.json", "tekken.json", "*.tiktoken", "*.py",
 )  # fmt: skip
-"""Files of a model folder that training reads, for the weights, the shape of the model or the tokens. Other files, such
-as `generation_config.json` or a licence, affect exported models only."""
+"""Patterns of the files of a model folder that training reads, for the weights, the shape of the model or the tokens.
+Other files, such as `generation_config.json` or a licence, affect exported models only."""
 _CARRIED_FILES = tuple(f"!{pattern}" for pattern in TRAINING_FILES)
 WEIGHTS_SUFFIXES = (".safetensors", ".safetensors.index.json")
 ANNOTATIONS, MEDIA = "custom.dataset.annotation_path", "custom.dataset.media_path"
@@ -51,22 +51,24 @@ Form = Literal["folder", "hub", "store", "stage", "code", "literal"]
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One thing that a stage reads and does not make."""
+    """Input of a stage: a model, data set, file or code that the stage reads and does not make."""
 
     key: str
-    """Key of the configuration that names it; for a part of a reward service, its name in the service's file."""
+    """Configuration key that names the input; for a part of a reward service, its name in the configuration file of the
+    service."""
     role: Role
     """Use of the input. `carried`: the files of the model that exports copy and training does not read. `end_tokens`:
     the file with the tokens at which generation ends. `hook`: user code that changes no result. `rewards`: code and
     models of a reward service."""
     location: str
-    """Path, URL, Hub id, `stage:NAME`, import path, or the name of something that is part of this package."""
+    """Location of the input: a path, URL, Hub id, `stage:NAME`, import path, or the name of a module of this
+    package."""
     form: Form
     """Form of the location; `folder` is a file or folder on this machine, which may be missing."""
     patterns: tuple[str, ...] = ALL
-    """Files of a folder that are read, see `run.content.matches`."""
+    """Patterns of the files of a folder that are read, see `run.content.matches`."""
     revision: str | None = None
-    """Revision on the Hub; None: the newest."""
+    """Revision of a model or data set on the Hub; None: the newest."""
 
 
 def source_of(reference: str) -> str | None:
@@ -101,7 +103,7 @@ def inputs_of(stage: StageConfig, recipe: Recipe, kind: StageKind) -> tuple[Inpu
 
 def _models(stage: StageConfig, recipe: Recipe, kind: StageKind) -> Iterator[Input]:
     policy, has_weights = recipe.policy, kind.reads_model == "weights"
-    reads_any_file = not kind.entry or bool(policy.model_class)  # user code may
+    reads_any_file = not kind.entry or bool(policy.model_class)  # user code may read any file
     patterns = ALL if reads_any_file else TRAINING_FILES
     if kind.reads_model == "tokenizer":
         patterns = policy.modality.encoder_files
@@ -120,7 +122,8 @@ def _models(stage: StageConfig, recipe: Recipe, kind: StageKind) -> Iterator[Inp
     if teacher := recipe.teacher_of(kind):
         location, form = _located(teacher.model_name_or_path)
         yield Input("distillation.model_name_or_path", "teacher", location, form, patterns, teacher.model_revision)
-    if kind.trains and isinstance(recipe.train.resume, str):  # the manifest has the digests of all other files
+    # The manifest of a checkpoint has the digests of its other files.
+    if kind.trains and isinstance(recipe.train.resume, str):
         yield Input("train.resume", "resume", f"{_on_disk(recipe.train.resume)}/manifest.json", "folder")
     if kind.trains and policy.lora is not None and policy.lora.lora_path is not None:
         yield Input("policy.lora.lora_path", "adapter", _on_disk(policy.lora.lora_path), "folder")
@@ -135,9 +138,9 @@ def _weights(name: str) -> Iterator[Input]:
 
 
 def _rows(stage: StageConfig, recipe: Recipe, kind: StageKind, model: Input | None) -> Iterator[Input]:
-    """Yield the rows, and the folder that image paths in the rows are relative to."""
+    """Yield the data sets of a stage, and the folder to which image paths in their rows are relative."""
     media, modality = media_of(recipe), recipe.policy.modality
-    # User functions may read any file.
+    # A user function (`entry`) may read any file of a folder.
     data_files, media_files = (ALL, ALL) if stage.entry else (modality.data_files, modality.media_files)
     is_source, train_rows = kind.reads_data == "source", recipe.datasets[_TRAIN_ROWS]
     is_annotated = (is_source and not stage.data) or (stage.entry and existing(media.annotation_path, Path.cwd()))
@@ -176,8 +179,8 @@ def _data(key: str, name: str, patterns: tuple[str, ...], *, has_sets: bool) -> 
 
 
 def _media(stage: StageConfig, recipe: Recipe, media: Media, model: Input | None) -> str:
-    """Return the folder that image paths in the rows are relative to; empty if there is none or the model reads text
-    only.
+    """Return the folder to which image paths in the rows are relative; empty if there is none or the model reads only
+    text.
 
     Whether a model on the Hub reads images is not known before it is downloaded. A changed image is still noticed in
     training, because prepared rows hold the digest of each image.
@@ -193,7 +196,7 @@ def _media(stage: StageConfig, recipe: Recipe, media: Media, model: Input | None
 
 
 def _benchmarks(recipe: Recipe, kind: StageKind) -> Iterator[Input]:
-    """Yield the folder of the user's own benchmarks, and the local files of rows that they name."""
+    """Yield the folder of the user's lm-eval tasks, and the local data files that these tasks name."""
     key = "evaluate.include_path"
     if kind.reads(key) and (folder := recipe.evaluate.include_path):
         yield Input(key, "data", location := _on_disk(folder), "folder", TASK_FILES)
@@ -233,7 +236,7 @@ def _service_parts(file: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _code(stage: StageConfig, recipe: Recipe, kind: StageKind) -> Iterator[Input]:
-    """Yield the user code, and the rewards of this package."""
+    """Yield the user code of a stage, and the built-in reward functions that it uses."""
     if stage.entry:
         yield Input("entry", "entry", stage.entry, "code")
     if is_import_path(target := split_target(stage.target)[0]):
@@ -255,8 +258,8 @@ def _code(stage: StageConfig, recipe: Recipe, kind: StageKind) -> Iterator[Input
 
 
 def _located(name: str) -> tuple[str, Form]:
-    """Return the location and the form of a model or data set; a name that is no path on this machine is one on the
-    Hub, unless it can only be that of a file or folder."""
+    """Return the location and the form of a model or data set. A name that is no existing path counts as a Hub id,
+    unless only a path can have its form."""
     if source_of(name) is not None:
         return name, "stage"
     if is_remote(name):
@@ -268,5 +271,6 @@ def _located(name: str) -> tuple[str, Form]:
 
 
 def _on_disk(name: str) -> str:
-    """Return the path of a file or folder relative to the current folder; a missing one stays as it is."""
+    """Return the path of a file or folder relative to the current folder; the name of a missing one is returned
+    unchanged."""
     return str(existing(name, Path.cwd()) or name)

@@ -18,7 +18,7 @@ from cosmos_core.errors import ConfigError
 
 Values = dict[str, Any]
 
-# Pydantic names the types of Python; messages for users name those of TOML.
+# Pydantic's messages name Python types; messages for users name TOML types.
 _SHAPES = {
     "model_type": "a table", "model_attributes_type": "a table", "dict_type": "a table", "tuple_type": "an array",
     "string_type": "a string", "int_type": "an integer", "float_type": "a number", "bool_type": "true or false",
@@ -28,9 +28,9 @@ _SHAPES = {
 _UNION_MEMBER = re.compile(r"(constrained-)?(float|int|str|bool)|(tuple|dict|list|literal|function-\w+|nullable)\[.*\]")
 
 MAX_FILE_BYTES = 16 << 20
-MAX_DEPTH = 32  # far above the depth of the schema, far below the recursion limit
+MAX_DEPTH = 32  # levels of tables: above the depth of the schema, below Python's recursion limit
 _MOST_NAMED = 3
-MAX_LINE = 1000  # characters of a message: a screen of text
+MAX_LINE = 1000  # characters of an error message, about one screen
 
 
 def read_toml(path: Path) -> Values:
@@ -62,7 +62,7 @@ def read_toml(path: Path) -> Values:
     return values
 
 
-@lru_cache(maxsize=4)  # a large run has half a megabyte and is read several times
+@lru_cache(maxsize=4)  # the file of a large run has half a megabyte and is read several times
 def _parsed(content: bytes) -> Values:
     return tomllib.loads(content.decode("utf-8-sig"))
 
@@ -89,7 +89,7 @@ def parse(
 
 
 class Part(dict[str, Any]):
-    """Table created by a dotted key: merged over another table, it keeps the other keys of that table."""
+    """Table that a dotted key creates: when it is merged over another table, the other keys of that table remain."""
 
 
 def nested(keys: Sequence[str], value: Any) -> Any:
@@ -116,7 +116,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any], table: str = "") -> 
 
 
 def _is_replaced(key: str, below: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
-    if key == "train.train_policy":  # keys of the old type would be unknown to the new type
+    if key == "train.train_policy":  # the new type does not have the keys of the old type
         return "type" in value and value["type"] != below.get("type", value["type"])
     return key in _maps() and not isinstance(value, Part)
 
@@ -132,7 +132,7 @@ def _maps() -> frozenset[str]:
 def _is_map(annotation: Any) -> bool:
     arguments = get_args(annotation)
     if get_origin(annotation) is dict:
-        return arguments[1] is not Any  # a user's own table may contain tables
+        return arguments[1] is not Any  # the table `[custom]` may contain nested tables
     return any(map(_is_map, arguments))
 
 
@@ -153,7 +153,8 @@ def excess(values: Values) -> str:
         inner = [item for value in level for item in ((*value, *value.values()) if isinstance(value, dict) else value)]
         if any(isinstance(item, int) and not -(1 << 63) <= item < 1 << 63 for item in inner):
             return "an integer of more than 64 bits, the most that TOML has"
-        texts = [item for item in inner if isinstance(item, str)]  # arguments and file names may be any bytes
+        # Command line arguments and file names may contain any bytes.
+        texts = [item for item in inner if isinstance(item, str)]
         if any("\0" in text or text.encode("utf-8", "ignore").decode() != text for text in texts):
             return "a text with null characters or with bytes that are not UTF-8"
         level = [item for item in inner if isinstance(item, dict | list)]
@@ -168,7 +169,7 @@ def _deepest(table: type[Table], mistakes: list[Any]) -> Any:
 
 
 def _more(keys: Sequence[str]) -> str:
-    """Return the other keys with mistakes, for the end of a message."""
+    """Return the end of an error message that names other keys with mistakes; empty if there are none."""
     named = [key if len(key) <= 60 else f"{key[:57]}..." for key in keys[:_MOST_NAMED]]
     if len(keys) > len(named):
         named.append(f"{len(keys) - len(named)} more")
@@ -198,7 +199,7 @@ def _explain(table: type[Table], mistake: Any, prefix: str, values: Any) -> str:
         return f"{key} = {value}: must be {_SHAPES[mistake['type']]}"
     message = mistake["msg"].removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
-    if mistake["type"] == "value_error":  # messages of our own rules contain the value
+    if mistake["type"] == "value_error":  # messages of the schema's validators contain the value
         if keys and message.startswith(f"{keys[-1]} "):
             return key + _one_line(message)[len(keys[-1]) :]
         return f"{key}: {_one_line(message)}" if key else _one_line(message)
@@ -210,7 +211,7 @@ def _keys(table: type[Table], mistake: Any) -> Iterator[int | str]:
     current: list[type[Table]] = [table]
     path, last_key = mistake["loc"], ()
     if mistake["type"] == "extra_forbidden":
-        path, last_key = path[:-1], path[-1:]  # the user's own key may look like a tag
+        path, last_key = path[:-1], path[-1:]  # an unknown key may look like a tag
     for key in path:
         fields = {name: field for model in current for name, field in model.model_fields.items()}
         if key in fields:
@@ -270,14 +271,14 @@ def _letters(name: str) -> str:
 
 
 def _says_type(values: Any, keys: list[str]) -> bool:
-    """Return True if the table at these keys sets its `type`, or is no table."""
+    """Return True if the table at the path `keys` sets `type`, or if the value there is not a table."""
     for key in keys:
         values = values.get(key) if isinstance(values, Mapping) else None
     return not isinstance(values, Mapping) or "type" in values
 
 
 def short(value: Any) -> str:
-    """Return a value for a message, truncated if it is long."""
+    """Return the text of a value for a message, shortened to 60 characters."""
     text = _one_line(repr(value))
     return text if len(text) <= 60 else text[:57] + "..."
 

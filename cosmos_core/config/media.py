@@ -23,13 +23,14 @@ class Media:
     """Settings of a recipe about images; each field is empty if the recipe does not set it."""
 
     annotation_path: str = ""
-    """File of rows in the format of LLaVA, used instead of `train_policy.dataset.name`."""
+    """File of rows in the format of LLaVA, which replaces `train_policy.dataset.name`."""
     media_path: str = ""
-    """Folder to which the paths of images are relative; empty: the folder of the rows."""
+    """Folder to which image paths in the rows are relative; empty: the folder of the rows."""
     pixels: tuple[tuple[str, int], ...] = ()
-    """The values of `min_pixels` and `max_pixels` for the image processor that are set."""
+    """Bounds of the image size in pixels, as (`min_pixels` or `max_pixels`, value) pairs, as far as the recipe sets
+    them."""
     ignored: tuple[str, ...] = ()
-    """Keys about videos that are set but not read."""
+    """Dotted keys about videos that the recipe sets and that have no effect."""
 
 
 def media_of(recipe: Recipe) -> Media:

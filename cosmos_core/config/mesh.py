@@ -27,7 +27,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 
 
 def check_mesh(recipe: Recipe, gpus: int | None, model: Mapping[str, Any]) -> int:
-    """Return the number of GPUs that a training stage uses, including its rollout engines.
+    """Return the number of GPUs that a training stage uses, including those of its rollout engines.
 
     `gpus` is the number of available GPUs, `model` the text part of config.json (see `model_facts`).
 
@@ -67,9 +67,9 @@ def check_meshes(pipeline: Pipeline) -> dict[str, int]:
 
 
 def on_these_gpus(pipeline: Pipeline) -> Pipeline:
-    """Return the pipeline with dp_shard_size = -1 replaced by the number of GPUs that the other sizes leave: of
-    `pipeline.gpus`, or of the GPUs where the stages will run. Without GPUs it stays -1, which means 1. An open `mode`
-    is replaced by the mode that fits (see `placement`).
+    """Return the pipeline with each dp_shard_size = -1 replaced by the number of ranks that the other sizes leave of
+    `pipeline.gpus`, or of the GPUs of the machine that runs the stages. Without GPUs -1 remains, which means 1. An open
+    `mode` is replaced by the mode that fits the GPUs (see `placement`).
 
     Raises:
         ConfigError: the other sizes do not divide the number of GPUs.
@@ -140,7 +140,7 @@ def model_facts(folder: Path) -> dict[str, Any]:
     Hub."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # the check of the model reports a damaged file
+    except (OSError, ValueError):  # the check of the model reports a damaged config.json
         return {}
     text = config.get("text_config") if isinstance(config, dict) else None
     table = text if isinstance(text, dict) else config

@@ -20,7 +20,7 @@ IMPLIED = "-data"
 """Suffix of the name of an implied stage, which prepares the rows of the stage with the rest of the name."""
 
 _KEY = re.compile(r"""\s*(?:"[^"]*"\s*|'[^']*'\s*|[^.="'\s][^.="']*)""")
-"""One part of a dotted key, quoted if it contains a dot."""
+"""Regular expression of one part of a dotted key, quoted if the part contains a dot."""
 _SETTING = re.compile(rf"({_KEY.pattern}(?:\.{_KEY.pattern})*)=(.*)", re.DOTALL)
 
 
@@ -34,7 +34,7 @@ class Setting:
 
     def below(self, level: int) -> Values:
         """Return the value as nested tables, without the first `level` keys."""
-        values: Values = nested(self.keys[level:], self.value)  # at least one key is left
+        values: Values = nested(self.keys[level:], self.value)
         return values
 
 
@@ -72,8 +72,8 @@ def parse_setting(text: str) -> Setting:
 
 
 def living(settings: Sequence[Setting], notices: list[str]) -> list[Setting]:
-    """Return the settings without keys that have no effect, which are allowed in files too; add a message for each to
-    `notices`."""
+    """Return the settings without those whose keys have no effect (files may contain such keys too); add a message for
+    each to `notices`."""
     messages = [dead(".".join(setting.keys), setting.value) for setting in settings]
     notices += filter(None, messages)
     return [setting for setting, is_dead in zip(settings, messages, strict=True) if not is_dead]
@@ -95,14 +95,14 @@ def sort_settings(settings: Sequence[Setting], names: Sequence[str]) -> Settings
         ConfigError: the first key is neither a stage, nor a recipe table, nor `pipeline`.
     """
     grouped = Settings()
-    known = {*StageConfig.model_fields, *Recipe.model_fields}  # for a stage with the same name as a recipe table
+    known = {*StageConfig.model_fields, *Recipe.model_fields}  # a stage may have the name of a recipe table
     for setting in settings:
         first, *rest = setting.keys
         if first in names and rest and (first not in Recipe.model_fields or rest[0] in known):
             values = setting.below(1)
             grouped.of_stage(first, {"overrides": values} if rest[0] in Recipe.model_fields else values)
         elif first in Recipe.model_fields:
-            for name in names:  # the command line wins over a stage's recipe file too
+            for name in names:  # the command line takes precedence over a stage's recipe file
                 grouped.of_stage(name, {"overrides": setting.below(0)})
         elif first == "pipeline" and rest and rest[0] != "stages":
             grouped.pipeline = merge(grouped.pipeline, setting.below(1))

@@ -9,15 +9,15 @@ from cosmos_core.types import StageKind
 
 
 def is_open(recipe: Recipe, kind: StageKind) -> bool:
-    """Return True if the number of GPUs decides about `mode`: a recipe for Cosmos-RL, where the default is
-    `disaggregated`, leaves `mode` out."""
+    """Return True if the number of GPUs decides about `mode`: in a recipe written for Cosmos-RL, where the default is
+    `disaggregated`, that leaves `mode` out."""
     has_choice = kind.feed == "rollouts" and recipe.policy.modality.has_engines_of_text
     return has_choice and "mode" not in recipe.model_fields_set and recipe.is_of_cosmos_rl
 
 
 def placed(recipe: Recipe, gpus: int | None) -> tuple[Recipe, str]:
-    """Return a recipe without `mode` with the mode that fits `gpus` GPUs, and a notice if it is not Cosmos-RL's
-    `disaggregated`. `gpus` is None if another machine runs the stage; that machine is assumed to have enough.
+    """Return the recipe with the `mode` that fits `gpus` GPUs, and a notice if it is not Cosmos-RL's `disaggregated`.
+    If `gpus` is None, another machine runs the stage and is assumed to have enough GPUs.
 
     In `colocated` mode the engines' `tp_size` becomes a divisor of the number of ranks; see `with_engines_in_ranks`.
     """
@@ -34,8 +34,8 @@ def placed(recipe: Recipe, gpus: int | None) -> tuple[Recipe, str]:
 
 
 def with_engines_in_ranks(recipe: Recipe) -> tuple[Recipe, str]:
-    """Return the recipe with engines that fit into its ranks, and a description of the change; empty if nothing
-    changed."""
+    """Return the recipe with engines whose `tp_size` divides its number of ranks, and a description of the change,
+    which is empty if nothing changed."""
     ranks, engine = recipe.policy.parallelism.world_size, recipe.rollout.parallelism
     if ranks % engine.tp_size == 0:
         return recipe, ""

@@ -1,4 +1,5 @@
-"""Prompt sets from papers on reinforcement learning of diffusion models, under the names used in the papers.
+"""Prompt sets: lists of prompts from papers on reinforcement learning of diffusion models, under the names used in the
+papers.
 
 A set is a folder with one file per split, selected by its path or, below the folder of prompt sets, by its name: `ocr`,
 `pickscore`, `geneval`, `dance_grpo_t2v`. Nothing is downloaded.
@@ -19,7 +20,7 @@ SETS = {
     "geneval": f"{_FLOW_GRPO}geneval",
     "dance_grpo_t2v": "https://github.com/XueZeyue/DanceGRPO/tree/main/assets",
 }
-"""URL of the files of each known set, by name."""
+"""URL of the files of each known prompt set, by its name."""
 FOLDER = Path("data") / "prompts"
 """Folder of prompt sets, relative to the current folder."""
 _FORMS = ("{}.txt", "{}_metadata.jsonl", "{}_prompts.txt")

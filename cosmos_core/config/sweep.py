@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from cosmos_core.config.compose import Pipeline
 
 _ARGUMENTS = "arguments"
-# All seeds share their rows, so that branches are compared on the same held-out rows.
+# Branches with different seeds share their prepared rows, so that they are compared on the same held-out rows.
 _LEAVES_ROWS = "train.seed"
-_DECIDES_ROWS = "policy.model_name_or_path"  # rows depend on its tokenizer
+_DECIDES_ROWS = "policy.model_name_or_path"  # prepared rows depend on its tokenizer
 _DIGEST_LENGTH = 6
 
 
@@ -41,7 +41,8 @@ class _Point:
     settings: Values
 
     def of(self, member: str, head: str, members: Sequence[str]) -> Values:
-        """Return the settings for the stage `member` of the branch, by dotted key without the name of the stage."""
+        """Return the settings of this point that belong to the stage `member`, by dotted key without the name of the
+        stage; `head` is the stage with the sweep, `members` the stages of a branch."""
         settings: Values = {}
         for key, value in self.settings.items():
             owner, rest = _owner(key, head, members)
@@ -65,7 +66,7 @@ def with_sweeps(pipeline: Pipeline, tables: Mapping[str, Values]) -> Pipeline:
             pipeline = _expand(pipeline, stage, stage.sweep, tables)
     stages = []
     for stage in pipeline.stages:
-        if stage.sweep is not None and not stage.sweep.branches:  # it chooses among stages of the file
+        if stage.sweep is not None and not stage.sweep.branches:  # kind select: it chooses among its `after`
             branches = tuple(Branch(stages=(name,)) for name in stage.after)
             stage = stage.model_copy(update={"sweep": stage.sweep.model_copy(update={"branches": branches})})
         if stage.sweep is not None:
@@ -100,7 +101,8 @@ def _expand(pipeline: Pipeline, head: StageConfig, sweep: SweepConfig, tables: M
         for member, name in names.items():
             if name in recipes:
                 raise ConfigError(f"{where}: sweep: the name {name!r} of a branch is taken by another stage")
-            owner = member if member in pipeline.behind(head.name) else head.name  # rows take the head's settings
+            # The stage that prepares rows has the settings of the stage with the sweep.
+            owner = member if member in pipeline.behind(head.name) else head.name
             overrides = point.of(owner, head.name, members)
             member_overrides = overrides if owner == member else {}
             arguments = {key.partition(".")[2]: value for key, value in member_overrides.items() if _is_argument(key)}
@@ -135,8 +137,8 @@ def _expand(pipeline: Pipeline, head: StageConfig, sweep: SweepConfig, tables: M
 def _members(
     pipeline: Pipeline, head: StageConfig, sweep: SweepConfig, tables: Mapping[str, Values]
 ) -> tuple[str, ...]:
-    """Return the stages that each branch repeats: the stage with the sweep, those up to the stages in `through`, and
-    the preparation of its rows if the grid affects them."""
+    """Return the names of the stages that each branch repeats: the stage with the sweep, the stages up to those in
+    `through`, and the stage that prepares its rows if the grid affects the rows."""
     where, members = _where(pipeline, head), {head.name}
     for name in sweep.through:
         if name not in pipeline.behind(head.name):
@@ -182,7 +184,7 @@ def _is_argument(key: str) -> bool:
 
 
 def _points(grid: Mapping[str, list[Any]], longest: int) -> list[_Point]:
-    """Return the combinations of the grid, named such that the names fit after a stage name of `longest` characters."""
+    """Return the combinations of the grid, each with a suffix for stage names of up to `longest` characters."""
     settings = [dict(zip(map(today, grid), values, strict=True)) for values in itertools.product(*grid.values())]
     labels = _labels([today(key) for key in grid])
     suffixes = ["-".join(f"{labels[key]}-{_word(value)}" for key, value in each.items()) for each in settings]
@@ -197,7 +199,7 @@ def _points(grid: Mapping[str, list[Any]], longest: int) -> list[_Point]:
 
 
 def _labels(keys: Sequence[str]) -> dict[str, str]:
-    """Return for each key its shortest suffix that no other key has."""
+    """Return the shortest suffix of each key that no other key has, by key."""
     labels = {}
     for key in keys:
         parts = key.split(".")
@@ -210,7 +212,7 @@ def _labels(keys: Sequence[str]) -> dict[str, str]:
 
 
 def _word(value: Any) -> str:
-    """Return a value in the form in which it is part of a stage name."""
+    """Return the text of a setting's value as a part of a stage name."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):

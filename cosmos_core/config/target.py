@@ -1,4 +1,4 @@
-"""Targets of a publication: a folder, `NAME://LOCATION`, or a user's `file.py:Class` or `file.py:Class://LOCATION`."""
+"""Publication targets: a folder, `NAME://LOCATION`, or user code `file.py:Class` or `file.py:Class://LOCATION`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 TARGETS_FOLDER = "cosmos_core.upload"
 FOLDER = "file"
-"""Name of the target that publishes to a folder; the default if a target has no name."""
+"""Name of the publication target that is a folder; the default if a target has no name."""
 _USER_CODE = re.compile(r".+\.py:\w+|[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def split_target(target: str) -> tuple[str, str]:
-    """Return the name or import path of a target, and its location."""
+    """Return the name or import path of a publication target, and its location."""
     name, separator, location = target.partition("://")
     if separator:
         return name, location
@@ -21,7 +21,8 @@ def split_target(target: str) -> tuple[str, str]:
 
 
 def absolute_target(target: str, located: Callable[[str], str]) -> str:
-    """Return the target with its folder made absolute, or with the file of its code as `located` returns it."""
+    """Return a publication target with its folder made absolute; if the target is user code, `located` makes the path
+    of its file absolute."""
     if not target:
         return ""
     name, location = split_target(target)

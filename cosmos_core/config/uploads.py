@@ -37,7 +37,7 @@ def with_uploads(pipeline: Pipeline) -> Pipeline:
 
 
 def _wanted(pipeline: Pipeline) -> Iterator[tuple[str, StageConfig]]:
-    """Yield the name of a training, and a stage that publishes its model or its export."""
+    """Yield each upload stage that a recipe requests, after the name of the training whose recipe requests it."""
     publish = next((name for name, kind in pipeline.kinds.items() if kind.makes == "publication"), "")
     for maker, training, is_last in _makers(pipeline):
         readers = [stage for stage in pipeline.stages if source_of(stage.model) == maker.name]

@@ -58,8 +58,9 @@ def test_a_key_is_explained(workspace: Workspace) -> None:
     lines = workspace.cosmos("config", "explain", "train.optm_lr").stdout.splitlines()
     assert lines[:2] == [
         "train.optm_lr  (TrainConfig)",
-        "  Peak learning rate: one number, or module path to rate, where the deepest path that leads to a weight wins "
-        "and `global` is the rest; a list has one per model part, and a model is one part here.",
+        "  Peak learning rate: one number, or a table of rates by module path, where the deepest path that contains a "
+        "parameter applies and `global` is the rate of all other parameters; a list has one rate per model part, and "
+        "there is one model part.",
     ]
     assert lines[2:7] == [
         "  type      number or list of numbers or table of numbers",
@@ -161,7 +162,7 @@ def test_the_schema_for_editors_accepts_our_files_and_marks_mistakes_and_old_key
     assert len(mistakes("train.train_policy.kl_bet = 0.1")) == 1
     train = schema["$defs"]["TrainConfig"]["properties"]
     assert train["validation_step"] == {"deprecated": True, "description": "today's validation.freq"}
-    assert train["epoch"]["description"] == "Passes over the data."
+    assert train["epoch"]["description"] == "Number of passes over the training rows."
     assert schema["properties"]["redis"]["description"].endswith("there is no controller to find]")
 
 

@@ -40,7 +40,8 @@ def test_every_key_has_a_row_of_all_columns() -> None:
     [
         ("train.optm_warmup_steps",
          ["integer or number", "`20`", "train steps or fraction",
-          "A count of steps, or a float up to 1.0 for a fraction of all steps.", "Cosmos-RL", "rl, sft"]),
+          "Length of the warm-up of the learning rate: a number of steps, or as a float up to 1.0 a fraction of all "
+          "steps.", "Cosmos-RL", "rl, sft"]),
         ("train.ckpt.max_keep",
          ["integer", "`5`", "checkpoints", "Number of newest checkpoints to keep in addition to the best; -1: all.",
           "Cosmos-RL", "rl, sft"]),
@@ -50,7 +51,7 @@ def test_every_key_has_a_row_of_all_columns() -> None:
          "later Cosmos-RL",
           "no effect: stages are processes on their own; there is no controller to find"]),
         ("pipeline.stages.timeout",
-         ["string", '`""`', "", "Longest time of one attempt, e.g. `12h`; empty: no limit.", "ours", ""]),
+         ["string", '`""`', "", "Time limit of one attempt, e.g. `12h`; empty: no limit.", "ours", ""]),
     ],
 )  # fmt: skip
 def test_a_row_says_type_default_unit_meaning_generation_and_use(key: str, cells: list[str]) -> None:

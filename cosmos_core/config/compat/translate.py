@@ -71,8 +71,8 @@ def _refuse_wfm(values: Values, source: str) -> None:
 
 
 def of_algorithm(values: Values, notices: list[str]) -> Values:
-    """Return the merged tables of a training, with older keys translated or removed according to the algorithm: keys
-    such as `custom.dpo_beta` move only for DPO, as they may belong to a user's own algorithm otherwise.
+    """Return the merged recipe tables of a training with older keys translated or removed according to the algorithm:
+    keys such as `custom.dpo_beta` are translated only for DPO, as they may belong to a user's algorithm otherwise.
 
     A current key takes precedence over an older one.
     """
@@ -100,8 +100,8 @@ def _fill(values: Values, old: str, new: str, notices: list[str]) -> None:
 
 
 def _keep_one_batch(values: Values, notices: list[str]) -> None:
-    """Keep the one batch size of validation that applies to the type of training, in a file of the first generation
-    with both."""
+    """Remove one of two batch sizes of validation in a file of the first generation, and keep the one that applies to
+    the type of training."""
     (first, name), (second, other) = (_at(values, key) for key in _BATCHES)
     if name not in first or other not in second or first[name] == second[other]:
         return
@@ -113,10 +113,11 @@ def _keep_one_batch(values: Values, notices: list[str]) -> None:
 
 
 def _ignore(values: Values, keys: dict[str, str], notices: list[str]) -> None:
-    """Remove keys that have no effect."""
+    """Remove keys that have no effect from `values`, and add a message for each to `notices`."""
     for key, meaning in keys.items():
         table, name = _at(values, key)
-        if name in table and (table is not values or isinstance(table[name], dict)):  # at the root: a script's table
+        # A table at the root may belong to a user's script.
+        if name in table and (table is not values or isinstance(table[name], dict)):
             notices.append(_ignored(key, table.pop(name), meaning))
 
 
@@ -129,7 +130,7 @@ def _remote_reward(values: Values, notices: list[str]) -> None:
     old = f"{_POLICY}.remote_reward.reward_fn"
     table, name = _at(values, old)
     if not isinstance(table.get(name), dict):
-        return  # the schema complains about anything else
+        return  # the schema reports any other value
     functions: list[Values] = [{"name": function, "weight": weight} for function, weight in table.pop(name).items()]
     if "score_key" in table:
         key = table.pop("score_key")
@@ -148,8 +149,8 @@ def today(key: str) -> str:
 
 
 def dead(key: str, value: Any) -> str:
-    """Return the message about a key that has no effect, by its current name or after the name of a stage; empty if it
-    has one."""
+    """Return the message about a key that has no effect, by its current name or after the name of a stage; empty if the
+    key has an effect."""
     for old, meaning in DEAD.items():
         if "." in old and _split_stage_key(key, old)[1]:
             return _ignored(key, value, meaning)
@@ -157,7 +158,8 @@ def dead(key: str, value: Any) -> str:
 
 
 def _split_stage_key(key: str, table: str) -> tuple[str, bool]:
-    """Return the name of a stage before a key, with its dot, and True if the key is `table` or below it."""
+    """Return the name of the stage before a dotted key, with the dot, and whether the rest of the key is `table` or
+    below that table."""
     if f"{key}.".startswith(f"{table}."):
         return "", True
     stage, _, rest = key.partition(".")

@@ -1,7 +1,8 @@
-"""Base of `[train.train_policy]`: keys that every algorithm has, and what an algorithm declares to other modules.
+"""Base class of the tables `[train.train_policy]`: the keys that every algorithm has, and what an algorithm declares to
+other modules.
 
-Each algorithm has a table of its own, a subclass in the file of its name; `algorithm_of` finds the one that a recipe
-means. Nobody else asks which algorithm is running: they ask for these declarations.
+Each algorithm has a subclass in the file of its name; `algorithm_of` selects the one that a recipe uses. Other modules
+read these declarations rather than the name of the algorithm.
 """
 
 from collections.abc import Sequence
@@ -24,10 +25,10 @@ REWARD_TIMEOUT_SECONDS = 10.0
 
 
 class AlgorithmConfig(Table):
-    """What every algorithm has."""
+    """Keys of `[train.train_policy]` that every algorithm has."""
 
     algorithm: ClassVar[str]
-    """The `trainer_type` that means this table."""
+    """Value of `trainer_type` that selects the table."""
     rows: ClassVar[str]
     """The kind of rows that `prepare` makes: the name of a file of `cosmos_core/data/kinds/`."""
     sequences_per_row: ClassVar[int] = 1
@@ -35,11 +36,11 @@ class AlgorithmConfig(Table):
     completes_held_out: ClassVar[bool] = True
     """Whether held-out rows can be completed and scored by reward functions."""
     reports_rewards: ClassVar[bool] = True
-    """Whether a validation without reward functions of its own may report more than the metrics of rows."""
+    """Whether validation may report rewards even if `[validation]` names no reward functions."""
     modalities: ClassVar[tuple[str, ...]] = ("causal_lm",)
     """The model adapters that accept the algorithm."""
     has_rollouts: ClassVar[bool] = False
-    """Whether it learns from scored groups of what the policy makes of prompts."""
+    """Whether the algorithm learns from rollouts: scored groups of completions, images or videos of one prompt."""
     scores_rows_once: ClassVar[bool] = False
     """Whether reference log-probabilities of all rows are computed before the first step, so that no copy of the
     reference policy is needed during training."""
@@ -47,32 +48,32 @@ class AlgorithmConfig(Table):
     trainer_type: str
     """The algorithm: a name, or `path/file.py:Class` of a user's own, with its parameters in `[custom]`."""
     dataset: DatasetConfig = DatasetConfig()
-    """Rows to learn from."""
+    """Data set of the training rows."""
     data_packer: Annotated[Thing | Literal[""], Where.CODE] = ""
-    """A user's class, `path/file.py:Class`, whose `get_rollout_input(item)` returns the prompt of a row, or whose
-    `sft_process_sample(item)` returns its tokens or its turns; empty: rows are used unchanged."""
+    """User class `path/file.py:Class` that converts a row of the data set: its `get_rollout_input(item)` returns the
+    prompt of a row, its `sft_process_sample(item)` the tokens or turns; empty: rows are used unchanged."""
     mini_batch: Rows = 2
     """Rows per forward pass; changes speed and memory, not results."""
     dataloader_shuffle: bool = True
-    """Another order each epoch; False: the order of the file."""
+    """Shuffle the rows in another order in each epoch; False: keep the order of the file."""
     dataloader_seed: int | None = None
-    """Seed of that order; None: `train.seed`."""
+    """Seed of the order of rows; None: `train.seed`."""
     dataloader_num_workers: Annotated[int, Unit("processes"), NoResult] = 0
-    """Processes that tokenise in the `prepare` stage; 0 or less: one. Images and videos are decoded by as many threads;
-    0 or less: four."""
+    """Number of processes that tokenise rows in the `prepare` stage; 0 or less: one. Images and videos are decoded by
+    as many threads; 0 or less: four."""
     dataloader_batch_size: int = 1
-    """Batch of the controller's iterator; 0 or less: all."""
+    """Number of rows per batch of the iterator of Cosmos-RL's controller; 0 or less: all."""
     dataloader_prefetch_factor: int | None = None
-    """Batches that a loader reads ahead."""
+    """Number of batches that a data loader prefetches."""
 
     @property
     def drops_last(self) -> bool:
-        """Return whether rows that fill no train step are left out."""
+        """Return whether the last rows of an epoch are left out if they do not fill a train step."""
         return True
 
     @property
     def balances_tokens(self) -> bool:
-        """Return whether micro-batches are filled to a budget of tokens."""
+        """Return whether micro-batches are filled up to a number of tokens rather than a number of rows."""
         return False
 
     @property
@@ -83,12 +84,12 @@ class AlgorithmConfig(Table):
 
     @property
     def rewards(self) -> dict[str, float]:
-        """Return the reward functions with their weights; empty if nothing is scored."""
+        """Return the weight of each reward function by its name; empty if nothing is scored."""
         return {}
 
     @property
     def held_out_rewards(self) -> dict[str, float]:
-        """Return the reward functions of validation, unless validation has its own."""
+        """Return the reward functions by which validation scores completions if `[validation]` names none."""
         return self.rewards
 
     @property
@@ -98,7 +99,7 @@ class AlgorithmConfig(Table):
 
     @property
     def reward_seconds(self) -> float:
-        """Return how long one reward may take."""
+        """Return the time limit of one call of a reward function, in seconds."""
         return REWARD_TIMEOUT_SECONDS
 
     @property
@@ -108,13 +109,14 @@ class AlgorithmConfig(Table):
 
     @property
     def constants_of_rewards(self) -> dict[str, Any]:
-        """Return what rewards may ask for by keyword of this table; see `rewards.base.KEYWORDS`."""
+        """Return the values of this table that reward functions may take as keyword arguments; see
+        `rewards.base.KEYWORDS`."""
         return {}
 
     @property
     def dynamic_sampling(self) -> tuple[Sequence[str], int] | None:
-        """Return the reward metrics (empty: the total reward) by which groups without a difference are dropped, and the
-        maximum number of rounds that sample replacements (0: unlimited); None: no group is dropped."""
+        """Return the rule that drops groups: the reward metrics that must differ within a group (empty: the total
+        reward), and the maximum number of rounds that sample replacements (0: unlimited); None: no group is dropped."""
         return None
 
     @property
@@ -124,14 +126,15 @@ class AlgorithmConfig(Table):
 
     @property
     def lookahead(self) -> tuple[int, int, int | None]:
-        """Return how far rollouts may run ahead of the training: train steps that their weights may be old, prompts
-        beyond the window which that allows, and the most train steps of prompts at a time (None: no bound)."""
+        """Return how far rollouts may run ahead of the training: the maximum age of their weights in train steps, the
+        number of additional prompts, and the maximum number of train steps whose prompts are in flight at a time (None:
+        no bound)."""
         return 0, 0, None
 
     @property
     def env_of_rewards(self) -> tuple[str, ...]:
-        """Return the names of environment variables that rewards receive in addition to those that any program
-        needs."""
+        """Return the names of environment variables that reward functions receive in addition to those of every
+        subprocess."""
         return ()
 
     def flow_sampling(self, diffusers: "DiffusersConfig") -> FlowSampling | None:
@@ -161,7 +164,7 @@ class AlgorithmConfig(Table):
     @model_validator(mode="before")
     @classmethod
     def _key_of_another(cls, values: Any) -> Any:
-        """Name the algorithm that a key belongs to."""
+        """Refuse a key of another algorithm with a message that names that algorithm."""
         names = [] if not isinstance(values, dict) else [name for name in values if name not in cls.model_fields]
         for name in names:
             for other in _algorithms():
@@ -174,8 +177,8 @@ class AlgorithmConfig(Table):
 
 
 def algorithm_of(values: Any) -> str:
-    """Return the algorithm whose table a recipe means: that of `trainer_type`, else that of `type`, on which a path of
-    the user's own builds."""
+    """Return the name of the algorithm whose table validates the values of a `[train.train_policy]`: that of
+    `trainer_type`, otherwise (user code included) that of `type`."""
     if isinstance(values, AlgorithmConfig):
         return values.algorithm
     kind, name = str(values.get("type")), values.get("trainer_type")
@@ -184,16 +187,16 @@ def algorithm_of(values: Any) -> str:
 
 
 def kinds() -> list[str]:
-    """Return the values of `type`."""
+    """Return the values that `train.train_policy.type` accepts, sorted."""
     return sorted({kind for table in _algorithms() for kind in _kinds(table)})
 
 
 def _kinds(table: type[AlgorithmConfig]) -> tuple[str, ...]:
-    found: tuple[str, ...] = table.model_fields["type"].annotation.__args__  # type: ignore[union-attr]
-    return found
+    values: tuple[str, ...] = table.model_fields["type"].annotation.__args__  # type: ignore[union-attr]
+    return values
 
 
 def _algorithms(parent: type[AlgorithmConfig] = AlgorithmConfig) -> list[type[AlgorithmConfig]]:
     """Return every table that names an algorithm, in the order of their definition."""
-    found = [parent] if "algorithm" in vars(parent) else []
-    return [*found, *(table for child in parent.__subclasses__() for table in _algorithms(child))]
+    tables = [parent] if "algorithm" in vars(parent) else []
+    return [*tables, *(table for child in parent.__subclasses__() for table in _algorithms(child))]

@@ -10,29 +10,31 @@ from cosmos_core.config.schema.values import Fraction, NonNegativeFloat, Rows, S
 
 class DataTermConfig(Table):
     """`[train.train_policy.data_term]`: conversations whose SFT loss is added to every optimizer step of RL, with any
-    algorithm and variant. The rows depend only on the seed and the step, so a resumed run uses the same rows."""
+    algorithm and variant. The seed and the step number determine the rows of a step, so a resumed run uses the same
+    rows."""
 
     name: Annotated[str, NoResult, Where.PATH] = ""
-    """Path, URL or Hub id of rows of conversations or text, as in `dataset.name`; empty: no data term."""
+    """Path, URL or Hub id of a data set of conversations or texts, as in `dataset.name`; empty: no supervised loss is
+    added."""
     subset: str = ""
-    """Configuration name on the Hub; empty: the default one."""
+    """Configuration name of the data set on the Hub; empty: the default configuration."""
     revision: str = ""
-    """Commit, tag or branch on the Hub; empty: the newest."""
+    """Commit, tag or branch of the data set on the Hub; empty: the newest commit."""
     split: Splits = ("train",)
-    """Split or list of splits, concatenated in this order."""
+    """Split or list of splits of the data set, concatenated in this order."""
     max_skipped_fraction: Fraction = 0.01
-    """Most rows that may be left out because they cannot be read or the chat template refuses them."""
+    """Maximum fraction of rows that may be skipped because they cannot be read or the chat template refuses them."""
     conversation_column_name: str = "conversations"
     """Column of the conversation; rows without it may have `messages`, `conversation`, `text`, `prompt` + `response`,
     or `instruction` + `input` + `output`. `system_prompt` is added to conversations without a system turn."""
     weight: NonNegativeFloat = 0.0
     """Weight of the mean SFT loss per token relative to the loss of the rollouts; 0: no SFT loss."""
     batch_size: Rows = 8
-    """Rows of each optimizer step; every row comes once before any comes again."""
+    """Number of supervised rows per optimizer step; every row is used once before any row is used again."""
 
     @property
     def dataset(self) -> DatasetConfig:
-        """Return where the rows come from."""
+        """Return the data set of the supervised rows."""
         return DatasetConfig(
             name=self.name,
             subset=self.subset,

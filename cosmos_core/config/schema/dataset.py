@@ -11,7 +11,7 @@ from cosmos_core.config.schema.values import Fraction, Splits
 _TEXTS = (".jsonl", ".json", ".csv", ".tsv")
 _PACKED = (".gz", ".bz2", ".xz")
 DATA_SUFFIXES = (*_TEXTS, ".parquet", ".arrow", *(f"{text}{packed}" for text in _TEXTS for packed in _PACKED))
-"""What the names of files of rows end with."""
+"""Suffixes of the names of data files."""
 
 
 def data_suffix(name: str) -> str:
@@ -20,16 +20,16 @@ def data_suffix(name: str) -> str:
 
 
 class DatasetConfig(Table):
-    """A local file or folder, or the name of a data set on the Hugging Face Hub."""
+    """Data set: a local file or folder, or the name of a data set on the Hugging Face Hub."""
 
     name: Annotated[str, NoResult, Where.PATH] = ""
     """Path of a file of rows (.jsonl, .json, .csv, .tsv, also compressed as .gz, .bz2 or .xz, .parquet, .arrow), a
     folder of such files, a `save_to_disk` folder, a URL of one of these in a store (`s3://BUCKET/KEY`), a Hub id, or a
     user's data set class, `path/file.py:Class`; the fingerprint includes the content."""
     subset: str = ""
-    """Configuration name on the Hub; empty: the default one."""
+    """Configuration name of the data set on the Hub; empty: the default configuration."""
     revision: str = ""
-    """Commit, tag or branch on the Hub; empty: the newest."""
+    """Commit, tag or branch of the data set on the Hub; empty: the newest commit."""
     split: Splits = ("train",)
     """Split or list of splits, concatenated in this order; empty: `train`, the only split of a single local file.
     `train[:48]`, `train[100:]` and `train[:10%]` select a part, as in `datasets`."""
@@ -40,16 +40,16 @@ class DatasetConfig(Table):
     """Maximum fraction of rows that may be skipped because they cannot be read or the chat template refuses them; above
     it the `prepare` stage fails and reports the first such row. Rows without trained tokens do not count."""
     local_dir: Annotated[str, NoResult, Where.PATH] = ""
-    """Folder of prompts (`*.json`) and media for diffusion models, in place of `name`; empty: `name`, which may be such
-    a folder as well, one of `metas` and `videos`, webdataset shards, rows with a column of images, or prompts; also the
-    name of a prompt set, `ocr`, `pickscore`, `geneval` or `dance_grpo_t2v`."""
+    """Diffusion models: folder of prompts (`*.json`) and media, in place of `name`; empty: `name`. `name` may also be
+    such a folder, a folder with `metas` and `videos`, webdataset shards, rows with a column of images, rows of prompts,
+    or a built-in list of prompts: `ocr`, `pickscore`, `geneval` or `dance_grpo_t2v`."""
     aspect_ratio_buckets: bool = False
-    """Images and clips take the nearest of the sizes that have the area of `policy.diffusers.inference_size` and an
-    aspect ratio from 1:2 to 2:1; False: all are cropped to that size."""
+    """Resize images and clips to the nearest of the sizes that have the area of `policy.diffusers.inference_size` and
+    an aspect ratio from 1:2 to 2:1; False: crop all of them to that size."""
     frame_sampling: Literal["random", "first", "middle", "uniform"] = "random"
-    """How `policy.diffusers.train_frames` frames of a longer video are selected: consecutive frames from a start that
-    its content determines, from the first frame, or around the middle; or frames at even distances over the whole
-    video."""
+    """Rule that selects `policy.diffusers.train_frames` frames of a longer video: `random` (consecutive frames from a
+    start that the content of the video determines), `first` or `middle` (consecutive frames), or `uniform` (frames at
+    equal distances over the whole video)."""
 
     @field_validator("test_size")
     @classmethod

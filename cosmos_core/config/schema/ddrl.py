@@ -7,8 +7,8 @@ from cosmos_core.config.schema.flow_grpo import FlowGrpoConfig
 
 
 class DdrlConfig(FlowGrpoConfig):
-    """`trainer_type = "ddrl"`: FlowGRPO whose rows are images or clips with their prompts, with the diffusion loss on
-    them in place of a KL term (arXiv 2512.04332)."""
+    """`trainer_type = "ddrl"`: FlowGRPO whose rows are images or clips with their prompts, and whose diffusion loss on
+    these rows takes the role of a KL term (arXiv 2512.04332)."""
 
     algorithm: ClassVar[str] = "ddrl"
 
@@ -17,5 +17,5 @@ class DdrlConfig(FlowGrpoConfig):
 
     @property
     def rows(self) -> str:  # type: ignore[override]
-        """See `AlgorithmConfig.rows`; `learns_data` has no effect."""
+        """Return the kind of rows, always `media`; `learns_data` has no effect with DDRL."""
         return "media"

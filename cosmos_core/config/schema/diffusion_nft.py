@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from cosmos_core.config.schema.diffusers import DiffusersConfig
 
 OLD = "old"
-"""The policy that draws: it follows the one that is trained."""
+"""Name of the weights of the old policy, which generates the rollouts of DiffusionNFT and follows the trained
+policy."""
 
 
 class DiffusionNftConfig(FlowPolicyConfig):

@@ -18,4 +18,4 @@ class DiffusionSftConfig(SupervisedConfig):
     trainer_type: Annotated[
         Thing, Only(("diffusion_sft",), "this version trains with 'diffusion_sft'", takes_import_paths=True), Where.CODE
     ] = "diffusion_sft"
-    """The algorithm: `diffusion_sft`, also written `sft`, or `path/file.py:Class` of your own."""
+    """Algorithm: `diffusion_sft`, also written `sft`, or a user class `path/file.py:Class`."""

@@ -12,23 +12,26 @@ from cosmos_core.config.schema.values import DType, Fraction, NonNegativeFloat, 
 
 
 class TeacherParallelismConfig(Table):
-    """`[distillation.parallelism]`: a mesh of its own, which a teacher has in Cosmos-RL."""
+    """`[distillation.parallelism]`: device mesh of the teacher in Cosmos-RL."""
 
 
 class DistillationConfig(Table):
-    """`[distillation]`: on-policy distillation, read where completions are trained on (arXiv 2306.13649)."""
+    """`[distillation]`: on-policy distillation, which has an effect on algorithms that train on completions (arXiv
+    2306.13649)."""
 
     switch = "enable"
 
     enable: bool = False
-    """Learn from a teacher in place of rewards: forces `bypass_reward`; validation keeps its own rewards."""
+    """Train on the log-probabilities of a teacher in place of rewards: forces `bypass_reward`; validation keeps its
+    rewards."""
     parallelism: TeacherParallelismConfig = TeacherParallelismConfig()
     """Device mesh of the teacher."""
     model_name_or_path: Annotated[str, NoResult, Where.PATH] = "Qwen/Qwen2.5-VL-7B-Instruct"
-    """Teacher: a folder in Hugging Face format, a Hub id, or `stage:NAME` for the export of that stage (the fingerprint
-    includes the content). Its tokenizer must have every token of the policy, with the same id."""
+    """Teacher model: a folder in Hugging Face format, a Hub id, or `stage:NAME` for the export of that stage (the
+    fingerprint includes the content). Its tokenizer must have every token of the policy's tokenizer, with the same
+    id."""
     model_revision: str | None = None
-    """Hub revision; None: the newest."""
+    """Revision of the teacher on the Hub; None: the newest."""
     master_dtype: DType = "float32"
     """Dtype of the teacher's weights."""
     param_dtype: DType = "bfloat16"
@@ -36,32 +39,34 @@ class DistillationConfig(Table):
     logprob_dtype: DType = "float32"
     """Dtype of the teacher's log-softmax."""
     fsdp_offload: bool = False
-    """Keep the teacher's shards in host memory, from where each block is gathered."""
+    """Keep the teacher's shards in host memory; the weights of each block are gathered from there."""
     fsdp_reshard_after_forward: Literal["always", "never", "default"] = "never"
-    """Free a block's gathered weights after its forward pass; False: free the weights of all blocks after all samples
-    of a train step are scored."""
+    """Whether the gathered weights of a teacher's block are freed after its forward pass; with `never` they are freed
+    when all samples of a train step are scored."""
     max_token_len_per_mini_batch: Tokens | None = None
-    """Token budget of a micro-batch, padding included, in place of `mini_batch`; None: `mini_batch` sequences."""
+    """Maximum number of tokens of a micro-batch of the teacher, padding included, in place of `mini_batch`; None:
+    `mini_batch` sequences."""
     sequence_packing: bool = False
-    """Pack sequences without padding."""
+    """Concatenate the sequences of a micro-batch of the teacher without padding."""
     mini_batch: Rows = 1
-    """Sequences per forward pass."""
+    """Number of sequences per forward pass of the teacher."""
     kl_penalty_coef: NonNegativeFloat = 1.0
-    """Weight of the teacher: of the penalty in the advantage, or of the divergence in the loss."""
+    """Weight of the teacher's penalty in the advantage, or with `top_k` of the divergence in the loss."""
     kl_discount_factor: Fraction = 0.0
     """Discount of the penalties of later tokens in the advantage of a token: 1 gives the gradient of the completion's
     KL, 0 that of the token's own KL."""
     include_prompt: bool = False
-    """Also train on the tokens of the prompt; the policy did not sample them, so each token has only its own
-    penalty."""
+    """Also train on the tokens of the prompt. The policy did not sample these tokens, so the advantage of a prompt
+    token is its own penalty only."""
     top_k: Annotated[int, Unit("tokens")] = 0
-    """0 or less: the advantage of a token decreases by log policy - log teacher (reverse KL). Otherwise the loss is the
-    Jensen-Shannon divergence over this many tokens and one event for all other tokens."""
+    """Number of tokens of the teacher's distribution in the loss. 0 or less: the advantage of a token decreases by log
+    policy - log teacher (reverse KL). Otherwise the loss is the Jensen-Shannon divergence over this many tokens and one
+    event for all other tokens."""
     jsd_beta: Fraction = 0.5
-    """Mixture of that divergence: 0 forward KL, 1 reverse KL."""
+    """Mixture weight of the Jensen-Shannon divergence with `top_k`: 0 is the forward KL, 1 the reverse KL."""
     trainer_token_ids_from_teacher: bool = True
-    """The `top_k` tokens are the most likely tokens of the teacher; False: those of the policy before the train
-    step."""
+    """Take the `top_k` tokens that are most likely under the teacher; False: those that are most likely under the
+    policy before the train step."""
 
     @field_validator("model_name_or_path")
     @classmethod

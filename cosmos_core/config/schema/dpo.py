@@ -17,7 +17,7 @@ _SMOOTHED = {"sigmoid", "robust", "simpo"}
 
 
 class DpoLossConfig(Table):
-    """How a pair of responses is compared. Cosmos-RL has three of these in `[custom]`: `dpo_beta`, `dpo_loss_type`,
+    """Loss of a pair of responses in DPO. Cosmos-RL has three of these keys in `[custom]`: `dpo_beta`, `dpo_loss_type`,
     `dpo_loss_weights`."""
 
     beta: PositiveFloat = 0.1
@@ -32,7 +32,7 @@ class DpoLossConfig(Table):
     Without a reference: `simpo`, -log sigmoid(beta x difference per token - `simpo_gamma`) (2405.14734), and `orpo`,
     `sft` - beta x log sigmoid of the log odds ratio per token (2403.07691). Or a list of them."""
     loss_weights: Annotated[tuple[NonNegativeFloat, ...] | None, Field(strict=False)] = None
-    """Weight of each; None: 1."""
+    """Weight of each loss in `loss_type`; None: 1 each."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """Assumed fraction of pairs with swapped labels, in `sigmoid`, `robust` and `simpo`."""
     simpo_gamma: NonNegativeFloat = 0.5
@@ -75,14 +75,14 @@ class DpoConfig(SupervisedConfig):
     trainer_type: Literal["dpo"] = "dpo"
     """The algorithm."""
     prompt_column_name: str = ""
-    """Column of the prompt, a string or a conversation, in place of `conversation_column_name`; empty: of the known
-    names whichever there is."""
+    """Column of the prompt, a string or a conversation, in place of `conversation_column_name`; empty: the first column
+    that has one of the default names."""
     chosen_column_name: str = "chosen"
     """Column of the response that was chosen."""
     rejected_column_name: str = "rejected"
     """Column of the response that was rejected."""
     dpo: DpoLossConfig = DpoLossConfig()
-    """How responses are compared."""
+    """Loss of a pair of responses."""
 
     @property
     def named_weights(self) -> tuple[str, ...]:

@@ -12,24 +12,25 @@ class EvaluateConfig(Table):
     """`[evaluate]`: the benchmarks of a stage of kind `evaluate`, with the settings of lm-eval's command line."""
 
     tasks: Names = ()
-    """Tasks, groups and tags of lm-eval (`lm-eval ls tasks`), or of `include_path`; `mmlu_*` is every name that
-    matches."""
+    """Names of benchmarks: tasks, groups and tags of lm-eval (`lm-eval ls tasks`), or tasks of `include_path`; a
+    pattern such as `mmlu_*` stands for all matching names."""
     include_path: Annotated[str, Where.PATH, NoResult] = ""
     """Folder with YAML files of your own tasks, which take precedence over those of lm-eval. Its files, and the local
     files of rows that a task names, are inputs of the stage. Empty: none."""
     num_fewshot: NonNegativeInt | None = None
     """Number of solved examples in each prompt; None: that of the task."""
     limit: Annotated[PositiveInt | None, Unit("items")] = None
-    """Only the first items of each task; None: all."""
+    """Maximum number of items of each task, from the first; None: all."""
     apply_chat_template: bool = False
-    """Prompts are conversations in the chat template of the model, rather than plain text."""
+    """Render prompts as conversations with the model's chat template; False: plain text."""
     fewshot_as_multiturn: Annotated[bool, Needs("apply_chat_template")] = True
-    """Each solved example is a turn of the user and one of the model, rather than part of a single turn."""
+    """Render each solved example as a user turn and an assistant turn; False: all examples are part of a single user
+    turn."""
     batch_size: Annotated[PositiveInt | None, Unit("prompts")] = None
     """Prompts per forward pass, or per call of vLLM; None: 1, and 256 with vLLM."""
     max_length: Tokens | None = None
-    """Maximum number of tokens of prompt and completion, beyond which a prompt loses its beginning; None: that of the
-    model."""
+    """Maximum number of tokens of prompt and completion together; a longer prompt loses its beginning. None: the
+    maximum of the model."""
     seed: NonNegativeInt | None = None
     """Seed of Python, NumPy, torch and the choice of examples; None: 0 for Python, 1234 for the others, as lm-eval
     does."""

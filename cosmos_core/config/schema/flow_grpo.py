@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 class FlowGrpoConfig(FlowPolicyConfig):
     """`trainer_type = "flow_grpo"`: the steps of a stochastic sampler are the actions of a policy (arXiv 2505.05470);
-    how is in `[policy.diffusers.flow_rl]`."""
+    further settings are in `[policy.diffusers.flow_rl]`."""
 
     algorithm: ClassVar[str] = "flow_grpo"
     reads: ClassVar[tuple[str, ...]] = (*FlowPolicyConfig.reads, "epsilon_low", "epsilon_high")
@@ -24,18 +24,18 @@ class FlowGrpoConfig(FlowPolicyConfig):
     trainer_type: Literal["flow_grpo"] = "flow_grpo"
     """The algorithm."""
     epsilon_low: float = 1e-4
-    """Ratios are clipped below at 1 - this; negative: no lower clip. They are of means over all elements of a latent,
-    and hardly leave 1."""
+    """Lower clip range: probability ratios are clipped below at 1 - `epsilon_low`; negative: no lower clip. A ratio is
+    the exponential of a mean over all elements of a latent and therefore stays close to 1."""
     epsilon_high: float = 1e-4
-    """Ratios are clipped above at 1 + this; negative: no upper clip."""
+    """Upper clip range: probability ratios are clipped above at 1 + `epsilon_high`; negative: no upper clip."""
 
     def flow_sampling(self, diffusers: "DiffusersConfig") -> FlowSampling:
-        found, flow_rl = super().flow_sampling(diffusers), diffusers.flow_rl
-        steps = range(found.num_steps - 1)
+        sampling, flow_rl = super().flow_sampling(diffusers), diffusers.flow_rl
+        steps = range(sampling.num_steps - 1)
         return replace(
-            found,
-            kernel=found.kernel or "flow",
-            window=window_of(flow_rl, found.num_steps),
+            sampling,
+            kernel=sampling.kernel or "flow",
+            window=window_of(flow_rl, sampling.num_steps),
             trained_on=tuple(steps) if flow_rl.window_size else tuple(i for i in flow_rl.train_on if i in steps),
             keeps_means=flow_rl.guard,
             same_noise=flow_rl.use_same_seed,

@@ -1,4 +1,4 @@
-"""`[train.train_policy]` of diffusion models: what learning from scored images and videos has, whatever the loss."""
+"""`[train.train_policy]` of diffusion models: keys of the algorithms that learn from scored images and videos."""
 
 from collections.abc import Iterator
 from functools import reduce
@@ -17,30 +17,31 @@ if TYPE_CHECKING:
 
 
 class FlowPolicyConfig(GrpoConfig):
-    """What DiffusionNFT and FlowGRPO share: groups of images or videos of a prompt, scored and compared."""
+    """Keys that DiffusionNFT and FlowGRPO share: groups of images or videos of a prompt are scored and compared."""
 
     modalities: ClassVar[tuple[str, ...]] = ("diffusion",)
     reads: ClassVar[tuple[str, ...]] = (
         "advantage_low", "advantage_high", "kl_beta", "unbiased_advantage", "reference_reset_interval",
         "reset_optimizer_with_reference",
     )  # fmt: skip
-    """Keys of GRPO's own table that have a meaning here."""
+    """Keys of `GrpoConfig` that have an effect on diffusion models."""
     no_effect: ClassVar[tuple[str, ...]] = ()
-    """Keys of `[policy.diffusers]` that other algorithms read."""
+    """Keys of `[policy.diffusers]` that have no effect with this algorithm."""
 
     advantage_mode: Literal["all", "positive_only", "negative_only", "one_only", "binary"] = "all"
     """Transformation of clipped advantages: none, 0 for negative or for positive advantages, 1 for positive and 0 for
     all others, or the sign."""
     normalise_each_reward: bool = False
-    """Normalise each reward function by itself before they are weighted and summed, for rewards of different scales;
-    False: the weighted sum of their values."""
+    """Normalise the values of each reward function before they are weighted and summed, for rewards of different
+    scales; False: normalise only the weighted sum."""
     least_diversity: Fraction = 0.5
-    """Set `watch/alarm` to 1 and log a warning if the diversity of samples falls below this fraction of its initial
-    value, or if a reward of weight 0 falls below it while the total reward rises."""
+    """Threshold of the diversity of samples: `watch/alarm` is set to 1 and a warning is logged if the diversity falls
+    below this fraction of its initial value, or if a reward of weight 0 does so while the total reward rises."""
 
     learns_data: bool = False
-    """Rows are images or clips with their prompts, and the diffusion loss on them is added to the loss of the rollouts
-    with the weight `policy.diffusers.flow_rl.data_beta` (arXiv 2512.04332); False: rows are prompts."""
+    """Learn also from real images or clips: rows are media with their prompts, and the diffusion loss on them is added
+    to the loss of the rollouts with the weight `policy.diffusers.flow_rl.data_beta` (arXiv 2512.04332). False: rows are
+    prompts."""
 
     @property
     def compares_groups(self) -> bool:
@@ -48,7 +49,7 @@ class FlowPolicyConfig(GrpoConfig):
 
     @property
     def rows(self) -> str:  # type: ignore[override]
-        """See `AlgorithmConfig.rows`."""
+        """Return the kind of rows: `media` with `learns_data`, otherwise `media_prompts`."""
         return "media" if self.learns_data else "media_prompts"
 
     @field_validator("mu_iterations")
@@ -59,7 +60,7 @@ class FlowPolicyConfig(GrpoConfig):
         return passes
 
     def flow_sampling(self, diffusers: "DiffusersConfig") -> FlowSampling:
-        """Return how rollouts are drawn."""
+        """Return the sampler settings with which rollouts of images and videos are generated."""
         sample = diffusers.sample
         kernel = sample.solver if sample.solver in KERNELS and not sample.deterministic_sampling else ""
         return FlowSampling(

@@ -1,4 +1,4 @@
-"""`[train.train_policy]` with `type = "grpo"`: group-relative policy optimisation and its relatives."""
+"""`[train.train_policy]` with `type = "grpo"`: group-relative policy optimisation (GRPO) and its variants."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -25,14 +25,14 @@ class GrpoConfig(RlConfig):
     trainer_type: Annotated[
         Thing, Only(("grpo",), "this version trains with 'grpo'; leave it out", takes_import_paths=True), Where.CODE
     ] = "grpo"
-    """The algorithm: `grpo`, or `path/file.py:Class` of your own."""
+    """Algorithm: `grpo`, or a user class `path/file.py:Class`."""
 
     epsilon_low: float = 0.2
-    """Ratios are clipped below at 1 - this; negative: no lower clip. With variant = 'dppo_tv' or 'dppo_kl' the largest
-    divergence of a token that becomes less likely, about 0.15 or 0.05."""
+    """Lower clip range: probability ratios are clipped below at 1 - `epsilon_low`; negative: no lower clip. With
+    variant = 'dppo_tv' or 'dppo_kl': the largest divergence of a token that becomes less likely, about 0.15 or 0.05."""
     epsilon_high: float = 0.2
-    """Ratios are clipped above at 1 + this (clip-higher: 0.28); negative: no upper clip. With variant = 'dppo_tv' or
-    'dppo_kl' the largest divergence of a token that becomes more likely."""
+    """Upper clip range: probability ratios are clipped above at 1 + `epsilon_high` (clip-higher: 0.28); negative: no
+    upper clip. With variant = 'dppo_tv' or 'dppo_kl': the largest divergence of a token that becomes more likely."""
     advantage_low: float = -5.0
     """Minimum advantage for a diffusion model."""
     advantage_high: float = 5.0
@@ -40,14 +40,15 @@ class GrpoConfig(RlConfig):
     positive_nll_coef: NonNegativeFloat | None = None
     """Weight of an extra log-likelihood term on completions with a positive reward; None: off."""
     lower_bound_ratio: float = 3.0
-    """Dual clip: the loss of a negative advantage A is at most -A times this (arXiv 1912.09729)."""
+    """Bound of the dual clip: the loss of a negative advantage A is at most -A times this value (arXiv 1912.09729)."""
     loss_type: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "token-sum"] = "token-mean"
     """How token losses are averaged over the optimizer step."""
     unbiased_loss_max_tokens: Tokens | None = None
-    """With `seq-mean-token-mean`: divide by this constant instead of the length (Dr. GRPO, arXiv 2503.20783); None:
-    by the length."""
+    """With `seq-mean-token-mean`: number of tokens by which the loss of a sequence is divided instead of its length
+    (Dr. GRPO, arXiv 2503.20783); None: its length."""
     unbiased_advantage: bool = False
-    """True: subtract the group's mean only, do not divide by its standard deviation (Dr. GRPO)."""
+    """Subtract only the group's mean from a reward, without division by the group's standard deviation (Dr. GRPO);
+    False: subtract and divide."""
     algo: Algo = "grpo"
     """The rule that turns the rewards of a group into advantages: r - mean over the std of the group (`grpo`), r - mean
     of the others (`rloo`, arXiv 2402.14740), r - mean over the std of the step (`batch-std`, 2508.08221), r whitened
@@ -55,15 +56,17 @@ class GrpoConfig(RlConfig):
     (`reinforce++-baseline`), r - mean over the mean (`maxrl`, 2602.02710), or each reward function's values over the
     sample std of their group, weighted, summed and normalised over the step (`gdpo`, 2601.05242)."""
     kl_beta: NonNegativeFloat = 0.0
-    """Weight of the KL penalty to the model that the stage started from; 0: no reference model is held."""
+    """Weight of the KL penalty towards the reference model, from which the stage started; 0: no penalty, and no
+    reference model in memory."""
     kl_in_reward: Annotated[bool, Needs("kl_beta")] = False
     """Take `kl_beta` * log(old policy / reference) from the reward of each token, whose advantage is then its whitened
     return, as in the paper of `algo = "reinforce++"` (arXiv 2501.03262), instead of adding the KL to the loss."""
     unbiased_kl_estimate: Annotated[bool, Needs("kl_beta")] = False
-    """Multiply the k3 estimator by the ratio, which makes its gradient that of the reverse KL (arXiv 2512.02556)."""
+    """Multiply the k3 estimator of the KL by the probability ratio, which makes its gradient that of the reverse KL
+    (arXiv 2512.02556)."""
     kl_estimator: Literal["k2", "k3"] = "k3"
-    """How the KL is estimated (joschu.net/blog/kl-approx.html): the gradient of `k2` is that of the reverse KL, that of
-    `k3` of the forward one, or with `unbiased_kl_estimate` of the reverse one."""
+    """Estimator of the KL divergence from the reference model (joschu.net/blog/kl-approx.html): the gradient of `k2` is
+    that of the reverse KL, that of `k3` of the forward KL, or with `unbiased_kl_estimate` of the reverse KL."""
     off_policy_masking_delta: NonNegativeFloat | None = None
     """Exclude sequences with a negative advantage and a mean log(rollout policy / policy) above this value (arXiv
     2512.02556); None: exclude none."""
@@ -71,56 +74,62 @@ class GrpoConfig(RlConfig):
     """Largest weight of a token with variant = 'cispo', 'dppo_tv' or 'dppo_kl', an absolute value; None: 5 with
     'cispo', 20 with the others."""
     sapo_temperature_pos: PositiveFloat = 1.0
-    """With variant = 'sapo': how fast the gate closes for tokens of positive advantage."""
+    """With variant = 'sapo': temperature of the gate for tokens with a positive advantage; the higher, the faster the
+    weight of a token falls as its ratio leaves 1."""
     sapo_temperature_neg: PositiveFloat = 1.05
-    """The same for all other tokens."""
+    """With variant = 'sapo': temperature of the gate for tokens without a positive advantage."""
     top_entropy_quantile: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Fraction of the trained tokens of an optimizer step, those with the highest entropy, that the policy loss
-    includes; below 1 it needs an additional forward pass (arXiv 2506.01939: 0.2). 1: all tokens."""
+    """Fraction of the trained tokens of an optimizer step that the policy loss includes: the tokens with the highest
+    entropy. Below 1 it needs an additional forward pass (arXiv 2506.01939: 0.2). 1: all tokens."""
     mask_truncated_completions: bool = False
     """Leave completions that reached `rollout.max_response_length` out of the loss; their rewards still count in the
     advantages of their group (arXiv 2503.14476, overlong filtering)."""
     aipo_rho: PositiveFloat | None = None
-    """Weight tokens by policy / rollout policy, at most this, in place of clipping (arXiv 2505.24034); None: off."""
+    """Maximum importance weight of AIPO, which weights tokens by policy / rollout policy in place of clipping (arXiv
+    2505.24034); None: off."""
     aipo_form: Annotated[Literal["weighted", "clamped"], Needs("aipo_rho")] = "weighted"
-    """`weighted`: as in the paper, every token has a gradient. `clamped`: as in Cosmos-RL, a token with a ratio policy
-    / old policy above `aipo_rho` has no gradient."""
+    """Form of AIPO. `weighted`: as in the paper, every token has a gradient. `clamped`: as in Cosmos-RL, a token with a
+    ratio policy / old policy above `aipo_rho` has no gradient."""
     entropy_coeff: float = 0.0
-    """Weight of the entropy bonus, which has a gradient, unlike in Cosmos-RL; 0: no bonus."""
+    """Weight of the entropy bonus in the loss; unlike in Cosmos-RL the bonus has a gradient. 0: no bonus."""
     log_entropy: bool = True
-    """Compute the policy's entropy for the metrics: about a tenth of the time of a train step at a vocabulary of
-    150,000."""
+    """Compute the policy's entropy for the metrics, which takes about a tenth of the time of a train step at a
+    vocabulary of 150,000 tokens."""
     min_filter_prefix_tokens: Tokens | None = None
-    """Leave out prefixes of at least this length that completions of different rewards share; None: off."""
+    """Minimum length of a shared prefix to leave out of the loss: a prefix that completions with different rewards
+    share; None: no prefix is left out."""
     reference_reset_interval: Steps | None = None
-    """Make the policy the reference of the KL every N steps; None: never."""
+    """Number of train steps after which the current policy becomes the new reference of the KL penalty; None: never."""
     reset_optimizer_with_reference: Annotated[bool, Needs("reference_reset_interval")] = True
     """Also reset the optimizer's moments when the reference policy is reset; the learning rate schedule continues."""
     use_decoupled_loss: bool = False
     """Weight tokens by old policy / rollout policy, and clip against the old policy (arXiv 2505.24298)."""
     behav_imp_weight_cap: Annotated[PositiveFloat | None, Needs("use_decoupled_loss")] = None
-    """Tokens above this weight get weight 0; None: no cap."""
+    """With `use_decoupled_loss`: tokens whose weight old policy / rollout policy exceeds this value get weight 0; None:
+    no cap."""
     use_rollout_logprobs_for_loss: bool = False
-    """Take them as the old policy's."""
+    """Use the log-probabilities that the rollout engine reports as those of the old policy, instead of recomputing
+    them."""
     rollout_correction: RolloutCorrection = ""
     """Importance weights w = old policy / rollout policy: `truncate` them at `rollout_correction_high` (TIS), `mask`
     tokens outside low and high (IcePop), or apply either to the product over a sequence; `none`: w = 1. Empty:
     `truncate` if rollouts may be older than the policy or are sampled from another distribution, otherwise 1."""
     rollout_correction_low: Annotated[NonNegativeFloat, Needs("rollout_correction")] = 0.5
-    """Smallest weight that is not masked."""
+    """Smallest importance weight that `rollout_correction` does not mask."""
     rollout_correction_high: PositiveFloat = 2.0
-    """Largest weight, where weights are not 1."""
+    """Largest importance weight of `rollout_correction`, above which a weight is truncated or masked."""
     geometric_mask: PositiveFloat | None = None
-    """Exclude sequences whose geometric mean of w differs from 1 by more than this value, such as 0.01; None: exclude
-    none."""
+    """Exclude sequences whose geometric mean of w = old policy / rollout policy differs from 1 by more than this value,
+    such as 0.01; None: exclude none."""
     mean_k3_mask: PositiveFloat | None = None
-    """Exclude sequences whose mean of w - 1 - log w over the tokens, an estimate of the KL divergence between rollout
-    policy and old policy, is above this value; None: exclude none."""
+    """Exclude sequences whose mean of w - 1 - log w over the tokens is above this value, where w = old policy / rollout
+    policy; the mean estimates the KL divergence between the two policies. None: exclude none."""
     max_k3_mask: PositiveFloat | None = None
-    """The same for the largest of a sequence, which finds single tokens that rollouts and trainer disagree about."""
+    """Exclude sequences whose largest w - 1 - log w is above this value, where w = old policy / rollout policy: it
+    detects single tokens about which rollouts and trainer disagree. None: exclude none."""
     self_normalised_weights: bool = False
-    """Divide the weights of `rollout_correction` by their mean over the learned tokens of the train step, with
-    `sequence-truncate` and `sequence-mask` over its sequences; it costs a forward pass."""
+    """Divide the importance weights of `rollout_correction` by their mean over the trained tokens of the train step, or
+    with `sequence-truncate` and `sequence-mask` over its sequences; the mean costs an additional forward pass."""
 
     data_term: DataTermConfig = DataTermConfig()
     """SFT rows that are trained on in addition to rollouts."""
@@ -214,7 +223,7 @@ class GrpoConfig(RlConfig):
 
     @model_validator(mode="after")
     def _weighted_once(self, info: ValidationInfo) -> Self:
-        """AIPO weights tokens by policy / rollout policy itself."""
+        """Refuse or switch off a second importance weight if AIPO already weights tokens by policy / rollout policy."""
         if self.aipo_rho is None or self.aipo_form != "weighted":
             return self
         if self._corrects:
@@ -249,7 +258,7 @@ class GrpoConfig(RlConfig):
     @model_validator(mode="before")
     @classmethod
     def _collected(cls, values: Any) -> Any:
-        """What the corrections need of the rollouts."""
+        """Switch on the rollout log-probabilities that the losses with importance weights need."""
         if isinstance(values, dict) and values.get("use_decoupled_loss") is True:
             return values | {"rollout_as_token_ids": True, "collect_rollout_logprobs": True}
         if isinstance(values, dict) and values.get("use_rollout_logprobs_for_loss") is True:

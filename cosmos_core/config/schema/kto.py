@@ -9,18 +9,20 @@ from cosmos_core.config.schema.values import NonNegativeFloat, PositiveFloat
 
 
 class KtoLossConfig(Table):
-    """How a response is judged. Its reward is beta x (its log-probability - that under the reference)."""
+    """Loss of a labelled response in KTO. The reward of a response is beta x (its log-probability - that under the
+    reference)."""
 
     beta: PositiveFloat = 0.1
-    """Factor of the reward; the higher, the closer to the reference."""
+    """Factor of the KTO reward; the higher, the closer the policy stays to the reference."""
     loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"
-    """`kto`: weight x (1 - sigmoid(reward - beta x KL)) of a desirable response, weight x (1 - sigmoid(beta x KL -
-    reward)) of another, KL estimated from each prompt with the response to the prompt before it in the step, and at
-    least 0. `apo_zero_unpaired`: the same with KL = 0 (arXiv 2408.06266)."""
+    """Loss of a labelled response. `kto`: weight x (1 - sigmoid(reward - beta x KL)) of a desirable response, weight x
+    (1 - sigmoid(beta x KL - reward)) of an undesirable response. KL is estimated from each prompt with the response to
+    the previous prompt of the step, and is at least 0. `apo_zero_unpaired`: the same with KL = 0 (arXiv 2408.06266)."""
     desirable_weight: NonNegativeFloat = 1.0
-    """Weight of desirable responses. Times their number it should be 1 to 1.33 times that of the others."""
+    """Weight of desirable responses. This weight times their number should be 1 to 1.33 times the same product for
+    undesirable responses."""
     undesirable_weight: NonNegativeFloat = 1.0
-    """Weight of the others."""
+    """Weight of undesirable responses."""
 
 
 class KtoConfig(SftConfig):
@@ -36,7 +38,7 @@ class KtoConfig(SftConfig):
     label_column_name: str = "label"
     """Column with the label of the response, desirable or not: true or false, or 1 or 0."""
     kto: KtoLossConfig = KtoLossConfig()
-    """How a response is judged."""
+    """Loss of a labelled response."""
 
     @property
     def saves_reference(self) -> bool:

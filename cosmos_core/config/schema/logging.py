@@ -10,7 +10,7 @@ from cosmos_core.config.schema.values import Steps, Thing
 from cosmos_core.registry import is_import_path, offered_names
 
 CONSOLE = "console"
-"""The terminal of the command, which shows every run."""
+"""Name of the metric destination that is the terminal of the command; it shows every run."""
 SINKS_FOLDER = "cosmos_core.observe.sinks"
 
 
@@ -18,24 +18,26 @@ class LoggingConfig(Table):
     """`[logging]`"""
 
     logger: Annotated[tuple[Thing, ...], Field(strict=False), NoResult, Where.CODE] = ("console",)
-    """Destinations of the metrics in addition to the run directory: `console`, `wandb` (one run on Weights & Biases for
-    each stage with metrics), `tensorboard` (event files in the stage's folder `tensorboard/`), a user's class,
+    """Metric sinks in addition to the run directory: `console`, `wandb` (one run on Weights & Biases for each stage
+    with metrics), `tensorboard` (event files in the stage's folder `tensorboard/`), a user's class,
     `path/file.py:Class`, with the methods of `Sink`, or a function `f(data, step)`."""
     log_completions: Annotated[bool, NoResult] = True
-    """Write completions of training with their rewards to `completions/` of the stage, which `cosmos samples` shows: of
-    each step up to 8 of each of 4 prompts, among them the best and the worst, of images and videos 4 of each of 2; of
-    the newest 1,000 steps, images and videos of at most 1 GiB."""
+    """Write completions of training with their rewards to `completions/` of the stage, which `cosmos samples` shows. Of
+    each step, 8 completions of each of 4 prompts at most, including the best and the worst (of images and videos 4 of
+    each of 2); only the newest 1,000 steps are kept, and at most 1 GiB of images and videos."""
     multi_modal_log_interval: Annotated[Steps | None, NoResult] = None
-    """Steps between the validations of which Weights & Biases is sent what a diffusion model drew; None: of each."""
+    """Number of steps between validations whose generated images and videos are sent to Weights & Biases; None: those
+    of each validation are sent."""
     project_name: Annotated[str, NoResult] = "cosmos_rl"
-    """Project on Weights & Biases."""
+    """Name of the project on Weights & Biases."""
     group_name: Annotated[str | None, NoResult] = None
-    """Group on Weights & Biases; None: the stages of one run together, as `<name>-<run id>` with the name below."""
+    """Name of the group on Weights & Biases; None: the stages of one run form a group `<experiment_name>-<run id>`."""
     experiment_name: Annotated[str | None, NoResult] = None
-    """Name on Weights & Biases, before run id and stage: `<name>-<run id>-<stage>`; None: the pipeline's."""
+    """First part of the name of a run on Weights & Biases, `<experiment_name>-<run id>-<stage>`; None: the name of the
+    pipeline."""
     report_mfu: Annotated[bool, NoResult] = False
-    """Report `throughput/mfu`: the FLOPs of train steps relative to those of a large matrix product in `param_dtype`,
-    measured on the ranks' devices at the start of the training."""
+    """Report the metric `throughput/mfu`: the FLOP/s of train steps relative to those of a large matrix product in
+    `param_dtype`, measured on the ranks' devices at the start of the training."""
 
     @field_validator("logger")
     @classmethod

@@ -17,29 +17,29 @@ class LoraConfig(Table):
     """`[policy.lora]`: the table's presence turns LoRA on."""
 
     r: PositiveInt = 8
-    """Rank."""
+    """Rank of the adapters."""
     lora_path: Annotated[str | None, NoResult, Where.PATH] = None
     """Folder of a PEFT adapter from which training starts, with the adapter's settings (the fingerprint includes its
     content); None: a new adapter. Declared but not read in Cosmos-RL."""
     lora_alpha: PositiveFloat = 8.0
-    """Scale is alpha / r."""
+    """Alpha of the adapters, whose output is scaled by alpha / r."""
     lora_dropout: Fraction = 0.0
-    """Dropout before A."""
+    """Dropout probability of the input of matrix A."""
     target_modules: Annotated[tuple[str, ...], Field(strict=False)] | str | None = None
     """Suffixes of the names of adapted modules, or `all-linear`; None: PEFT's default for the family. `gate_proj`,
     `up_proj` and `down_proj` (or `w1`, `w3`, `w2`) also select experts that are one parameter of a layer; a parameter
     with gate and up projection gets twice the rank. `cosmos check` lists the adapted layers."""
     use_rslora: bool = False
-    """Scale is alpha / sqrt(r) (arXiv 2312.03732)."""
+    """Scale the output of the adapters by alpha / sqrt(r) instead of alpha / r (arXiv 2312.03732)."""
     modules_to_save: Strings | None = None
     """Suffixes of the names of modules that are trained fully; None: no modules."""
     alpha_pattern: dict[str, float] | None = None
-    """Regular expression of names to alpha; None: the same everywhere."""
+    """Alpha by a regular expression of module names; None: `lora_alpha` for all modules."""
     r_pattern: dict[str, PositiveInt] | None = None
-    """Regular expression of names to rank; None: the same everywhere."""
+    """Rank by a regular expression of module names; None: `r` for all modules."""
     init_lora_weights: bool | str = True
-    """True: B starts at zero; false: neither A nor B does; or `gaussian`, `olora`, `pissa`, `pissa_niter_N`; not yet
-    `eva`, which needs data."""
+    """Initial values of the matrices A and B. True: B starts at zero; false: neither starts at zero; or `gaussian`,
+    `olora`, `pissa`, `pissa_niter_N`; not yet `eva`, which needs data."""
 
     def refusals(self, stage: InStage) -> Iterator[str]:
         if self.init_lora_weights == "eva":

@@ -16,23 +16,24 @@ StatusName = Literal["used", "no effect", "planned", "unsupported"]
 
 @dataclass(frozen=True)
 class Status:
-    """What this version does with a field, see `config/status.toml`."""
+    """Support of a field in this version, as declared in `config/status.toml`."""
 
     name: StatusName
     note: str = ""
-    """The reason, or what to use instead."""
+    """Reason for the status, or the key to use instead."""
 
 
 @dataclass(frozen=True)
 class Since:
-    """Which generation of recipes knows the key: Cosmos-RL's `first` reference, `later`, or `ours`."""
+    """Generation of recipes that introduced the key: the `first` reference version of Cosmos-RL, a `later` version of
+    it, or `ours`, this project."""
 
     generation: Literal["first", "later", "ours"]
 
 
 @dataclass(frozen=True)
 class Needs:
-    """The field means something only while its sibling `switch` is set."""
+    """Mark of a field that has an effect only while the field `switch` of the same table is set."""
 
     switch: str
 
@@ -43,7 +44,7 @@ class Only:
 
     values: tuple[Any, ...]
     note: str
-    """What to do instead."""
+    """Advice for the error message on an unsupported value."""
     takes_import_paths: bool = False
     """Whether import paths of user code, `module:name` and `file.py:name`, are also supported."""
 
@@ -53,19 +54,20 @@ class Only:
 
 
 class Where(Enum):
-    """What a text names beside this machine's own vocabulary: such texts are made absolute, so that a run can be
-    resumed from any folder, and their content enters the fingerprint."""
+    """Kind of thing outside the recipe that a text field names. Paths in such fields are made absolute, so that a run
+    can be resumed from any folder, and the content that they name enters the fingerprint."""
 
     PATH = "path"
-    """A file or folder, or something that is elsewhere: `stage:NAME`, a name on the Hub."""
+    """A file or folder, or a model or data set that is not a local path: `stage:NAME`, a name on the Hub."""
     CODE = "code"
-    """A name in a folder of ours, or a user's own `module:thing` or `path/file.py:thing`."""
+    """Code: the name of a module in a folder of this package, or a user's `module:thing` or `path/file.py:thing`."""
     PUBLISHED = "published"
-    """A folder that may not be there yet, a URL, or code."""
+    """Publication target: a folder that may not exist yet, a URL, or user code."""
 
 
 def registered(folder: str, suffix: str) -> Only:
-    """Take what a folder of ours offers (see `registry.offered_names`), and a user's own code."""
+    """Return the mark of a field that accepts the classes in a folder of this package (see `registry.offered_names`) or
+    user code."""
     names = tuple(offered_names(folder, suffix))
     note = (
         f"this version has {', '.join(map(repr, names))}; take one of them, or a class of your own, path/file.py:Class"
@@ -75,7 +77,7 @@ def registered(folder: str, suffix: str) -> Only:
 
 @dataclass(frozen=True)
 class Unit:
-    """What a number counts."""
+    """Unit of a numeric field, such as `tokens`."""
 
     name: str
 
@@ -88,19 +90,20 @@ class AffectsResult:
 
 
 NoResult = AffectsResult(False)
-"""Changes how a run looks or is kept, never what it computes."""
+"""Mark of a field that changes how a run is shown or stored, never what it computes."""
 
 
 def mark(field: FieldInfo, kind: type) -> Any:
     """Return the mark of a class in a field's annotation; None if the field has no such mark."""
-    found = _FOUND.get(id(field))
-    if found is None:
-        found = _FOUND[id(field)] = field, [*field.metadata, *_nested(field.annotation)]
-    return next((item for item in found[1] if isinstance(item, kind)), None)
+    entry = _FOUND.get(id(field))
+    if entry is None:
+        entry = _FOUND[id(field)] = field, [*field.metadata, *_nested(field.annotation)]
+    return next((item for item in entry[1] if isinstance(item, kind)), None)
 
 
 _FOUND: dict[int, tuple[FieldInfo, list[Any]]] = {}
-"""Of fields by their identity, since they have no hash; each is kept, so that no other gets its number."""
+"""Cache of the marks of fields by the `id` of the field, because fields are not hashable; it holds each field, so that
+no other object gets the same `id`."""
 
 
 def _nested(annotation: Any) -> list[Any]:

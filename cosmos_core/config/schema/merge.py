@@ -13,9 +13,9 @@ class MergeConfig(Table):
     """`[merge]`"""
 
     method: Literal["linear", "ties", "dare_linear", "dare_ties"] = "linear"
-    """`linear`: weighted sum of the weights (model soup, arXiv 2203.05482). The others add differences from the stage's
-    model to it: `ties` keeps the largest differences and their majority sign (2306.01708), `dare_linear` keeps random
-    ones, scaled up (2311.03099), `dare_ties` does both."""
+    """Rule that combines models. `linear`: weighted sum of the weights (model soup, arXiv 2203.05482). The other rules
+    add differences from the stage's model to that model: `ties` keeps the largest differences and their majority sign
+    (2306.01708), `dare_linear` keeps random differences, scaled up (2311.03099), `dare_ties` does both."""
     weights: Annotated[tuple[float, ...], Field(strict=False)] = ()
     """Weight of each model, in the order of `after`; empty: equal weights, with the sum 1 for `linear` and
     `dare_linear`, and 1 each for the others, which divide by the number of models that they keep."""
@@ -23,6 +23,6 @@ class MergeConfig(Table):
     """Fraction of the differences to keep in each tensor; not for `linear`."""
 
     def refusals(self, stage: InStage) -> Iterator[str]:
-        """Yield what kind `merge` cannot do with the recipe; see `Table.refusals`."""
+        """Yield errors for recipes that a stage of kind `merge` does not support."""
         if stage.kind.table == "merge" and stage.recipe.policy.is_diffusers:
             yield "policy.is_diffusers = true: kind merge combines language models; merge pipelines with a custom stage"

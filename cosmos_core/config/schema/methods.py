@@ -1,4 +1,4 @@
-"""What the commands of one line train: `cosmos sft` and its relatives."""
+"""Training methods of the commands that need no recipe, `cosmos sft`, `cosmos dpo` and others."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Method:
-    """One such command."""
+    """Training method of a command such as `cosmos sft`: its rows, learning rates and recipe keys."""
 
     command: str
     rows: str
-    """The kind of rows that it learns from: the name of a file of `cosmos_core/data/kinds/`."""
+    """Kind of rows that the method learns from: the name of a file of `cosmos_core/data/kinds/`."""
     rates: tuple[float, float, float, float]
-    """Learning rates of all weights of a model below 100 million, below a billion and above, and of an adapter."""
+    """Default learning rates: of all weights of a model below 100 million parameters, below a billion, and above, and
+    of a LoRA adapter."""
     needs_reward: bool = False
-    """Whether it asks for a reward function."""
+    """Whether the command requires a reward function."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """Keys of a recipe that make it this method."""
+    """Recipe keys with the values that select this method."""
 
 
 SFT = Method("sft", "sequences", (1e-3, 2e-5, 1e-5, 1e-4), settings={"train.train_policy.type": "sft"})

@@ -1,4 +1,4 @@
-"""What the front half has to know about the modality of a model: text or diffusion."""
+"""Properties of the two modalities of models, text and diffusion, for the code that runs before a worker starts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ TOKENIZER_FILES = (
     "tokenizer*", "vocab*", "merges*", "*.jinja", "special_tokens_map.json", "added_tokens.json",
     "*processor_config.json", "chat_template.json", "*.model",
 )  # fmt: skip
-"""Files that tokenisation depends on. Without weights among them, prepared rows stay valid when only weights change."""
+"""Patterns of the files that tokenisation depends on. They include no weights, so prepared rows stay valid when only
+weights change."""
 DATA_FILES = tuple(f"*{suffix}" for suffix in DATA_SUFFIXES)
 _IMAGES = ("*.png", "*.jpg", "*.jpeg", "*.webp", "*.bmp", "*.gif", "*.tif", "*.tiff", "*.PNG", "*.JPG", "*.JPEG")
 
@@ -21,17 +22,17 @@ class Modality:
     """Properties of all models of one modality; file patterns are those of `run.content.matches`."""
 
     name: str
-    """Name in the declarations of algorithms, and of the module that opens such models."""
+    """Name of the modality in the declarations of algorithms; also the name of the module that opens its models."""
     encoder_files: tuple[str, ...]
-    """Files of a model folder that prepared rows depend on."""
+    """Patterns of the files of a model folder that prepared rows depend on."""
     data_files: tuple[str, ...]
-    """Files of a data folder that are read."""
+    """Patterns of the files of a data folder that are read."""
     media_files: tuple[str, ...]
-    """Files of a media folder that are read."""
+    """Patterns of the files of a media folder that are read."""
     decodes_media: bool
-    """Whether a look at the first rows decodes media, which takes long."""
+    """Whether a check of the first rows decodes media, which takes long."""
     names_prompt_sets: bool
-    """Whether the name of a data set may be that of a prompt set, see `config.prompt_sets`."""
+    """Whether the name of a data set may be that of a built-in list of prompts, see `config.prompt_sets`."""
     has_engines_of_text: bool
     """Whether rollout engines generate text and may run in processes of their own."""
     is_estimated: bool
@@ -43,7 +44,8 @@ CAUSAL_LM = Modality(
     decodes_media=False, names_prompt_sets=False, has_engines_of_text=True, is_estimated=True,
 )  # fmt: skip
 _DENOISER = ("transformer", "transformer_2", "unet", "scheduler", "lora")
-# Media, prompts and embeddings have many file types.
+# A diffusion model reads media, prompts and embeddings, which have many file types: no file of a data folder is left
+# out.
 DIFFUSION = Modality(
     "diffusion", tuple(f"!{part}/*" for part in _DENOISER), ALL, ALL,
     decodes_media=True, names_prompt_sets=True, has_engines_of_text=False, is_estimated=False,

@@ -1,4 +1,4 @@
-"""`[rollout.multi_turn_config]`: conversations of several turns, and the tools that are called between them."""
+"""`[rollout.multi_turn_config]`: conversations of several turns, and the tools that are called between the turns."""
 
 from collections.abc import Iterator
 from typing import Annotated, ClassVar
@@ -18,35 +18,36 @@ class MultiTurnRolloutConfig(Table):
     switch: ClassVar[str] = "enable"
 
     enable: bool = False
-    """Completions may have more than one assistant turn, and this table's settings apply to prompts."""
+    """Allow completions with more than one assistant turn, and apply the settings of this table to prompts."""
     enable_tools: bool = False
-    """The calls that an assistant turn ends with, written as Hermes writes them (`<tool_call>{...}</tool_call>`), are
-    made, and what they gave is put before the next turn."""
+    """Execute the tool calls that end an assistant turn, in the format of Hermes (`<tool_call>{...}</tool_call>`), and
+    insert their results before the next turn."""
     tools: Annotated[tuple[Thing, ...], Field(strict=False), Needs("enable_tools"), Where.CODE] = ()
-    """Functions decorated with `@tool` of `cosmos_core.tools.base`, as `path/file.py:function` or `module:function`; a
-    column `tools` of a row replaces their descriptions in its prompt."""
+    """Tools that the policy may call: functions decorated with `@tool` of `cosmos_core.tools.base`, as
+    `path/file.py:function` or `module:function`. A column `tools` of a row replaces the descriptions of the tools in
+    its prompt."""
     tool_timeout_seconds: Annotated[PositiveFloat, Unit("seconds"), Needs("enable_tools")] = 10.0
-    """Time after which a call is killed; its result is then an error message for the policy."""
+    """Time limit of a tool call, after which it is killed; its result is then an error message for the policy."""
     tool_env: Annotated[Names, NoResult, Needs("enable_tools")] = ()
     """Names of environment variables that tools receive, such as the key of a service, in addition to those that any
     program needs; their values are masked in logs."""
     enable_thinking: bool = False
     """Value of `enable_thinking` for the chat template."""
     custom_chat_template_path: Annotated[str | None, NoResult, Where.PATH] = None
-    """Jinja file that prompts and tool results are rendered with; None: the tokenizer's own template. Exports keep the
-    tokenizer's own."""
+    """Jinja file of the chat template that renders prompts and tool results; None: the tokenizer's template. Exports
+    keep the tokenizer's template."""
     max_assistant_turns: Annotated[PositiveInt, Unit("turns")] = 5
     """Maximum number of assistant turns of a conversation."""
     add_generation_prompt: bool = True
     """Add the beginning of the assistant's turn after a prompt and after tool results; false: the policy generates
     it."""
     continue_final_message: bool = False
-    """Leave the last message of a prompt open, for the policy to go on with; one of the assistant stays in the prompt.
-    Off with tools and a generation prompt."""
+    """Leave the last message of a prompt open, so that the policy continues it; if it is an assistant message, it stays
+    in the prompt. Off if tools and a generation prompt are enabled."""
 
     @property
     def called_tools(self) -> tuple[str, ...]:
-        """Return the tools that may be called."""
+        """Return the import paths of the tools that the policy may call; empty if tools are disabled."""
         return self.tools if self.enable and self.enable_tools else ()
 
     @field_validator("continue_final_message")
@@ -68,7 +69,8 @@ class MultiTurnRolloutConfig(Table):
             )
 
     def notices(self, stage: InStage) -> Iterator[str]:
-        """Yield what ends every conversation after its first turn, or lets every call fail."""
+        """Yield notices about settings that end every conversation after its first turn, or let every tool call
+        fail."""
         if not self.enable_tools:
             yield f"{_KEY}.enable: without enable_tools every conversation ends with its first assistant turn"
         elif not self.tools:

@@ -8,6 +8,7 @@ class OverlongRewardConfig(Table):
     """`[train.train_policy.overlong_reward]`: read by the reward `overlong`."""
 
     buffer_length: Tokens = 4096
-    """The ramp before `rollout.max_response_length`."""
+    """Length of the ramp before `rollout.max_response_length` over which the penalty grows from 0 to
+    `penalty_factor`."""
     penalty_factor: NonNegativeFloat = 1.0
-    """Penalty at the limit."""
+    """Penalty of a completion of the maximum length."""

@@ -14,27 +14,27 @@ class ParallelismConfig(Table):
     """A device mesh: pp x dp_replicate x dp_shard x cp x tp ranks; ep reuses dp_shard x cp."""
 
     n_init_replicas: Annotated[PositiveInt, Unit("replicas")] = 1
-    """Copies of the whole mesh, each of its own ranks."""
+    """Number of copies of the whole mesh, each with its own ranks."""
     tp_size: Ranks = 1
-    """Tensor-parallel ranks (Cosmos-RL: 2 when left out)."""
+    """Number of tensor-parallel ranks (Cosmos-RL: 2 by default)."""
     cp_size: Ranks = 1
-    """Context-parallel ranks, which share one sequence."""
+    """Number of context-parallel ranks, which share one sequence."""
     ep_size: Ranks = 1
-    """Expert-parallel ranks."""
+    """Number of expert-parallel ranks."""
     dp_shard_size: Annotated[int, Unit("ranks")] = 1
-    """Ranks that shard the parameters (FSDP); -1: whatever the other sizes leave."""
+    """Number of ranks that shard the parameters (FSDP); -1: the ranks that the other sizes leave."""
     pp_size: Ranks = 1
-    """Pipeline stages."""
+    """Number of pipeline-parallel ranks."""
     pp_dynamic_shape: bool = False
-    """Micro-batches may differ in length."""
+    """Allow pipeline micro-batches of different lengths."""
     pp_micro_batch_size: Annotated[PositiveInt, Unit("rows")] = 1
-    """Rows of one pipeline micro-batch."""
+    """Number of rows of one pipeline micro-batch."""
     dp_replicate_size: Ranks = 1
-    """Replicas of the sharded group (HSDP)."""
+    """Number of replicas of the sharded group (HSDP)."""
     pp_schedule: Literal["1F1B", "GPipe", "Interleaved1F1B"] = "Interleaved1F1B"
-    """Order of forward and backward passes."""
+    """Pipeline schedule: the order of forward and backward passes."""
     pp_layers_per_stage: Annotated[PositiveInt, Unit("layers")] = 2
-    """Layers of one virtual stage under `Interleaved1F1B`."""
+    """Number of layers of one virtual stage under `Interleaved1F1B`."""
 
     @field_validator("dp_shard_size")
     @classmethod
@@ -70,36 +70,41 @@ class RolloutParallelismConfig(ParallelismConfig):
 
 
 class PolicyParallelismConfig(ParallelismConfig):
-    """`[policy.parallelism]`: the mesh of the trainer; rows of a step are dealt to dp_replicate x dp_shard ranks."""
+    """`[policy.parallelism]`: the device mesh of the trainer; the rows of a train step are distributed over
+    dp_replicate x dp_shard ranks."""
 
     n_init_replicas: Annotated[PositiveInt, Unit("replicas")] = 1
     """Number of copies of the mesh, each with `train_batch_per_replica` rows per step; equivalent to a
     `dp_replicate_size` and a number of rows that are larger by this factor."""
     tp_size: Ranks = 1
-    """Tensor-parallel ranks, by the plan that the model carries (Cosmos-RL: 2 when left out)."""
+    """Number of tensor-parallel ranks, which split the model by the plan that the model declares (Cosmos-RL: 2 by
+    default)."""
     cp_size: Ranks = 1
-    """Context-parallel ranks, which share one sequence (Ulysses), of SANA-Video the tokens of a clip; rows are
-    packed."""
+    """Number of context-parallel ranks, which share one sequence of packed rows (Ulysses), or with SANA-Video the
+    tokens of a clip."""
     dp_shard_size: Annotated[int, Unit("ranks")] = 1
-    """Ranks that shard the parameters (FSDP); -1: what the other sizes leave of `pipeline.gpus`, or of this machine's
-    GPUs."""
+    """Number of ranks that shard the parameters (FSDP); -1: the ranks that the other sizes leave of `pipeline.gpus`, or
+    of this machine's GPUs."""
     dp_replicate_size: Ranks = 1
-    """Replicas of the sharded group (HSDP)."""
+    """Number of replicas of the sharded group (HSDP)."""
     ep_size: Ranks = 1
     """Number of ranks, out of dp_shard_size x cp_size, over which the experts of every layer are distributed; each of
-    them has its own rows."""
+    these ranks has its own rows."""
     pp_size: Ranks = 1
-    """Ranks that each have some of the layers."""
+    """Number of pipeline-parallel ranks, each of which has some of the layers."""
     pp_schedule: Literal["1F1B", "GPipe", "Interleaved1F1B"] = "Interleaved1F1B"
-    """Order of forward and backward passes: `1F1B` and `GPipe` make a stage of each rank's layers, `Interleaved1F1B`
-    several; `GPipe` keeps the activations of all `mini_batch` rows."""
+    """Pipeline schedule: the order of forward and backward passes. `1F1B` and `GPipe` form one stage from each rank's
+    layers, `Interleaved1F1B` several; `GPipe` keeps the activations of all `mini_batch` rows."""
     pp_layers_per_stage: Annotated[PositiveInt, Unit("layers")] = 2
-    """The most layers of a stage under `Interleaved1F1B`: fewer mean less waiting and more messages."""
+    """Maximum number of layers of a stage under `Interleaved1F1B`: fewer layers mean less idle time and more
+    messages."""
     pp_micro_batch_size: Annotated[PositiveInt, Unit("rows")] = 1
-    """Rows of one pipeline micro-batch; `mini_batch` rows go through the pipeline between two waits."""
+    """Number of rows of one pipeline micro-batch; `mini_batch` rows pass through the pipeline between two
+    synchronisations."""
 
     def only_data_parallel(self, setting: str, *, or_tensor: bool = False) -> Iterator[str]:
-        """Yield the axes that a setting excludes, which leaves the layers of a model whole, or may have them split."""
+        """Yield an error for each parallel axis that a setting excludes, because the setting needs whole layers; with
+        `or_tensor` it supports layers that tensor parallelism splits."""
         for axis in ("cp_size", "pp_size", "ep_size") if or_tensor else ("tp_size", "cp_size", "pp_size", "ep_size"):
             if getattr(self, axis) > 1:
                 yield f"{setting} excludes policy.parallelism.{axis} = {getattr(self, axis)} here; set it to 1"

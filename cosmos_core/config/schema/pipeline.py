@@ -1,4 +1,4 @@
-"""`[pipeline]`: the graph of stages, the only table that Cosmos-RL does not have."""
+"""`[pipeline]`: the graph of stages, the one root table that Cosmos-RL does not have."""
 
 import re
 from collections.abc import Iterator
@@ -19,14 +19,14 @@ _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 STAGE_NAME_LENGTH = 64
 BLOCK = "block:"
-"""Begins what names a block of Prefect."""
+"""Prefix of a value that names a Prefect block."""
 
 
 def seconds(duration: str) -> float:
     """Return the seconds of a duration such as `90s`, `15m`, `12h`, `2d`.
 
     Raises:
-        ValueError: it is not one.
+        ValueError: the text is not a duration.
     """
     match = _DURATION.fullmatch(duration.strip())
     if not match:
@@ -38,49 +38,53 @@ class StageConfig(Table):
     """`[[pipeline.stages]]`"""
 
     name: str
-    """Unique; the folder of the stage and what `after` and `stage:NAME` refer to."""
+    """Name of the stage, unique in the pipeline: its folder, and the name in `after` and `stage:NAME`."""
     kind: str
-    """prepare, sft, rl, sample, validate, evaluate, merge, export, select, gate, upload, report or custom."""
+    """Kind of the stage: prepare, sft, rl, sample, validate, evaluate, merge, export, select, gate, upload, report or
+    custom."""
     recipe: str = ""
     """Recipe file, relative to this file; empty: the recipe tables of this file."""
     overrides: dict[str, Any] = {}
     """Recipe tables for this stage only; they take precedence over `recipe`, which takes precedence over the tables of
     this file."""
     after: Names = ()
-    """Stages that must be done first."""
+    """Names of the stages that must be done before this stage starts."""
     model: Annotated[str, Where.PATH] = ""
-    """`stage:NAME` to start from what that stage exported, or a folder; empty: `policy.model_name_or_path`."""
+    """Model that the stage starts from: `stage:NAME` for the export of that stage, or a folder; empty:
+    `policy.model_name_or_path`."""
     checkpoint: str = ""
     """Kind export: the checkpoint to export of the training that `model` names: `best` (by its validation) or a step;
     empty: the final model. A `validate` stage after the export measures that checkpoint."""
     data: Annotated[str, Where.PATH] = ""
-    """`stage:NAME` for rows prepared (kind prepare) or written (kinds sample and custom) there; empty: the recipe's
-    dataset."""
+    """Rows of the stage: `stage:NAME` for the rows that a stage of kind prepare, sample or custom wrote; empty: the
+    recipe's dataset."""
     reward_service: Annotated[str, Where.PATH] = ""
     """Kinds rl, sft, sample, validate and custom: configuration file of a reward service to run during the stage
     (`cosmos reward-service`), or `block:NAME` for a running service, whose address and token are in a Prefect block;
     empty: the service at `REMOTE_REWARD_ENQUEUE_URL`."""
     reward_service_pool: Annotated[str, Field(pattern=r"^[\w.-]*$")] = ""
-    """With the file of a reward service: the Prefect work pool that it is started on for the stage, through the
-    deployment `reward-service/POOL`, whose machines see that file. Empty: the machine of the stage."""
+    """With a configuration file in `reward_service`: Prefect work pool on which the service is started for the stage,
+    through the deployment `reward-service/POOL`; its machines must be able to read that file. Empty: the machine of the
+    stage."""
     work_pool: Annotated[str, Field(pattern=r"^[\w.-]*$")] = ""
-    """Prefect work pool that runs the stage, through the deployment `stage/POOL`; its machines see the folder of the
-    run, or there is an `artifact_store`. Empty: the machine of the flow."""
+    """Prefect work pool that runs the stage, through the deployment `stage/POOL`; its machines share the run directory,
+    or exchange files through the `artifact_store`. Empty: the machine of the flow."""
     retries: NonNegativeInt = 2
-    """Consecutive attempts without progress before the stage fails. Preemptions do not count."""
+    """Maximum number of consecutive attempts without progress before the stage fails. Preemptions do not count."""
     timeout: str = ""
-    """Longest time of one attempt, e.g. `12h`; empty: no limit."""
+    """Time limit of one attempt, e.g. `12h`; empty: no limit."""
     entry: Annotated[str, Where.CODE] = ""
     """Kind custom: the function, `module:function` or `path/file.py:function`, called with the stage."""
     arguments: dict[str, Any] = {}
-    """Kind custom: passed to the function as keywords."""
+    """Kind custom: keyword arguments of the function in `entry`."""
     env: Names = ()
     """Kind custom: names of environment variables that the function receives, such as the key of a service, in addition
     to those that any program needs; their values are masked in logs."""
     require: Names = ()
-    """Kind gate: conditions such as `validation/accuracy >= 0.6`, `validation/accuracy >= published - 0.01` or
-    `evaluation/*/acc not worse than published by 0.02`, which `*` makes one condition for every metric that matches. A
-    metric that several stages report is that of the last one in `after`; `STAGE.METRIC` names another."""
+    """Kind gate: conditions that the model must meet, such as `validation/accuracy >= 0.6`, `validation/accuracy >=
+    published - 0.01` or `evaluation/*/acc not worse than published by 0.02`, where `*` stands for every metric that
+    matches. If several stages report a metric, that of the last stage in `after` counts; `STAGE.METRIC` names another
+    stage."""
     confidence: Annotated[Fraction, Field(lt=1)] = 0.0
     """Kind gate: confidence level of comparisons with `published`: at 0.95 a model passes if its improvement exceeds
     the noise of both measurements in 95 of 100 cases. Available for accuracy, pass@k and reward, and for a metric that
@@ -152,37 +156,39 @@ class PipelineConfig(Table):
     """`[pipeline]`"""
 
     name: str = "pipeline"
-    """Shown in logs, in Prefect and on the report."""
+    """Name of the pipeline in logs, in Prefect and in the report."""
     output_dir: str = ""
     """Folder of all runs, relative to the current folder; empty: `train.output_dir`, which defaults to ./outputs."""
     threads: PositiveInt | None = None
     """Number of CPU threads of a stage's worker; None: all cores. The fingerprint includes it, because the order of
     sums changes the last bit."""
     gpus: Annotated[PositiveInt | None, Unit("GPUs"), NoResult] = None
-    """Most that one stage may take; None: not checked."""
+    """Maximum number of GPUs of one stage; None: not checked."""
     gpus_per_node: Annotated[PositiveInt, Unit("GPUs"), NoResult] = 8
-    """In one machine, for `plan --estimate`."""
+    """Number of GPUs of one machine, for `plan --estimate`."""
     gpu_memory: Annotated[PositiveFloat | None, Unit("GiB"), NoResult] = None
-    """Memory of one GPU, with which `plan --estimate` decides whether a stage fits. None: that of `--on`, otherwise of
-    this machine's GPU, or of its host if it has no GPU."""
+    """Memory of one GPU, with which `plan --estimate` decides whether a stage fits. None: the memory of the GPU of
+    `--on`, otherwise of this machine's GPU, or the host memory if it has no GPU."""
     gpu_tflops: Annotated[PositiveFloat | None, Unit("TFLOP/s"), NoResult] = None
-    """What one GPU keeps up while it trains, for `plan --estimate` of a stage that was never run. None: 40 % of the
-    data sheet of the GPU that `--on` names, otherwise half of what a product of matrices reaches on this machine."""
+    """Sustained throughput of one GPU in training, for `plan --estimate` of a stage that was never run. None: 40 % of
+    the data sheet value of the GPU that `--on` names, otherwise half of the throughput of a matrix product on this
+    machine."""
     gpu_hour_price: Annotated[PositiveFloat | None, NoResult] = None
     """Price of one GPU for an hour, in any currency, from which `plan --estimate` computes the cost of a run. None: no
     cost is shown."""
     grace_seconds: Annotated[PositiveFloat, NoResult] = 20.0
-    """Time between SIGTERM and SIGKILL: a worker saves its checkpoint in it. The longest step that was seen is added,
-    for the step that it is in; when the flow itself is killed, its workers have at most 10 s."""
+    """Time in seconds between SIGTERM and SIGKILL, in which a worker saves its checkpoint. The duration of the longest
+    step so far is added, because the worker first finishes its step; when the flow itself is killed, its workers have
+    at most 10 s."""
     python: Annotated[str, NoResult] = ""
-    """Interpreter of the workers; empty: this one."""
+    """Path of the Python interpreter of the workers; empty: the interpreter of the command."""
     artifact_store: Annotated[str, Field(pattern=r"^(s3://[^/\s#]+(/[^\s#]+)?)?$"), NoResult] = ""
-    """`s3://BUCKET/PREFIX`, for machines that share no disk: outputs of stages and checkpoints of trainings are pushed
-    there, by content, and pulled where a stage reads them. Empty: the machines of all work pools share the folder of
-    runs."""
+    """URL of a shared store, `s3://BUCKET/PREFIX`, for machines that share no disk: outputs of stages and checkpoints
+    of trainings are pushed there under content hashes, and pulled by the stages that read them. Empty: the machines of
+    all work pools share the folder of runs."""
     private: Annotated[bool | None, NoResult] = None
-    """True: only the user can read the folder of a run (0700) and the files of its workers; no samples are sent to the
-    Prefect server. False: the umask decides. None: private if the umask allows no other reader when the run starts, and
-    then on every machine that works on it."""
+    """Restrict the run to its user. True: only the user can read the run directory (0700) and the files of its workers,
+    and no samples are sent to the Prefect server. False: the umask decides. None: true if the umask allows no other
+    reader when the run starts; the choice then holds on every machine of the run."""
     stages: Annotated[tuple[StageConfig, ...], Field(strict=False)] = ()
-    """The graph, in any order."""
+    """Stages of the pipeline, in any order."""

@@ -1,4 +1,4 @@
-"""Tables that recipes may have and that have no effect; `unused.toml` declares their keys."""
+"""Tables that a recipe may have and that have no effect; `unused.toml` declares their keys."""
 
 from cosmos_core.config.schema.table import Table
 

@@ -21,26 +21,27 @@ class PolicyConfig(Table):
     parallelism: PolicyParallelismConfig = PolicyParallelismConfig()
     """Device mesh of the trainer."""
     diffusers: Annotated[DiffusersConfig, Needs("is_diffusers")] = DiffusersConfig()
-    """Read with `is_diffusers`."""
+    """Settings of diffusion models; they have an effect only with `is_diffusers`."""
     is_diffusers: bool = False
-    """The model is a pipeline of diffusers."""
+    """Whether the model is a pipeline of the library diffusers."""
     model_class: Annotated[Thing | None, Where.CODE] = None
-    """A user's family of diffusion models, `path/file.py:Class`; None: the family of the pipeline's class."""
+    """User class of a family of diffusion models, `path/file.py:Class`; None: the family of the pipeline's class."""
     model_name_or_path: Annotated[str, NoResult, Where.PATH] = "Qwen/Qwen2.5-VL-7B-Instruct"
-    """Folder in Hugging Face format, its URL in a store (`s3://BUCKET/PREFIX`; `/latest` at the end selects the
-    published version), or a Hub id (the fingerprint includes the content, not the name); in a pipeline `model =
-    "stage:NAME"` replaces it."""
+    """Model that is trained: a folder in Hugging Face format, its URL in a store (`s3://BUCKET/PREFIX`; `/latest` at
+    the end selects the published version), or a Hub id (the fingerprint includes the content, not the name); in a
+    pipeline `model = "stage:NAME"` replaces it."""
     model_safetensor_path: Annotated[str | None, NoResult, Where.PATH] = None
     """Folder or .safetensors file with the weights, if they are not in the folder of config.json (the fingerprint takes
     its content); None: the folder of config.json."""
     model_revision: str | None = None
-    """Hub revision; None: the newest."""
+    """Revision of the model on the Hub; None: the newest."""
     chat_template: Annotated[str | None, NoResult, Where.PATH] = None
     """Chat template that replaces the tokenizer's own, also in exports: a Jinja file, `chatml`, or `plain`, with turns
     `User: ...` and `Assistant: ...` and the end token (the fingerprint includes the content). None: the tokenizer's
     template."""
     model_max_length: Tokens = 4096
-    """Longest sequence: longer SFT rows are cut on the right, prompt + response never exceed it."""
+    """Maximum number of tokens of a sequence: longer SFT rows are truncated on the right, and prompt and completion
+    together never exceed it."""
     model_gradient_checkpointing: bool | Literal["selective"] = True
     """Recompute activations in the backward pass: less memory, about a third more compute. `selective` (not in
     Cosmos-RL): recompute only norms, activation functions and wide matrices, with memory and compute between the other
@@ -48,22 +49,22 @@ class PolicyConfig(Table):
     lora: LoraConfig | None = None
     """Low-rank adapters; None: all weights are trained."""
     trainable_map: dict[str, bool] | None = None
-    """Module or parameter name to whether it is trained, the inner name before the outer; after the patterns; None: all
-    that these leave."""
+    """Map from the name of a module or parameter to whether it is trained; an inner name takes precedence over an outer
+    name. It applies after the patterns. None: all parameters that the patterns leave."""
     freeze_pattern: Strings | None = None
     """Regular expressions, matched anywhere in a name, of parameters that are not trained; None: no such parameters."""
     trainable_pattern: Strings | None = None
     """Regular expressions of the only parameters that are trained; None: all."""
     enable_liger_kernel: bool = False
-    """Liger's kernels for norms, rotary embedding and activation, on an NVIDIA GPU; not yet measured on one."""
+    """Use Liger's kernels for norms, rotary embedding and activation, on an NVIDIA GPU; not yet measured on a GPU."""
     aux_loss_coeff: NonNegativeFloat = 0.0
-    """Weight of the load-balancing loss of mixtures of experts (arXiv 2101.03961), added to whatever is trained: that
-    of each sequence, averaged over the tokens of an optimizer step, so that it does not depend on micro-batches; the
-    metric `model_loss`. 0: off."""
+    """Weight of the load-balancing loss of mixture-of-experts models (arXiv 2101.03961), which is added to the loss of
+    any algorithm. The loss of each sequence is averaged over the tokens of an optimizer step, so that it does not
+    depend on micro-batches; it is the metric `model_loss`. 0: off."""
 
     @property
     def modality(self) -> Modality:
-        """Return the properties of the kind of models that this is; algorithms say which kinds they train."""
+        """Return the modality of the model, text or diffusion; algorithms declare which modalities they train."""
         return DIFFUSION if self.is_diffusers else CAUSAL_LM
 
     def refusals(self, stage: InStage) -> Iterator[str]:
@@ -85,7 +86,7 @@ class PolicyConfig(Table):
                 )
 
     def _of_diffusion(self, stage: InStage) -> Iterator[str]:
-        """What is not done for diffusion models."""
+        """Yield errors for settings that diffusion models do not support."""
         for axis in ("tp_size", "pp_size", "ep_size") if stage.kind.has_mesh else ():
             if (size := getattr(self.parallelism, axis)) > 1:
                 yield (

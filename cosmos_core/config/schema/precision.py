@@ -15,10 +15,11 @@ class FP8Config(Table):
     switch = "enable_fp8"
 
     enable_fp8: bool = False
-    """Multiply in fp8 in the linear layers of the blocks, with torchao, on an NVIDIA GPU of capability 8.9 or newer; on
-    another machine in `param_dtype`, with a warning. Weights and exports do not change. Not yet measured on a GPU."""
+    """Compute the matrix products of the linear layers of the blocks in fp8, with torchao, on an NVIDIA GPU of
+    capability 8.9 or newer; on other hardware in `param_dtype`, with a warning. Weights and exports do not change. Not
+    yet measured on a GPU."""
     quant_recipe: _Quantisation = "rowwise"
-    """One scale per row, or one per tensor."""
+    """Granularity of the fp8 scales: one per row, or one per tensor."""
 
     def refusals(self, stage: InStage) -> Iterator[str]:
         if stage.recipe.policy.lora is not None:

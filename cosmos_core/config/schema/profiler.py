@@ -15,19 +15,20 @@ class SubProfilerConfig(Table):
     do_profile: Annotated[bool, NoResult] = False
     """Record from the beginning of an attempt; False: only after `cosmos profile RUN`."""
     active_steps: Annotated[PositiveInt, Unit("train steps"), NoResult] = 1
-    """Recorded."""
+    """Number of train steps that are recorded."""
     warmup_steps: Annotated[NonNegativeInt, Unit("train steps"), NoResult] = 1
-    """Traced before them and thrown away, as the first events cost more."""
+    """Number of train steps that are traced before the recorded steps and discarded, because the first events take
+    longer."""
     wait_steps: Annotated[NonNegativeInt, Unit("train steps"), NoResult] = 1
     """Number of steps before the warm-up that are not traced."""
     rank_filter: Annotated[tuple[NonNegativeInt, ...], Field(strict=False), NoResult] = ()
-    """Ranks that record; empty: rank 0."""
+    """Ranks that record a trace; empty: rank 0."""
     record_shape: Annotated[bool, NoResult] = False
-    """Record the shapes of the inputs of operators."""
+    """Record the input shapes of each operator."""
     profile_memory: Annotated[bool, NoResult] = False
-    """Record what operators allocate."""
+    """Record the memory that each operator allocates."""
     with_stack: Annotated[bool, NoResult] = False
-    """Record the Python stack of operators."""
+    """Record the Python stack of each operator."""
 
 
 class ProfilerConfig(Table):
@@ -37,4 +38,4 @@ class ProfilerConfig(Table):
     """Record `profile/steps_A-B_rank_R.json.gz` in the stage, which Perfetto (ui.perfetto.dev) opens, and the operators
     that took longest, which the report shows."""
     sub_profiler_config: Annotated[SubProfilerConfig, Needs("enable_profiler")] = SubProfilerConfig()
-    """Which steps and ranks."""
+    """Steps and ranks that are recorded."""

@@ -1,4 +1,4 @@
-"""A recipe: one training, as Cosmos-RL writes it. Cross-field rules between tables live here."""
+"""Recipe: the settings of one training, in the format of Cosmos-RL. Rules that concern several tables are here."""
 
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -26,42 +26,42 @@ if TYPE_CHECKING:
 
 
 class Recipe(Table):
-    """The root of a recipe."""
+    """Root table of a recipe."""
 
     distillation: DistillationConfig = DistillationConfig()
-    """A teacher."""
+    """Distillation from a teacher."""
     train: TrainConfig = Field(default_factory=TrainConfig)
-    """Optimizer, data, precision, checkpoints."""
+    """Optimizer, data, precision and checkpoints of the training."""
     policy: PolicyConfig = PolicyConfig()
-    """The model."""
+    """Model and its device mesh."""
     rollout: RolloutConfig = RolloutConfig()
-    """Generation."""
+    """Generation of completions in training."""
     validation: ValidationConfig = ValidationConfig()
-    """Held-out measurement."""
+    """Validation on held-out rows."""
     evaluate: EvaluateConfig = EvaluateConfig()
-    """Public benchmarks."""
+    """Public benchmarks of a stage of kind `evaluate`."""
     logging: LoggingConfig = LoggingConfig()
-    """Sinks."""
+    """Metric sinks, such as Weights & Biases."""
     profiler: ProfilerConfig = ProfilerConfig()
-    """Traces."""
+    """Traces of train steps."""
     judge: JudgeConfig = JudgeConfig()
-    """The language model that the reward `judge` asks."""
+    """Settings of the language model that the reward `judge` queries."""
     merge: MergeConfig = MergeConfig()
     """How a stage of kind `merge` combines models."""
     sample: SampleConfig = SampleConfig()
     """Which completions a stage of kind `sample` keeps."""
     vla: VLAConfig = VLAConfig()
-    """Robots."""
+    """Settings of vision-language-action models for robots, which have no effect."""
     custom: dict[str, Any] = {}
-    """Free table for user code: stages, rewards, algorithms and engines get it. `dataset.annotation_path` names rows in
-    the format of LLaVA, `dataset.media_path` the folder of their images; `vision.min_pixels`, `vision.max_pixels` bound
-    their size."""
+    """Table of free keys for user code, which stages, rewards, algorithms and engines receive.
+    `dataset.annotation_path` names rows in the format of LLaVA, `dataset.media_path` the folder of their images;
+    `vision.min_pixels` and `vision.max_pixels` bound the size of the images."""
     mode: Literal["disaggregated", "colocated", "colocated_separated"] = "colocated"
-    """Where rollout engines run. `colocated`: in the trainer's processes, in turns with it. `disaggregated`:
-    `rollout.parallelism.n_init_replicas` engines in processes and on GPUs of their own, which generate while the ranks
-    train. `colocated_separated`: in processes of their own on the trainer's GPUs, in turns. Left out in a recipe that
-    was written for Cosmos-RL, which has `redis` or `n_init_replicas` of both trainer and rollouts: `disaggregated`, as
-    there, or where the machine has too few GPUs for it `colocated`, with a note."""
+    """Where rollout engines run. `colocated`: in the trainer's processes, alternating with training. `disaggregated`:
+    `rollout.parallelism.n_init_replicas` engines in separate processes and on separate GPUs, which generate while the
+    ranks train. `colocated_separated`: in separate processes on the trainer's GPUs, alternating with training. If the
+    key is left out in a recipe that was written for Cosmos-RL, which has `redis` or `n_init_replicas` of both trainer
+    and rollouts: `disaggregated`, as there, or with a notice `colocated` if the machine has too few GPUs."""
     redis: str | int = ""
     """Port of the Redis server of Cosmos-RL's controller; marks the recipe as written for Cosmos-RL, see `mode`."""
 
@@ -73,7 +73,8 @@ class Recipe(Table):
 
     @property
     def completes_held_out(self) -> bool:
-        """Return whether held-out rows are prompts that the model completes, rather than texts that it learns."""
+        """Return whether held-out rows are prompts that the model completes, rather than texts whose loss is
+        measured."""
         judged = self.validation.reward_function or self.validation.remote_rewards
         return self.train.train_policy.has_rollouts or bool(judged)
 
@@ -91,21 +92,25 @@ class Recipe(Table):
     def num_gpus(self, *, has_rollouts: bool) -> int:
         """Return the number of GPUs that a stage uses for its ranks and for engines with their own GPUs."""
         mesh = self.policy.parallelism
-        beside = self.engines_apart if has_rollouts and self.mode == "disaggregated" else 0
-        return mesh.world_size * mesh.n_init_replicas + beside * self.rollout.parallelism.tp_size
+        engines = self.engines_apart if has_rollouts and self.mode == "disaggregated" else 0
+        return mesh.world_size * mesh.n_init_replicas + engines * self.rollout.parallelism.tp_size
 
     @property
     def datasets(self) -> dict[str, DatasetConfig]:
-        """Return what names rows, by the key of its table."""
+        """Return the data sets of training rows, supervised rows and held-out rows, by the key of their table."""
         policy = self.train.train_policy
-        beside = {"train.train_policy.data_term": policy.real_rows.dataset} if policy.real_rows else {}
-        return {"train.train_policy.dataset": policy.dataset, **beside, "validation.dataset": self.validation.dataset}
+        supervised = {"train.train_policy.data_term": policy.real_rows.dataset} if policy.real_rows else {}
+        return {
+            "train.train_policy.dataset": policy.dataset,
+            **supervised,
+            "validation.dataset": self.validation.dataset,
+        }
 
     @property
     def teacher(self) -> DistillationConfig | None:
         """Return the settings of the teacher whose outputs the algorithm needs; None: no teacher."""
-        is_asked = self.distillation.enable and isinstance(self.train.train_policy, RlConfig)
-        return self.distillation if is_asked else None
+        has_teacher = self.distillation.enable and isinstance(self.train.train_policy, RlConfig)
+        return self.distillation if has_teacher else None
 
     def teacher_of(self, kind: "StageKind") -> DistillationConfig | None:
         """Return the settings of the teacher of a stage of this kind; None: no teacher."""
@@ -113,43 +118,47 @@ class Recipe(Table):
 
     @property
     def reward_constants(self) -> dict[str, Any]:
-        """Return what every reward of the recipe may ask for by keyword; see `rewards.base.KEYWORDS`."""
+        """Return the values of the recipe that every reward function may take as keyword arguments; see
+        `rewards.base.KEYWORDS`."""
         constants = self.train.train_policy.constants_of_rewards
         most = self.rollout.max_response_length
         return {"custom": self.custom, "max_tokens": most, "judge_config": self.judge.model_dump(), **constants}
 
     @property
     def asks_judge(self) -> bool:
-        """Return whether a reward of training or validation is `judge`."""
+        """Return whether training or validation uses the reward `judge`."""
         return "judge" in {*self.train.train_policy.rewards, *self.validation.reward_function}
 
     @property
     def reward_env(self) -> tuple[str, ...]:
-        """Return the names of environment variables that rewards receive in addition to those that any program
-        needs."""
+        """Return the names of environment variables that reward functions receive in addition to those of every
+        subprocess."""
         key = (self.judge.key_env,) if self.asks_judge else ()
         return tuple(dict.fromkeys((*self.train.train_policy.env_of_rewards, *self.validation.reward_env, *key)))
 
     @model_validator(mode="before")
     @classmethod
     def _sft_of_the_modality(cls, values: Any) -> Any:
-        """Take `sft` of a diffusion model for the flow matching that it is."""
+        """Replace the algorithm `sft` by `diffusion_sft` (flow matching) if the model is a diffusion model."""
         tables: dict[str, Any] = values if isinstance(values, dict) else {}
         policy, train = tables.get("policy"), tables.get("train")
         if not (isinstance(policy, dict) and policy.get("is_diffusers") is True and isinstance(train, dict)):
             return values
-        given = train.get("train_policy")
-        if not isinstance(given, dict):
+        policy_table = train.get("train_policy")
+        if not isinstance(policy_table, dict):
             return values
-        name = given.get("trainer_type", "sft")
-        if given.get("type") != "sft" or not isinstance(name, str) or not (name == "sft" or ":" in name):
+        name = policy_table.get("trainer_type", "sft")
+        if policy_table.get("type") != "sft" or not isinstance(name, str) or not (name == "sft" or ":" in name):
             return values
-        found = DiffusionSftConfig.model_validate({**given, "trainer_type": "diffusion_sft" if name == "sft" else name})
-        return {**values, "train": {**train, "train_policy": found}}
+        algorithm = DiffusionSftConfig.model_validate(
+            {**policy_table, "trainer_type": "diffusion_sft" if name == "sft" else name}
+        )
+        return {**values, "train": {**train, "train_policy": algorithm}}
 
     @model_validator(mode="after")
     def _replicas(self, info: ValidationInfo) -> Self:
-        """Replicas of the trainer are data-parallel ones of one mesh, each with the rows of a replica."""
+        """Replace replicas of the trainer by data-parallel replicas of one mesh, and multiply the rows per step by
+        their number."""
         mesh, train = self.policy.parallelism, self.train
         count, policy = mesh.n_init_replicas, train.train_policy
         if count == 1:
@@ -167,7 +176,8 @@ class Recipe(Table):
 
     @model_validator(mode="after")
     def _engine_of_the_modality(self) -> Self:
-        """Diffusion models are drawn by the ranks that train, whatever engine of text is named."""
+        """Set the backend `flow_sampler` for diffusion models in place of an engine for text: the ranks that train
+        generate."""
         if not self.policy.is_diffusers or self.rollout.backend not in {"vllm", "hf"}:
             return self
         return self.derived(rollout=self.rollout.derived(backend="flow_sampler"))
@@ -227,17 +237,17 @@ class Recipe(Table):
         policy = train.train_policy if train else None
         if not isinstance(policy, RlConfig):
             return validation
-        asked, remote_reward = validation.use_remote_reward, validation.remote_reward or policy.remote_reward
-        is_remote = policy.use_remote_reward if asked is None else asked
+        setting, remote_reward = validation.use_remote_reward, validation.remote_reward or policy.remote_reward
+        is_remote = policy.use_remote_reward if setting is None else setting
         return validation.derived(use_remote_reward=is_remote, remote_reward=remote_reward)
 
     @model_validator(mode="after")
     def _same_service(self) -> Self:
-        policy, asked = self.train.train_policy, self.validation.use_remote_reward
+        policy, value = self.train.train_policy, self.validation.use_remote_reward
         remote = isinstance(policy, RlConfig) and policy.use_remote_reward
-        if asked is not None and asked != remote:
+        if value is not None and value != remote:
             raise ValueError(
-                f"validation.use_remote_reward = {str(asked).lower()} must equal train.train_policy.use_remote_reward "
+                f"validation.use_remote_reward = {str(value).lower()} must equal train.train_policy.use_remote_reward "
                 f"= {str(remote).lower()}; leave it out to inherit"
             )
         return self

@@ -10,18 +10,18 @@ from cosmos_core.config.schema.values import Completions, NonNegativeInt, Positi
 
 
 class RewardFunctionConfig(Table):
-    """`[[...remote_reward.reward_fns]]`: one function of the service."""
+    """`[[...remote_reward.reward_fns]]`: one reward function of the reward service."""
 
     name: Annotated[str, Field(min_length=1)]
-    """What the service calls it."""
+    """Name of the reward function in the reward service."""
     weight: float = 1.0
-    """In the sum."""
+    """Weight of the function's score in the total reward."""
     score_key: str | None = None
-    """Key among the returned scores, `a+b` for a sum of keys; None: `name`."""
+    """Key of the function's score in the service's response, `a+b` for a sum of two keys; None: `name`."""
     clip_min: float = -5.0
-    """Lowest score."""
+    """Lower bound to which the function's score is clipped."""
     clip_max: float = 5.0
-    """Highest score."""
+    """Upper bound to which the function's score is clipped."""
 
     @field_validator("score_key")
     @classmethod
@@ -34,45 +34,45 @@ class RewardFunctionConfig(Table):
         return self
 
     def clipped(self, score: float) -> float:
-        """Return a score within the bounds."""
+        """Return a score clipped to `clip_min` and `clip_max`."""
         return min(max(score, self.clip_min), self.clip_max)
 
 
 class RemoteRewardConfig(Table):
-    """`[...remote_reward]`"""
+    """`[...remote_reward]`: requests to a reward service."""
 
     scale: float = 1.0
-    """Multiplies the clipped sum."""
+    """Factor of the total reward, applied after it is clipped."""
     reward_fns: Annotated[tuple[RewardFunctionConfig, ...], Field(strict=False)] = (
         RewardFunctionConfig(name="dance_grpo", score_key="overall_reward"),
     )
-    """Functions that the service computes."""
+    """Reward functions that the service computes."""
     reward_clip_min: float = -5.0
-    """Lowest weighted sum."""
+    """Lower bound to which the weighted sum of the scores is clipped."""
     reward_clip_max: float = 5.0
-    """Highest weighted sum."""
+    """Upper bound to which the weighted sum of the scores is clipped."""
     batch_size: Completions = 1
-    """Completions per request."""
+    """Number of completions per request to the reward service."""
     timeout_seconds: Annotated[PositiveFloat, Unit("seconds")] = 600.0
-    """A score that has not come by then is missing."""
+    """Time limit of a score in seconds, after which it counts as missing."""
     max_in_flight: Annotated[PositiveInt, Unit("requests"), NoResult] = 64
-    """Most requests that wait for their scores at a time."""
+    """Maximum number of requests that wait for their scores at a time."""
     missing_score: Literal["retry", "drop_group", "fail"] = "retry"
     """Behaviour for a missing score: request the scores again, up to `retries` times, and then drop the groups; drop
     the groups at once; or fail the stage. A missing score is never treated as 0."""
     retries: NonNegativeInt = 2
-    """With missing_score = 'retry': how often completions without a score are sent again."""
+    """With missing_score = 'retry': maximum number of times that completions without a score are sent again."""
     video_vae: Annotated[str, Where.PATH] = ""
-    """Wan VAE (a folder or Hub name of diffusers, or the file Wan2.1_VAE.pth) that encodes videos before they are sent,
-    as Cosmos-RL's client does and its service needs; empty: their pixels are sent."""
+    """Wan VAE (a folder or Hub id in the format of diffusers, or the file Wan2.1_VAE.pth) that encodes videos into
+    latents before they are sent, as Cosmos-RL's client does and its service requires; empty: pixels are sent."""
 
     @field_validator("reward_fns")
     @classmethod
     def _once_each(cls, functions: tuple[RewardFunctionConfig, ...]) -> tuple[RewardFunctionConfig, ...]:
         if not functions:
             raise ValueError("reward_fns is empty; name at least one function of the service")
-        asked = [(function.name, function.score_key) for function in functions]
-        if twice := next((name for name, key in asked if asked.count((name, key)) > 1), None):
+        pairs = [(function.name, function.score_key) for function in functions]
+        if twice := next((name for name, key in pairs if pairs.count((name, key)) > 1), None):
             raise ValueError(f"reward_fns has {twice!r} twice with the same score_key; name it once")
         return functions
 
@@ -83,8 +83,8 @@ class RemoteRewardConfig(Table):
 
     @property
     def metric_names(self) -> dict[RewardFunctionConfig, str]:
-        """Return the name under which scores have the value of each function: its own, or with its score_key where two
-        share it."""
+        """Return the metric name of each function: its `name`, or `name/score_key` if several functions have that
+        name."""
         names = [each.name for each in self.reward_fns]
         return {
             each: each.name if names.count(each.name) == 1 else f"{each.name}/{each.score_key}"
@@ -93,6 +93,6 @@ class RemoteRewardConfig(Table):
 
     @property
     def full(self) -> float:
-        """Return the total reward if each function returns 1."""
+        """Return the total reward of a completion for which each function returns 1."""
         total = sum(each.weight * each.clipped(1.0) for each in self.reward_fns)
         return self.scale * min(max(total, self.reward_clip_min), self.reward_clip_max)

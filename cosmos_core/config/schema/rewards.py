@@ -22,4 +22,5 @@ RewardWeights = Annotated[
     BeforeValidator(_weighted, json_schema_input_type=str | list[str] | dict[str, float]),
     Where.CODE,
 ]
-"""Reward name (or import path `module:function`) to weight; a string or a list means weight 1."""
+"""Weight of each reward function by its name or import path `module:function`; a string or a list of strings means
+weight 1."""

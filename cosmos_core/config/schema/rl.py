@@ -1,4 +1,5 @@
-"""`[train.train_policy]` with `type = "grpo"`: what learning from scored rollouts has, whatever the loss."""
+"""`[train.train_policy]` with `type = "grpo"`: keys of the algorithms that learn from scored rollouts, with any
+loss."""
 
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -17,80 +18,83 @@ DAPO_FETCH = 128
 
 
 class RlConfig(AlgorithmConfig):
-    """What the algorithms that sample groups of completions and score them share."""
+    """Keys that the algorithms which sample and score groups of completions share."""
 
     rows: ClassVar[str] = "prompts"
     has_rollouts: ClassVar[bool] = True
 
     type: Literal["grpo"] = "grpo"
-    """Which kind of training."""
+    """Kind of training: reinforcement learning from scored rollouts."""
     variant: Literal["grpo", "dapo", "gspo", "cispo", "sapo", "dppo_tv", "dppo_kl"] = "grpo"
-    """The loss: clipped for each token (`grpo`; `dapo` also drops groups without a difference and samples others,
-    arXiv 2503.14476), for each sequence (`gspo`, 2507.18071), weighted and never cut off (`cispo`, 2506.13585),
-    weighted by a gate that closes gradually (`sapo`, 2511.20347), or cut off where the total variation or the KL
-    divergence of a token is too large (`dppo_tv`, `dppo_kl`, 2602.04879)."""
+    """Variant of the policy loss: clipped for each token (`grpo`; `dapo` also drops groups without a difference and
+    samples replacements, arXiv 2503.14476), clipped for each sequence (`gspo`, 2507.18071), with a capped weight that
+    never removes a token's gradient (`cispo`, 2506.13585), weighted by a gate that closes gradually (`sapo`,
+    2511.20347), or without the tokens whose total variation or KL divergence is too large (`dppo_tv`, `dppo_kl`,
+    2602.04879)."""
     mini_batch: Completions = 2
-    """Completions per forward pass; changes speed and memory, not results."""
+    """Number of completions per forward pass; changes speed and memory, not results."""
     prompt_column_name: str = ""
     """Column of the prompt, a string or a conversation; empty: the first existing column of `prompt`, `question`,
     `problem`, `conversations`, `messages`."""
     response_column_name: str = ""
-    """Column of the reference answer; empty: the first existing column of `answer`, `response`, `solution`,
+    """Column of the reference response; empty: the first existing column of `answer`, `response`, `solution`,
     `result`."""
     system_prompt: str = ""
     """System prompt for prompts without a system turn and without a column `system`; empty: no system prompt."""
     reward_function: RewardWeights = Field(default={"single_choice": 1.0})
-    """Reward name, list of names, or names with weights; a user's own is `module:function` or
+    """Reward functions: one name, a list of names, or names with weights; user code is `module:function` or
     `path/file.py:function`."""
     reward_timeout_seconds: Annotated[PositiveFloat, Unit("seconds")] = 10.0
-    """Time after which a reward function is killed; its completion is then invalid."""
+    """Time limit of one call of a reward function, after which it is killed; its completion is then invalid."""
     reward_env: Annotated[Names, NoResult] = ()
-    """Names of environment variables that rewards receive, such as the key of a service, in addition to those that any
-    program needs; their values are masked in logs."""
+    """Names of environment variables that reward functions receive, such as the key of a service, in addition to those
+    of every subprocess; their values are masked in logs."""
     use_remote_reward: bool = False
-    """Ask the reward service in place of `reward_function`."""
+    """Take rewards from a reward service in place of `reward_function`."""
     remote_reward: Annotated[RemoteRewardConfig, Needs("use_remote_reward")] = RemoteRewardConfig()
     """Requests to the reward service."""
     filter_reward_metric: Names = ()
     """With variant = 'dapo': reward metrics that must differ within a group for it to be trained on; empty: the total
     reward. A reward of weight 0 in `reward_function` can serve only this purpose."""
     bypass_reward: bool = False
-    """Every reward is 0 and no reward function is called."""
+    """Set every reward to 0 without a call of a reward function."""
     group_reward_calculation: bool = False
-    """Call user's reward functions once for all completions of a prompt, with lists, also in validation; packaged
-    rewards score each completion separately. If a call fails or times out, all its completions are invalid."""
+    """Call a user's reward functions once for all completions of a prompt, with lists, also in validation; built-in
+    reward functions score each completion separately. If a call fails or times out, all its completions are invalid."""
     overlong_reward: OverlongRewardConfig = OverlongRewardConfig()
-    """Penalty of the reward `overlong` for long completions."""
+    """Settings of the reward `overlong`, a penalty for long completions."""
     on_policy: bool = False
     """With mode = 'disaggregated': train only on rollouts of the newest weights, as with `allowed_outdated_steps` = 0;
-    engines and trainer take turns then."""
+    engines and trainer then alternate."""
     allowed_outdated_steps: Annotated[NonNegativeInt, Unit("train steps")] = 4
-    """With mode = 'disaggregated': maximum age in train steps of the weights that sampled a rollout when it is trained
-    on; engines generate this many steps ahead."""
+    """With mode = 'disaggregated': maximum age, in train steps, of the weights that sampled a rollout when it is
+    trained on; engines generate this many steps ahead."""
     uncentralized_training: bool = False
-    """Rollouts go straight to the trainer."""
+    """Send rollouts directly to the trainer rather than through Cosmos-RL's controller."""
     outdated_rollout_fetch_batch_size: Annotated[int, Unit("prompts")] = 0
-    """With mode = 'disaggregated': number of prompts that engines get in addition to those of `allowed_outdated_steps`;
-    a group that is too old at its step is generated again and counted (`rollout/outdated`). 0: none. With DAPO, the
-    number of groups dropped in recent steps, up to this limit (0: 128)."""
+    """With mode = 'disaggregated': number of prompts that engines receive in addition to those of
+    `allowed_outdated_steps`; 0: none. A group that is too old at its train step is generated again and counted
+    (`rollout/outdated`). With DAPO the number is that of the groups dropped in recent steps, and this key is its
+    maximum (0: 128)."""
     max_inflight_steps: Annotated[int | None, Unit("train steps")] = None
-    """Most prompts in flight and waiting, in train steps; None: unlimited."""
+    """Maximum number of train steps whose prompts are in flight or waiting; None: unlimited."""
     max_retry_for_on_policy: int = -1
-    """With variant = 'dapo': most extra rounds of sampling in a train step; 0 or less: until the prompts end."""
+    """With variant = 'dapo': maximum number of additional rounds of sampling in a train step; 0 or less: until the
+    prompts are used up."""
     temperature: PositiveFloat = 1.0
-    """Divides the trainer's logits before log-softmax; should equal the sampling temperature."""
+    """Temperature by which the trainer divides logits before log-softmax; should equal the sampling temperature."""
     rollout_as_token_ids: bool = False
-    """Hand over token ids in place of text."""
+    """Pass the token ids of completions to the trainer in place of text."""
     collect_rollout_logprobs: bool = False
-    """Hand over the log-probabilities of sampled tokens."""
+    """Pass the engine's log-probabilities of the sampled tokens to the trainer."""
     batch_size_per_optimize: Completions | None = None
-    """Most completions of an optimizer step inside a train step, which are spread evenly over as few steps as hold
-    them; None: all."""
+    """Maximum number of completions of an optimizer step; the completions of a train step are distributed evenly over
+    as few optimizer steps as this allows. None: one optimizer step for all."""
     mu_iterations: Annotated[PositiveInt, Unit("passes")] = 1
-    """Passes over each batch of rollouts."""
+    """Number of passes over each batch of rollouts."""
     max_token_len_per_mini_batch: Tokens | None = None
-    """Token budget of a micro-batch, padding included, in place of `mini_batch`; None: `mini_batch` completions.
-    Changes speed and memory, not results."""
+    """Maximum number of tokens of a micro-batch, padding included, in place of `mini_batch`; None: `mini_batch`
+    completions. Changes speed and memory, not results."""
 
     @property
     def rewards(self) -> dict[str, float]:
@@ -98,7 +102,8 @@ class RlConfig(AlgorithmConfig):
 
     @property
     def held_out_rewards(self) -> dict[str, float]:
-        """See `AlgorithmConfig.held_out_rewards`: what is bypassed in training is kept where somebody named it."""
+        """Return the reward functions of validation; with `bypass_reward` those of `reward_function` if the recipe sets
+        it."""
         is_named = "reward_function" in self.model_fields_set
         return self.reward_function if self.bypass_reward and is_named else self.rewards
 
@@ -116,7 +121,7 @@ class RlConfig(AlgorithmConfig):
 
     @property
     def dynamic_sampling(self) -> tuple[Sequence[str], int] | None:
-        if self.variant != "dapo" or self.bypass_reward:  # where all rewards are equal, every group would be dropped
+        if self.variant != "dapo" or self.bypass_reward:  # equal rewards: every group would be dropped
             return None
         return self.filter_reward_metric, max(0, self.max_retry_for_on_policy)
 

@@ -22,7 +22,8 @@ from cosmos_core.config.schema.values import (
 )
 
 VLLM_TEMPERATURES = (0.01, 2.0)
-"""Below, vLLM samples at 0.01 without an error; above, it raises one of its own."""
+"""Range of temperatures at which vLLM samples: below it vLLM silently samples at 0.01, above it vLLM raises an
+error."""
 _VLLM_MESH = {"n_init_replicas", "tp_size", "pp_size", "dp_shard_size"}
 
 
@@ -32,19 +33,21 @@ class SamplingConfig(Table):
     temperature: NonNegativeFloat = 1.0
     """Softmax temperature; 0: greedy. Should equal `train.train_policy.temperature`."""
     top_p: Nucleus = 1.0
-    """Nucleus mass; below 1 tokens are sampled from another distribution than the policy's, and the loss has importance
-    weights for it (`cosmos_core/algorithms/correction.py`)."""
+    """Probability mass of nucleus sampling; below 1 tokens are sampled from another distribution than the policy's, and
+    the loss corrects this by importance weights (`cosmos_core/algorithms/correction.py`)."""
     top_k: TopK = -1
-    """Keep the k most likely tokens, with the same weights in the loss; -1: all."""
+    """Number of most likely tokens from which a token is sampled, with the same importance weights in the loss as
+    `top_p`; -1: all."""
     repetition_penalty: PositiveFloat = 1.0
-    """Above 1 repeats become less likely, with the same weights in the loss; 1: off."""
+    """Divisor of the logits of repeated tokens, which above 1 become less likely, with the same importance weights in
+    the loss as `top_p`; 1: off."""
 
 
 class RolloutAsyncConfig(Table):
-    """`[rollout.async_config]`: read with `rollout.mode = "async"`."""
+    """`[rollout.async_config]`: settings that have an effect with `rollout.mode = "async"`."""
 
     max_concurrent_requests: Annotated[PositiveInt, Unit("prompts")] = 10
-    """Most prompts that one engine has at a time."""
+    """Maximum number of prompts that one engine generates for at a time."""
 
 
 class RolloutConfig(Table):
@@ -53,60 +56,64 @@ class RolloutConfig(Table):
     parallelism: RolloutParallelismConfig = RolloutParallelismConfig()
     """Device mesh of one engine."""
     backend: Annotated[Thing, registered("cosmos_core.rollout", "Engine"), Where.CODE] = "vllm"
-    """`vllm`, which Cosmos-RL's `trtllm` and `vllm_async` become; `hf`, a sampling loop on the trainer's own modules,
-    which also stands in for a vLLM that cannot be imported, with a warning; `flow_sampler`, with the trainer's own
-    denoiser, which Cosmos-RL's `diffusion_nft_rollout` becomes and every diffusion model has; or a class of your own,
+    """Engine that generates completions: `vllm`, also for Cosmos-RL's `trtllm` and `vllm_async`; `hf`, a sampling loop
+    on the trainer's modules, which also replaces a vLLM that cannot be imported, with a warning; `flow_sampler`, the
+    denoiser of the trainer, for every diffusion model and Cosmos-RL's `diffusion_nft_rollout`; or a user class
     `path/file.py:Class`."""
     mode: Literal["sync", "async"] = "sync"
-    """Number of prompts that an engine in a separate process has at a time: `batch_size`, or with `async`
-    `async_config.max_concurrent_requests`. An engine in the trainer's processes always has `batch_size`."""
+    """Rule for the number of prompts that an engine in a separate process generates for at a time: `batch_size`, or
+    with `async` `async_config.max_concurrent_requests`. An engine in the trainer's processes always has
+    `batch_size`."""
     max_response_length: Tokens = 2048
-    """Maximum number of tokens of a completion; a prompt that leaves less room in `policy.model_max_length` gets a
-    shorter completion, and a prompt that leaves no room is skipped."""
+    """Maximum number of tokens of a completion. A completion is shorter if its prompt leaves fewer tokens of
+    `policy.model_max_length`; a prompt that leaves none is skipped."""
     n_generation: Completions = 16
-    """Completions per prompt: the group size."""
+    """Number of completions per prompt: the group size."""
     n_generation_mini_batch: Completions | None = None
-    """Most completions of one prompt that are generated at once, which bounds memory and changes no token; None: all.
-    vLLM has `batch_size` times as many sequences at a time."""
+    """Maximum number of completions of one prompt that are generated at once, which bounds memory and changes no token;
+    None: all. vLLM generates `batch_size` times as many sequences at a time."""
     batch_size: Annotated[PositiveInt, Unit("prompts")] = 1
-    """Prompts per generation call; changes speed, not results."""
+    """Number of prompts per generation call; changes speed, not results."""
     quantization: Literal["none", "fp8", "mxfp4"] = "none"
-    """Weights that vLLM computes with on a GPU: those of the trainer, or these rounded at each sync, to 8 bits or in
-    experts to the MXFP4 that the checkpoint has them in (gpt-oss). On CPU those of the trainer, with a warning."""
+    """Number format of the weights that vLLM computes with on a GPU: those of the trainer (`none`), or the trainer's
+    weights rounded at each sync to 8 bits (`fp8`), or in experts to the MXFP4 format of the checkpoint (`mxfp4`,
+    gpt-oss). On CPU those of the trainer, with a warning."""
     seed: int | None = None
-    """Sampling seed; None: `train.seed`."""
+    """Seed of sampling; None: `train.seed`."""
     sampling_config: SamplingConfig = SamplingConfig()
-    """How tokens are drawn in training."""
+    """How tokens are sampled in training."""
     enforce_eager: Annotated[bool, NoResult] = False
-    """vLLM without CUDA graphs, which saves their memory and the time to capture them (Cosmos-RL: true when left out);
-    no meaning on CPU."""
+    """Run vLLM without CUDA graphs, which saves their memory and the time to capture them (Cosmos-RL: true by default);
+    no effect on CPU."""
     gpu_memory_utilization: Annotated[Fraction, NoResult] = 0.8
-    """Share of a GPU's memory that vLLM may take; no meaning on CPU."""
+    """Fraction of a GPU's memory that vLLM may use; no effect on CPU."""
     probe_interval: Annotated[PositiveInt, Unit("train steps"), NoResult] = 50
-    """Every so many steps, when an engine gets its first weights, and at its first load after each level of sleep,
-    log-probabilities of engine and trainer are compared; a difference beyond rounding ends the stage."""
+    """Number of train steps between two comparisons of the log-probabilities of engine and trainer. They are also
+    compared when an engine receives its first weights, and at its first load after each level of sleep; a difference
+    beyond rounding ends the stage."""
     stop_on_alarm: Annotated[bool, NoResult] = False
-    """End the stage where the completions of a step show that engines do not compute what the trainer computes
-    (`watch/alarm`); its next attempt starts them anew, from the last checkpoint."""
+    """End the stage if the completions of a step show that an engine does not compute the same as the trainer
+    (`watch/alarm`); its next attempt restarts the engines, from the last checkpoint."""
     engine_timeout_seconds: Annotated[PositiveFloat, Unit("seconds"), NoResult] = 600.0
-    """Engines in separate processes: time without a forward pass, while there is work, after which an engine is killed
-    and restarted; other engines get its prompts."""
+    """Time without a forward pass, while there are prompts, after which an engine in a separate process is killed and
+    restarted; other engines take over its prompts."""
     multi_turn_config: MultiTurnRolloutConfig = MultiTurnRolloutConfig()
-    """Turns and tools."""
+    """Conversations of several turns, with tools."""
     async_config: RolloutAsyncConfig = RolloutAsyncConfig()
-    """Read with `mode = "async"`."""
+    """Settings that have an effect with `mode = "async"`."""
     async_r2r_sync: Literal["disabled", "generation", "inference"] = "disabled"
-    """How weights reach engines apart from the trainer. `disabled`: bucket by bucket between two forward passes, and
-    completions go on with them. `inference`: all are received while the engine generates, then loaded between two
-    passes. `generation`: likewise, once what is in flight has ended, so that each completion is of one version."""
+    """How engines in separate processes receive new weights. `disabled`: bucket by bucket between two forward passes;
+    completions continue with the new weights. `inference`: all buckets are received while the engine generates, then
+    loaded between two passes. `generation`: as `inference`, but loaded after all completions in flight have ended, so
+    that each completion is sampled from one version of the weights."""
     prefetch_rollout: bool = False
-    """Fetch the next prompts while generating."""
+    """Prefetch the next prompts during generation."""
     prefetch_queue_maxsize: Annotated[PositiveInt, Unit("batches"), Needs("prefetch_rollout")] = 2
-    """How many."""
+    """Maximum number of prefetched batches of prompts."""
 
     @property
     def groups_in_flight(self) -> int:
-        """Return how many prompts an engine in a process of its own has at a time."""
+        """Return the number of prompts that an engine in a separate process generates for at a time."""
         return self.async_config.max_concurrent_requests if self.mode == "async" else self.batch_size
 
     @property
@@ -119,13 +126,13 @@ class RolloutConfig(Table):
         """Yield notices about settings of engines in separate processes if there are no such engines."""
         if stage.kind.feed != "rollouts" or stage.recipe.mode != "colocated":
             return
-        given = [f"rollout.{name}" for name in ("mode", "async_r2r_sync") if self.is_given(name)]
+        keys = [f"rollout.{name}" for name in ("mode", "async_r2r_sync") if self.is_given(name)]
         if self.parallelism.is_given("n_init_replicas"):
-            given.append("rollout.parallelism.n_init_replicas")
+            keys.append("rollout.parallelism.n_init_replicas")
         algorithm = stage.recipe.train.train_policy
         if algorithm.dynamic_sampling is None and algorithm.is_given("outdated_rollout_fetch_batch_size"):
-            given.append("train.train_policy.outdated_rollout_fetch_batch_size")
-        for key in given:
+            keys.append("train.train_policy.outdated_rollout_fetch_batch_size")
+        for key in keys:
             yield f"{key} has no effect here: with mode = 'colocated' each rank has an engine inside"
 
     def refusals(self, stage: InStage) -> Iterator[str]:
@@ -160,17 +167,17 @@ class RolloutConfig(Table):
             yield f"{key}: backend 'hf' has the whole model on each rank; set it to 1"
 
     def _refused_temperatures(self, stage: InStage) -> Iterator[str]:
-        """Yield temperatures that vLLM does not sample at."""
+        """Yield errors for temperatures at which vLLM does not sample."""
         if self.backend != "vllm" or stage.recipe.policy.is_diffusers:
             return
-        asked = {}
+        temperatures = {}
         has_server = stage.kind.table == "sample" and bool(stage.recipe.sample.endpoint)
         if stage.kind.completes_prompts and not has_server:
-            asked["rollout.sampling_config.temperature"] = self.sampling_config.temperature
+            temperatures["rollout.sampling_config.temperature"] = self.sampling_config.temperature
         if stage.measures and stage.recipe.completes_held_out:
-            asked["validation.temperature"] = stage.recipe.validation.temperature
+            temperatures["validation.temperature"] = stage.recipe.validation.temperature
         low, high = VLLM_TEMPERATURES
-        for key, temperature in asked.items():
+        for key, temperature in temperatures.items():
             if temperature != 0 and not low <= temperature <= high:
                 yield (
                     f"{key} = {temperature}: vLLM samples between {low} and {high}, and takes 0 for greedy; or set "
@@ -178,7 +185,7 @@ class RolloutConfig(Table):
                 )
 
     def _refusals_apart(self, stage: InStage) -> Iterator[str]:
-        """Yield what engines in processes of their own cannot do."""
+        """Yield errors for settings that engines in separate processes do not support."""
         mode, train = f"mode = {stage.recipe.mode!r}", stage.recipe.train
         if train.ema_enable and stage.recipe.validation.enable:
             yield (
@@ -201,7 +208,8 @@ class RolloutConfig(Table):
                 )
 
     def notices(self, stage: InStage) -> Iterator[str]:
-        """See `Table.notices`; what rollouts are that are not drawn from the policy, for one."""
+        """Yield notices about rollout settings, such as sampling settings with which completions are not sampled from
+        the policy."""
         yield from self._notices_inside(stage)
         policy = stage.recipe.policy
         length, has_text = policy.model_max_length, stage.kind.feed == "rollouts" and not policy.is_diffusers

@@ -11,11 +11,10 @@ from cosmos_core.config.schema.values import Fraction, NonNegativeFloat, NonNega
 
 
 class KeepConfig(Table):
-    """`[sample.keep]`"""
+    """`[sample.keep]`: filter for completions."""
 
     best: NonNegativeInt = 0
-    """Number of completions of each prompt to keep, those with the highest rewards; 0: all that the other keys let
-    pass."""
+    """Number of completions of each prompt to keep, those with the highest rewards; 0: all that pass the other keys."""
     min_reward: float | None = None
     """Lowest reward of a kept completion; None: any valid reward."""
     unique: bool = True
@@ -44,22 +43,22 @@ class SampleConfig(Table):
     keep: KeepConfig = KeepConfig(best=1)
     """Which completions become rows. `rollout.n_generation` is the number of completions of each prompt."""
     pairs: Literal["", "best-worst"] = ""
-    """Empty: a row is a conversation for SFT. `best-worst`: a row is a pair for DPO, of the best completion that `keep`
-    lets pass and the worst completion of the same prompt."""
+    """Format of the rows. Empty: a conversation for SFT. `best-worst`: a pair for DPO, of the best completion that
+    passes `keep` and the worst completion of the same prompt."""
     min_margin: NonNegativeFloat = 0.0
-    """With `pairs`: difference of rewards that a pair must exceed."""
+    """With `pairs`: difference of rewards that the two completions of a pair must exceed."""
     endpoint: Annotated[str, Field(pattern=r"^(https?://[^\s]+)?$")] = ""
-    """URL of an OpenAI-compatible server that completes the prompts, such as `http://host:8000/v1`; empty: the model of
-    the stage does. The stage's model then only supplies the tokenizer."""
+    """URL of an OpenAI-compatible server that completes the prompts, such as `http://host:8000/v1`; the model of the
+    stage then only supplies the tokenizer. Empty: the model of the stage completes them."""
     endpoint_model: str = ""
-    """With `endpoint`: name of the model there."""
+    """With `endpoint`: name of the model on that server."""
     endpoint_key_env: Annotated[str, NoResult] = "OPENAI_API_KEY"
     """With `endpoint`: environment variable that holds the key of the server, if it needs one."""
     endpoint_requests: Annotated[PositiveInt, NoResult] = 32
     """With `endpoint`: maximum number of requests at a time."""
 
     def refusals(self, stage: InStage) -> Iterator[str]:
-        """Yield what kind `sample` cannot do with the recipe; see `Table.refusals`."""
+        """Yield errors for recipes that a stage of kind `sample` does not support."""
         policy = stage.recipe.train.train_policy
         if stage.kind.table != "sample":
             return

@@ -19,13 +19,13 @@ class SftConfig(SupervisedConfig):
     trainer_type: Annotated[
         Thing, Only(("sft",), "this version trains with 'sft', 'dpo' and 'kto'", takes_import_paths=True), Where.CODE
     ] = "sft"
-    """The algorithm: `sft`, `dpo` (rows are a prompt with a chosen and a rejected response), `kto` (rows are a prompt,
-    a response and a label), or `path/file.py:Class` of your own."""
+    """Algorithm: `sft`, `dpo` (rows are a prompt with a chosen and a rejected response), `kto` (rows are a prompt, a
+    response and a label), or a user class `path/file.py:Class`."""
     prompt_column_name: str = ""
-    """Column of the prompt, a string or a conversation, in place of `conversation_column_name`; empty: of the known
-    names whichever there is."""
+    """Column of the prompt, a string or a conversation, in place of `conversation_column_name`; empty: the first column
+    that has one of the default names."""
     response_column_name: str = ""
-    """Column of the response to `prompt_column_name`, with which it is named."""
+    """Column of the response to the prompt; set it together with `prompt_column_name`."""
 
     @model_validator(mode="after")
     def _both_columns(self) -> Self:

@@ -10,37 +10,39 @@ from cosmos_core.config.schema.values import PositiveInt, Tokens
 
 
 class SupervisedConfig(AlgorithmConfig):
-    """What SFT, DPO and KTO share."""
+    """Keys that SFT, DPO and KTO share."""
 
     type: Literal["sft"]
-    """Which kind of training."""
+    """Kind of training: supervised fine-tuning."""
     dataloader_drop_last: bool = True
-    """True: rows that fill no batch are left for another epoch; False: the last batch of an epoch may be smaller."""
+    """Leave out the rows of an epoch that do not fill a batch, and use them in another epoch; False: the last batch of
+    an epoch may be smaller."""
     conversation_column_name: str = "conversations"
     """Column of the conversation; rows without it may have `messages`, `conversation`, `text`, `prompt` + `response`,
-    or `instruction` + `input` + `output`. Of pairs that of the prompt, or `prompt`, beside `chosen` and `rejected`. An
-    assistant turn with `weight = 0`, or `loss`, `train`, `trainable` or `loss_mask` = 0, is not learned."""
+    or `instruction` + `input` + `output`. In rows of pairs the column of the prompt (or `prompt`), next to `chosen` and
+    `rejected`. An assistant turn with `weight = 0`, or `loss`, `train`, `trainable` or `loss_mask` = 0, is not trained
+    on."""
     system_prompt: str = ""
     """System prompt for conversations without a system turn and without a column `system`; empty: no system prompt."""
     enable_dp_load_balancing: bool = False
-    """Fill micro-batches up to a number of tokens; `train_batch_per_replica` and `dataloader_drop_last` then have no
-    effect."""
+    """Fill micro-batches up to a number of tokens rather than of rows; `train_batch_per_replica` and
+    `dataloader_drop_last` then have no effect."""
     load_balanced_pool_size: Annotated[PositiveInt, Unit("rows"), Needs("enable_dp_load_balancing")] = 32
-    """Rows that are looked at to find the next one of a micro-batch."""
+    """Number of waiting rows among which the next row of a micro-batch is selected."""
     load_balanced_max_tokens_for_batch: Annotated[Tokens | None, Needs("enable_dp_load_balancing")] = None
     """Maximum number of tokens of a micro-batch, including padding unless `sequence_packing`; a longer row forms its
     own micro-batch. None: `mini_batch` x `policy.model_max_length`."""
     load_balanced_batching_strategy: Annotated[str, Needs("enable_dp_load_balancing")] = "prefer_closest"
-    """Next row among rows of equal cost: `prefer_first` takes the row that has waited longest, `prefer_closest` the row
-    nearest in length to the longest row so far."""
+    """Rule that selects the next row of a micro-batch among rows of equal cost: `prefer_first` takes the row that has
+    waited longest, `prefer_closest` the row nearest in length to the longest row of the micro-batch."""
     load_balanced_batches_per_optimizer_step: Annotated[
         int, Unit("micro-batches"), Needs("enable_dp_load_balancing")
     ] = 1
-    """Micro-batches of one optimizer step, all ranks together; the last step of an epoch may have fewer."""
+    """Number of micro-batches of one optimizer step, all ranks together; the last step of an epoch may have fewer."""
 
     @property
     def own_names(self) -> dict[str, str]:
-        """Return what the columns of a row are called, by the names that are known without a recipe."""
+        """Return the names of the columns of a row, by their default names, as far as the recipe changes them."""
         known = ("prompt", "response", "chosen", "rejected", "label")
         named = {name: getattr(self, f"{name}_column_name", "") for name in known}
         return {name: column for name, column in named.items() if column and (name in known[:2] or column != name)}

@@ -12,30 +12,30 @@ _MOST_BRANCHES = 256
 
 
 class Branch(Table):
-    """`[[pipeline.stages.sweep.branches]]`"""
+    """`[[pipeline.stages.sweep.branches]]`: one branch of a sweep."""
 
     stages: Names
-    """Its stages, in order: it is judged by the metrics of all, and hands on the model of the last that makes one."""
+    """Stages of the branch, in order: the branch is judged by the metrics of all its stages, and its model is that of
+    the last stage which makes one."""
     settings: Annotated[dict[str, Any], NoResult] = {}
-    """Values of the grid for this branch; set automatically."""
+    """Values of the grid in this branch; set automatically."""
 
 
 class SweepConfig(Table):
     """`[pipeline.stages.sweep]`"""
 
     grid: dict[str, Any] = {}
-    """Lists of values by key, such as `"train.optm_lr" = [1e-5, 3e-5]`; there is a branch for each combination. A key
-    is one of the recipe, or `arguments.NAME` of a custom stage, optionally prefixed by the name of a stage in
-    `through`."""
+    """Lists of values by key, such as `"train.optm_lr" = [1e-5, 3e-5]`; each combination is a branch. A key is a key of
+    the recipe, or `arguments.NAME` of a custom stage, optionally with the name of a stage in `through` as a prefix."""
     metric: str
-    """What the branches are compared by, such as `validation/accuracy`; the last stage of a branch that reports it
-    counts."""
+    """Metric by which the branches are compared, such as `validation/accuracy`, from the last stage of a branch that
+    reports it."""
     mode: Literal["max", "min"] = "max"
-    """Whether the largest or the smallest value is the best; of equal ones the first branch is."""
+    """Whether the largest or the smallest value is the best; among equal values the first branch wins."""
     through: Names = ()
-    """Stages after this one that each branch also has, with all stages in between, such as a `validate` stage."""
+    """Later stages that each branch also has, with all stages in between, such as a `validate` stage."""
     max_parallel: Annotated[PositiveInt | None, NoResult] = None
-    """Number of branch stages that run concurrently; None: one, or with a `work_pool` the limit of the pool."""
+    """Maximum number of branch stages that run concurrently; None: one, or with a `work_pool` the limit of the pool."""
     branches: Annotated[tuple[Branch, ...], Field(strict=False)] = ()
     """Kind select: the branches to choose from; empty: each stage in its `after` is a branch. Set automatically for a
     grid."""

@@ -1,4 +1,4 @@
-"""The base of every TOML table, and the walks over one."""
+"""Base class of every TOML table, and functions that iterate over the fields of nested tables."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _UNUSED: dict[str, Any] = tomllib.loads(files("cosmos_core.config.schema").joinp
 
 
 def _noted(kind: str) -> dict[tuple[str, str], str]:
-    """What `status.toml` has below `kind`: table and key, "*" for all, to the note."""
+    """Return the notes of `status.toml` below `kind` by (table, key); the key "*" stands for all keys of the table."""
     return {
         (table, name): note
         for note, tables in _NOTES.get(kind, {}).items()
@@ -42,7 +42,7 @@ _SINCE: dict[tuple[str, str], Any] = {at: Since(note) for at, note in _noted("si
 
 @dataclass(frozen=True)
 class InStage:
-    """Where a table is read: in a recipe, in a stage of a kind."""
+    """Context in which a table is checked: the recipe, and the kind of the stage that runs it."""
 
     recipe: Recipe
     kind: StageKind
@@ -69,7 +69,7 @@ class Table(BaseModel):
     """Field that enables the whole table; while it is off the other fields have no effect. Empty: always enabled."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Declare the keys of the table that `unused.toml` has, behind its own."""
+        """Add the keys that `unused.toml` declares for the table, after its other keys."""
         super().__init_subclass__(**kwargs)
         own = inspect.get_annotations(cls)
         for name, says in _UNUSED.get(cls.__name__, {}).items():
@@ -79,7 +79,7 @@ class Table(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """Mark each field with what `status.toml` says of it."""
+        """Mark each field with its status and generation in `status.toml`."""
         own = inspect.get_annotations(cls)
         for name, field in cls.model_fields.items():
             for notes in (_STATUS, _SINCE) if name in own else ():
@@ -88,7 +88,8 @@ class Table(BaseModel):
                     field.metadata = [*field.metadata, note]
 
     def refusals(self, stage: InStage) -> Iterator[str]:
-        """Yield what this version cannot do of the fields together, in that stage; keys are in full."""
+        """Yield an error message for each combination of values that this version does not support in the stage, with
+        full keys."""
         yield from ()
 
     def notices(self, stage: InStage) -> Iterator[str]:
@@ -114,8 +115,8 @@ _USED = Status("used")
 
 def status(field: FieldInfo) -> Status:
     """Return what this version does with a field."""
-    found: Status | None = mark(field, Status)
-    return found or _USED
+    status_mark: Status | None = mark(field, Status)
+    return status_mark or _USED
 
 
 def affects_result(field: FieldInfo) -> bool:
@@ -124,12 +125,12 @@ def affects_result(field: FieldInfo) -> bool:
 
 
 def is_table(annotation: Any) -> bool:
-    """Return whether a field is a table, rather than something that can hold one."""
+    """Return whether the type of a field is a table, rather than a container or union of tables."""
     return isinstance(annotation, type) and issubclass(annotation, Table)
 
 
 def tables_in(annotation: Any) -> list[type[Table]]:
-    """Return the tables that a field can hold."""
+    """Return the table classes in the type of a field, unions and containers included."""
     if is_table(annotation):
         return [annotation]
     return [table for argument in get_args(annotation) for table in tables_in(argument)]
@@ -144,7 +145,7 @@ def all_fields(table: type[Table], prefix: str = "") -> Iterator[tuple[str, type
 
 
 def live_tables(table: Table) -> Iterator[Table]:
-    """Yield the table and every table below it that has a meaning with these values."""
+    """Yield the table and every nested table that has an effect with the present values."""
     if table.switch and not getattr(table, table.switch):
         return
     yield table
@@ -154,7 +155,7 @@ def live_tables(table: Table) -> Iterator[Table]:
 
 
 def _live_fields(table: Table) -> Iterator[tuple[str, FieldInfo, Any]]:
-    """Name, field and value without what the table's `switch` or a field's `Needs` turns off."""
+    """Yield (name, field, value) of each field that neither the table's `switch` nor the field's `Needs` disables."""
     is_off = bool(table.switch) and not getattr(table, table.switch)
     for name, field in type(table).model_fields.items():
         needs: Needs | None = mark(field, Needs)
@@ -177,7 +178,7 @@ def switched_off(table: Table, prefix: str = "") -> Iterator[tuple[str, Any, str
 
 
 def set_fields(table: Table, prefix: str = "") -> Iterator[tuple[str, FieldInfo, Any, bool]]:
-    """Yield every key that has an effect with these values, as (dotted path, field, value, whether it was set and
+    """Yield every key that has an effect with the present values, as (dotted path, field, value, whether it was set and
     differs from its default)."""
     for name, field, value in _live_fields(table):
         if isinstance(value, Table) and status(field) == _USED:
@@ -187,7 +188,8 @@ def set_fields(table: Table, prefix: str = "") -> Iterator[tuple[str, FieldInfo,
 
 
 def _same(value: Any, default: Any) -> bool:
-    """Whether a value says what the default says; None is "as somewhere else", which false mostly means."""
+    """Return whether a value has the same meaning as the default; False counts as a default of None, since None mostly
+    means the setting of another table."""
     return bool(value == default) or (default is None and value is False)
 
 
@@ -223,18 +225,18 @@ def with_located(table: TableT, placed: Callable[[Where, str], str]) -> TableT:
 
 
 def flat_keys(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return tables in tables as one with dotted keys."""
-    found: dict[str, Any] = {}
+    """Return nested tables as one flat dict with dotted keys."""
+    flattened: dict[str, Any] = {}
     for key, value in values.items():
-        found |= flat_keys(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return found
+        flattened |= flat_keys(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flattened
 
 
 def check_order(table: Table, low: str, high: str) -> None:
     """Refuse a table whose field `low` is above its field `high`.
 
     Raises:
-        ValueError: it is.
+        ValueError: `low` is above `high`.
     """
     least, most = getattr(table, low), getattr(table, high)
     if least > most:
@@ -242,7 +244,7 @@ def check_order(table: Table, low: str, high: str) -> None:
 
 
 def as_toml(value: object) -> str:
-    """Return a value in a message: as TOML writes it, cut where it is long."""
+    """Return the text of a value for a message, in TOML notation, shortened to 60 characters."""
     if isinstance(value, bool):
         return str(value).lower()
     text = repr(list(value) if isinstance(value, tuple) else value)
@@ -250,6 +252,6 @@ def as_toml(value: object) -> str:
 
 
 def say(info: ValidationInfo, text: str) -> None:
-    """Tell the user something about a value that is accepted; `load.parse` collects it."""
+    """Record a notice to the user about an accepted value, which `load.parse` collects."""
     if info.context is not None:
         info.context["notices"].append(text)

@@ -1,4 +1,5 @@
-"""`[train]`: optimizer, schedule, batch, precision. `[train.train_policy]` and `[train.ckpt]` have their own files."""
+"""`[train]`: optimizer, learning rate schedule, batch size and precision. `[train.train_policy]` and `[train.ckpt]`
+have separate files."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -37,7 +38,7 @@ from cosmos_core.config.schema.values import (
 DEFAULT_SEED = 42
 _BetaDecay = Annotated[float, Field(ge=0, lt=1)]
 _Implementation = Literal["fused", "foreach", "for-loop"]
-_UNCATCHABLE = {"SIGKILL", "SIGSTOP", "SIGCHLD"}  # the last one ends every child, which is no wish to stop
+_UNCATCHABLE = {"SIGKILL", "SIGSTOP", "SIGCHLD"}  # SIGCHLD arrives at the end of every child process
 _ONLY_GRPO = {"temperature", "epsilon_low", "epsilon_high", "kl_beta", "use_remote_reward"}
 
 AlgorithmTable = Annotated[
@@ -57,89 +58,95 @@ class TrainConfig(Table):
     """`[train]`"""
 
     epoch: Annotated[PositiveInt, Unit("epochs")] = 1
-    """Passes over the data."""
+    """Number of passes over the training rows."""
     max_num_steps: Steps | None = None
-    """Upper bound; None: until the epochs end. The schedule is laid over what remains."""
+    """Maximum number of train steps, over which the learning rate schedule then extends; None: until the epochs end."""
     train_batch_per_replica: Rows = 8
-    """SFT: rows per optimizer step, of all ranks together (Cosmos-RL: of each data-parallel rank). GRPO: completions
-    per train step."""
+    """Number of rows per step: with SFT rows per optimizer step, all ranks together (Cosmos-RL: per data-parallel
+    rank); with GRPO completions per train step."""
     sequence_packing: bool | None = None
     """Concatenate the rows of a micro-batch without padding, with attention only within each row; changes speed and
     memory, not results. A model that cannot separate packed rows falls back to padding, with a warning. None: enabled
     if the model supports it, except with torch.compile on a CPU, where attention to packed rows breaks every graph."""
 
     optm_name: Literal["AdamW", "Adam", "AdamW8bit", "Adam8bit", "Muon"] = "AdamW"
-    """torch.optim class, or its relative of torchao with moments in eight bits, which is always compiled: on CPU it
-    needs a C++ compiler. `Muon`: for the matrices of the layers, with updates of the size of AdamW's, which has
-    embeddings, the head, vectors and fused experts."""
+    """Optimizer: a class of torch.optim, or its counterpart of torchao with 8-bit moments, which is always compiled (on
+    CPU it needs a C++ compiler). `Muon` updates the matrices of the layers, at the size of AdamW's updates; embeddings,
+    head, vectors and fused experts are updated by AdamW."""
     optm_lr: PositiveFloat | Annotated[tuple[PositiveFloat, ...], Field(strict=False)] | dict[str, PositiveFloat] = 1e-6
-    """Peak learning rate: one number, or module path to rate, where the deepest path that leads to a weight wins and
-    `global` is the rest; a list has one per model part, and a model is one part here."""
+    """Peak learning rate: one number, or a table of rates by module path, where the deepest path that contains a
+    parameter applies and `global` is the rate of all other parameters; a list has one rate per model part, and there is
+    one model part."""
     optm_impl: _Implementation | Annotated[tuple[_Implementation, ...], Field(strict=False)] = "fused"
-    """Implementation inside torch (torchao has one), or a list of one per model part, of which there is one here;
-    `fused` on CPU needs a float32 or bfloat16 master."""
+    """Implementation of the optimizer in torch (torchao has only one), or a list with one per model part, and there is
+    one model part; `fused` on CPU needs float32 or bfloat16 as `master_dtype`."""
     optm_weight_decay: NonNegativeFloat = 0.01
-    """Decoupled (AdamW) or L2 (Adam); not applied to biases and norms, which have one dimension."""
+    """Weight decay, decoupled (AdamW) or as L2 penalty (Adam); not applied to biases and norms, which have one
+    dimension."""
     optm_betas: Annotated[tuple[_BetaDecay, _BetaDecay], Field(strict=False)] = (0.9, 0.999)
-    """Adam's decay rates."""
+    """Decay rates of Adam's first and second moment."""
     epsilon: PositiveFloat = 1e-6
-    """Adam's epsilon."""
+    """Epsilon in the denominator of Adam's update."""
     optm_warmup_steps: Annotated[int | float, Unit("train steps or fraction")] = 20
-    """A count of steps, or a float up to 1.0 for a fraction of all steps."""
+    """Length of the warm-up of the learning rate: a number of steps, or as a float up to 1.0 a fraction of all
+    steps."""
     optm_warmup_start_factor: Fraction = 0.0
-    """Learning-rate factor before the first warm-up step; the first step itself is one increment above it, never
-    wasted at 0."""
+    """Factor of the learning rate at the start of the warm-up; the first step has one increment more, so that its
+    factor is never 0."""
     optm_decay_ratio: Fraction | None = None
-    """Fraction of all steps that decay; None: all after warm-up."""
+    """Fraction of all steps in which the learning rate decays; None: all steps after the warm-up."""
     optm_decay_type: Literal["none", "linear", "cosine", "sqrt"] | None = None
-    """Decay curve; None or `none`: constant learning rate."""
+    """Shape of the decay of the learning rate; None or `none`: constant learning rate."""
     optm_min_lr_factor: Fraction = 0.0
-    """Factor that the decay ends at."""
+    """Factor of the learning rate at the end of the decay."""
     optm_grad_norm_clip: float = 1.0
-    """Global gradient norm is clipped to this; 0 or less: only measured."""
+    """Maximum global gradient norm, to which gradients are clipped; 0 or less: the norm is only measured."""
     ema_enable: bool = False
     """Keep a moving average of the trained weights in float32, which is validated and exported."""
     ema_decay: Annotated[Fraction, Needs("ema_enable")] = 0.9999
-    """Largest decay; after n optimizer steps it is min((1 + n) / (10 + n), this)."""
+    """Largest decay of the moving average; after n optimizer steps the decay is min((1 + n) / (10 + n),
+    `ema_decay`)."""
     ema_update_step_interval: Annotated[NonNegativeInt, Unit("optimizer steps"), Needs("ema_enable")] = 0
-    """Every N optimizer steps, the first after N - 1, as in Flow-GRPO and DiffusionNFT; 0 and 1: every step."""
+    """Number of optimizer steps between two updates of the moving average, the first after N - 1, as in Flow-GRPO and
+    DiffusionNFT; 0 and 1: every step."""
 
     master_dtype: Annotated[
         DType, Only(("float32", "bfloat16"), "float16 cannot hold optimizer state; use 'float32'")
     ] = "float32"
-    """Weights and optimizer state."""
+    """Dtype of the weights and of the optimizer state."""
     param_dtype: Annotated[
         DType, Only(("float32", "bfloat16"), "this version does not scale losses, so gradients vanish; use 'bfloat16'")
     ] = "bfloat16"
-    """Compute in the forward and backward pass, and the dtype of the export; an `export` whose recipe leaves it out
-    has that of the stage whose model it publishes."""
+    """Dtype of the forward and backward pass, and of the export; an `export` stage whose recipe leaves it out has the
+    dtype of the stage whose model it exports."""
     transfer_dtype: DType | None = None
     """Dtype of weights in the transfer to the rollout engine, which casts them to its own dtype; None: `master_dtype`,
     or `param_dtype` if vLLM would cast all weights to that. With `rollout.backend = "hf"` in the trainer's processes no
     weights are transferred."""
     logprob_dtype: DType = "float32"
-    """Logits are cast to this before log-softmax in RL."""
+    """Dtype to which logits are cast before log-softmax in RL."""
     fsdp_reduce_dtype: DType = "float32"
-    """Gradients are summed over ranks in this."""
+    """Dtype in which gradients are summed over ranks."""
     fsdp_offload: bool = False
-    """Keep parameters, gradients and optimizer in host memory, from where each block is gathered; the optimizer steps
-    there. Not yet run on a GPU."""
+    """Keep parameters, gradients and optimizer state in host memory, where the optimizer step also runs; the parameters
+    of each block are gathered from there. Not yet run on a GPU."""
     fsdp_reshard_after_forward: Literal["always", "never", "default"] = "default"
-    """Free a block's gathered parameters after its forward pass; `default`: unless there are pipeline stages."""
+    """Whether the gathered parameters of a block are freed after its forward pass; `default`: unless there is pipeline
+    parallelism."""
     fp8: FP8Config = FP8Config()
-    """Eight-bit linear layers."""
+    """Linear layers in 8-bit floating point."""
     fp4: FP4Config = FP4Config()
-    """Four-bit linear layers."""
+    """Linear layers in 4-bit floating point, which have no effect."""
 
     seed: int | None = None
-    """Of initialisation, order and sampling; None or negative: 42."""
+    """Seed of initialisation, order of rows and sampling; None or negative: 42."""
     deterministic: bool = False
     """Use only deterministic kernels; an operation without one is an error. A CPU training on one rank is repeatable
     without it."""
     compile: bool | None = None
-    """torch.compile each block, but with `tp_size` above 1, where torch 2.13 cannot for rows of any length; needs a C++
-    compiler on CPU. None: on a GPU, unless another setting excludes it; not on CPU, where packed rows without it were
-    measured to be faster for the first hundred steps and in float32 always."""
+    """Compile each block with torch.compile, except with `tp_size` above 1, where torch 2.13 cannot compile for rows of
+    any length; on CPU it needs a C++ compiler. None: true on a GPU, unless another setting excludes it; false on CPU,
+    where packed rows were measured to be faster without it (for the first hundred steps, and in float32 always)."""
     async_tp_enabled: bool = False
     """Overlap the communication of tensor parallelism with compute."""
     activation_offload: bool = False
@@ -147,19 +154,21 @@ class TrainConfig(Table):
     on a GPU."""
 
     sync_weight_interval: Steps = 1
-    """Weights go to the rollout engines every N steps, and when a training begins or is resumed."""
+    """Number of train steps between two transfers of weights to the rollout engines; weights are also transferred when
+    a training starts or resumes."""
     train_policy: AlgorithmTable = Field(default_factory=GrpoConfig)
-    """What is learned from what: `type` is `sft` or `grpo`, `trainer_type` the algorithm."""
+    """Algorithm and its rows: `type` is `sft` or `grpo`, `trainer_type` the algorithm."""
     coalesce_weight_sync: bool = False
-    """Skip a transfer while one is on its way."""
+    """Skip a transfer of weights to the engines while the previous transfer is in progress."""
 
     ckpt: CheckpointConfig = CheckpointConfig()
-    """Checkpoints."""
+    """When checkpoints are saved and where the model is published."""
     hooks: HooksConfig = HooksConfig()
-    """Functions of your own at points of a training."""
+    """User functions that are called at points of a training."""
     resume: Annotated[bool | str, NoResult, Where.PATH] = False
-    """True: start from the newest checkpoint below `output_dir` of a run with the same settings and inputs, on this
-    mesh or another; or the path of any `.../step_N/policy` folder. `cosmos resume` continues a run itself."""
+    """Checkpoint from which training starts: true for the newest checkpoint below `output_dir` of a run with the same
+    settings and inputs, on any device mesh, or the path of a `.../step_N/policy` folder; false: none. `cosmos resume`
+    continues a run itself."""
     save_ckpt_at_exit: Annotated[bool, NoResult] = True
     """Save a checkpoint when a signal requests a stop; False: stop without saving."""
     signal_to_handle: Annotated[Strings, NoResult] = ("SIGUSR1",)
@@ -167,7 +176,7 @@ class TrainConfig(Table):
     output_dir: Annotated[str, NoResult] = "./outputs"
     """Folder of all runs; the run id is appended."""
     timestamp: Annotated[str, NoResult] = ""
-    """Run id; empty: the local time as YYYYmmddHHMMSS."""
+    """Id of the run; empty: the local time as YYYYmmddHHMMSS."""
 
     def refusals(self, stage: InStage) -> Iterator[str]:
         if isinstance(self.optm_lr, tuple):
@@ -258,7 +267,7 @@ class TrainConfig(Table):
 
     @property
     def order_seed(self) -> int:
-        """Return the seed of the order of rows: `train_policy.dataloader_seed`, else `seed`."""
+        """Return the seed of the order of rows: `train_policy.dataloader_seed`, or `seed` if that is None."""
         seed = self.seed if self.train_policy.dataloader_seed is None else self.train_policy.dataloader_seed
         assert seed is not None
         return seed
@@ -266,7 +275,8 @@ class TrainConfig(Table):
     @model_validator(mode="before")
     @classmethod
     def _infer_policy_type(cls, values: Any) -> Any:
-        """Take a `train_policy` without `type` for GRPO when it has a key that only GRPO knows, as Cosmos-RL does."""
+        """Set `type` of a `train_policy` without it: `grpo` if the table has a key that only GRPO has, as in
+        Cosmos-RL."""
         policy = values.get("train_policy") if isinstance(values, dict) else None
         if policy is not None and not isinstance(policy, dict | Table):
             raise ValueError(f"train_policy = {policy!r}: must be a table")
@@ -321,5 +331,5 @@ def inferred_type(policy: Mapping[str, Any]) -> Any:
 
 
 def _alone(values: Any) -> Any:
-    """What is in a list of one; a model is one part here."""
+    """Return the item of a list of one, because a model is one part; return any other value unchanged."""
     return values[0] if isinstance(values, tuple) and len(values) == 1 else values

@@ -24,7 +24,7 @@ from cosmos_core.config.schema.values import (
 
 
 class HeldOutConfig(DatasetConfig):
-    """Held-out rows, as training names its own."""
+    """Data set of held-out rows, with the keys of `train.train_policy.dataset`."""
 
     test_size: int | float | None = None
     """Number or fraction of rows to hold out for validation, from the training data only."""
@@ -34,33 +34,33 @@ class ValidationConfig(Table):
     """`[validation]`"""
 
     enable: bool = False
-    """Measure during training; a stage of kind `validate` measures whether or not this is set."""
+    """Run validation during training; a stage of kind `validate` measures whether or not this is set."""
     val_before_train: bool = False
-    """Also before the first step."""
+    """Run validation also before the first step."""
     freq: Steps = 20
-    """Every N optimizer steps (SFT) or train steps (RL)."""
+    """Number of optimizer steps (SFT) or train steps (RL) between two validations."""
     batch_size: Rows | None = None
-    """Rows per forward pass or prompts per generation call; None: as in training."""
+    """Number of rows per forward pass, or of prompts per generation call; None: as in training."""
     dataset: HeldOutConfig = HeldOutConfig()
-    """Held-out rows; empty name: `test_size` rows of the training data."""
+    """Data set of the held-out rows; empty name: `test_size` rows of the training data."""
     max_rows: Rows | None = None
     """Maximum number of held-out rows, from the first; None: all. `dataset.split = "test[:200]"` selects other rows."""
     temperature: NonNegativeFloat = 0.0
     """Sampling temperature; 0: greedy."""
     top_p: Nucleus | None = None
-    """None: as in `rollout.sampling_config`."""
+    """Probability mass of nucleus sampling; None: as in `rollout.sampling_config`."""
     top_k: TopK = 1
-    """Keep the k most likely tokens; -1: all."""
+    """Number of most likely tokens from which a token is sampled; -1: all."""
     repetition_penalty: PositiveFloat = 1.0
-    """1: off."""
+    """Divisor of the logits of repeated tokens; 1: off."""
     n_generation: Completions = 1
-    """Completions per prompt; accuracy is averaged over them, and with 2 or more there is `validation/pass@2`, `@4`
-    and so on."""
+    """Number of completions per prompt; accuracy is averaged over them, and with 2 or more the metrics
+    `validation/pass@2`, `@4` and so on are reported."""
     max_response_length: Tokens | None = None
-    """None: as in `rollout`."""
+    """Maximum number of tokens of a completion; None: as in `rollout`."""
     reward_function: RewardWeights = {}
-    """Empty: the rewards of training. With SFT the held-out rows are completed and scored with it, and the loss is
-    measured as well."""
+    """Reward functions of validation; empty: those of training. With SFT, held-out rows are completed and scored with
+    these functions in addition to the loss."""
     reward_env: Annotated[Names, NoResult] = ()
     """Names of environment variables that rewards receive in addition to those of `train.train_policy.reward_env`."""
     use_remote_reward: bool | None = None
@@ -76,7 +76,8 @@ class ValidationConfig(Table):
         return self
 
     def notices(self, stage: InStage) -> Iterator[str]:
-        """See `Table.notices`: several completions of text that cannot differ, and long ones."""
+        """Yield notices about text completions that cannot differ from each other, and about completions that exceed
+        the model's maximum length."""
         most, length = self.max_response_length or 0, stage.recipe.policy.model_max_length
         completes = stage.measures and stage.recipe.completes_held_out and not stage.recipe.policy.is_diffusers
         if completes and most >= length:

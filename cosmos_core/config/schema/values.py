@@ -22,7 +22,7 @@ Completions = Annotated[int, Field(gt=0), Unit("completions")]
 Ranks = Annotated[int, Field(gt=0), Unit("ranks")]
 
 Nucleus = Annotated[float, Field(gt=0, le=1)]
-"""Probability mass that is kept; 1: all of it."""
+"""Probability mass of nucleus sampling; 1: all tokens."""
 
 
 def _top_k(count: int) -> int:
@@ -34,7 +34,7 @@ def _top_k(count: int) -> int:
 
 
 TopK = Annotated[int, AfterValidator(_top_k), Unit("tokens")]
-"""Number of likeliest tokens that are kept; -1 or 0: all."""
+"""Number of most likely tokens from which a token is sampled; -1 or 0: all."""
 
 
 def _listed(value: Any) -> Any:
@@ -48,7 +48,8 @@ def _whole_import_path(name: str) -> str:
 
 
 Thing = Annotated[str, Field(min_length=1), AfterValidator(_whole_import_path)]
-"""A name of ours, or a user's own `module:thing` or `path/file.py:thing`; a field of it is marked `Where.CODE`."""
+"""Name of a built-in class or function, or the import path of user code, `module:thing` or `path/file.py:thing`; a
+field of this type is marked `Where.CODE`."""
 
 Names = Annotated[
     tuple[str, ...], BeforeValidator(_listed, json_schema_input_type=str | tuple[str, ...]), Field(strict=False)
@@ -61,6 +62,6 @@ def _train_if_empty(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 Splits = Annotated[Names, AfterValidator(_train_if_empty)]
-"""Splits of a data set; empty: `train`."""
+"""Names of the splits of a data set; empty: `train`."""
 Strings = Annotated[tuple[str, ...], Field(strict=False)]
 """A list of strings."""
