@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from openai import APIStatusError, OpenAI, OpenAIError
 
 from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.models.hf import load_tokenizer
+from cosmos_core.rewards.process import wait_for
 from cosmos_core.rollout.base import request_seed
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Segment
@@ -53,8 +55,8 @@ class Endpoint:
         completions = []
         try:
             for request in requests:
+                wait_for([request], math.inf, self._beat)  # the client has its own limit of time
                 completions.append(request.result())
-                self._beat()
         except OpenAIError as error:
             for request in requests:
                 request.cancel()
