@@ -29,24 +29,24 @@ _POLL_SECONDS = 0.5
 
 
 class Ended(NamedTuple):
-    """Step and metrics of a validation that is done."""
+    """Result of a finished validation: the validated step and its metrics."""
 
     step: int
     metrics: dict[str, float]
 
 
 class AsyncValidation:
-    """Asynchronous validation, one at a time; all ranks call its methods together."""
+    """Runner of one asynchronous validation at a time; all ranks call its methods together."""
 
     def __init__(
         self, completions: Completions, fleet: Fleet, resync: Callable[[int], object], beat: Callable[[], None]
     ) -> None:
-        """Prepare validations.
+        """Prepare to run asynchronous validations.
 
         Args:
             completions: generates and scores held-out completions; it scores on the first rank only.
             fleet: the disaggregated engines.
-            resync: sends the current weights, as those of a step, to engines that have none.
+            resync: sends the current weights, labelled with a step number, to engines without weights.
             beat: reports that the stage is alive.
         """
         self._completions, self._fleet, self._resync, self._beat = completions, fleet, resync, beat
@@ -96,8 +96,8 @@ class AsyncValidation:
     def wait(self, present: int, between: Callable[[], None]) -> None:
         """Wait until no validation is running.
 
-        `between` is called repeatedly and may raise. `present`: the step of the current weights, which engines get that
-        were restarted.
+        `between` is called repeatedly during the wait and may raise. `present`: the step of the current weights, which
+        are sent to engines that were restarted.
         """
         while self.step is not None:
             if is_first():
@@ -109,7 +109,7 @@ class AsyncValidation:
                 self._resync(present)
 
     def _run(self, step: int, asked: Sequence[Future[Group]]) -> None:
-        """Score the groups as they are completed; runs in a thread of the first rank."""
+        """Score each requested group of held-out completions when it is complete, in a thread of the first rank."""
         start = time.perf_counter()
         try:
             scored: dict[Future[Group], ScoredGroup] = {}

@@ -47,8 +47,8 @@ from cosmos_core.train.feeds import unused_rows
 from cosmos_core.train.measure import Rewards, reward_weights, trained_rewards
 from cosmos_core.types import JsonValue, Outcome
 
-_MOST_SHOWN = 5  # rows shown as examples
-_MOST_COLUMNS = 20  # unused columns that are listed by name
+_MOST_SHOWN = 5  # maximum number of rows that the report shows as examples
+_MOST_COLUMNS = 20  # maximum number of unused dataset columns that the report lists by name
 
 
 def run(stage: Stage) -> Outcome:
@@ -102,8 +102,8 @@ def _empty(stage: Stage) -> PreTrainedModel:
 
 
 def _batches(stage: Stage, num_rows: int, found: list[str]) -> dict[str, JsonValue]:
-    """Append to the report which rows fill no batch; return the error as `too_few` if the rows do not fill a single
-    one."""
+    """Append to the report which rows fill no batch; return an error under `too_few` if the rows fill no batch at
+    all."""
     try:
         found += filter(None, [unused_rows(stage.recipe, num_rows)])
     except DataError as error:
@@ -152,7 +152,7 @@ def _adapter(model: nn.Module, lora: LoraConfig | None) -> list[str]:
 
 
 def _of_diffusion(stage: Stage) -> dict[str, JsonValue]:
-    """Return the findings on a diffusion model and on the rows that it trains on; reads no weights."""
+    """Return the report on a diffusion model and its training rows, without reading the model's weights."""
     policy, families = stage.recipe.policy, importlib.import_module("cosmos_core.models.families")
     family = families.open_family(stage.model, policy)
     lines = [f"{family.folder.class_name}, {family.folder.component_class(family.denoiser_name).__name__}"]

@@ -38,7 +38,7 @@ def first_prompts(folder: Path) -> dict[str, JsonValue]:
 
 
 def call_rewards(stage: Stage, weights: Mapping[str, float], splits: Sequence[str], num_frames: int | None) -> str:
-    """Return a line with the names of the rewards and with those that score only some completions.
+    """Call rewards on made-up completions, and return a line that names them and those that scored only some.
 
     Args:
         stage: the stage that uses the rewards.

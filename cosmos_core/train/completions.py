@@ -31,12 +31,12 @@ FOLDER = "completions"
 _NUM_GROUPS, _NUM_COMPLETIONS = 4, 8
 """Numbers of groups that are written for each step, and of completions for each group."""
 _NUM_DRAWN_GROUPS, _NUM_DRAWN = 2, 4
-"""The same numbers for images and videos."""
+"""Numbers of groups of images or videos that are written for each step, and of completions for each group."""
 _MOST_CHARACTERS = 20_000
 _MOST_STEPS = 1_000
 _MOST_DRAWN_BYTES = 1 << 30
 """Limit for the images and videos of all steps; those of the newest step are always kept."""
-_WINDOW = 8  # steps; by chance all 4 later values exceed all 4 earlier ones once in 70 times
+_WINDOW = 8  # steps; a mean without a trend rises from all 4 earlier to all 4 later steps with probability 1/70
 _NGRAM = 4
 
 
@@ -78,8 +78,8 @@ class CompletionLog:
         self._remove_old(step)
 
     def _remove_old(self, step: int) -> None:
-        """Delete the files of steps after `step`, written before the run was resumed, and the oldest beyond the
-        limits."""
+        """Delete the logged files of steps after `step`, which were written before the run was resumed, and the oldest
+        files beyond the limits."""
         num_bytes = 0
         steps = sorted(self._folder.glob("step_*.jsonl"), reverse=True)
         before = [file for file in steps if int(file.stem[5:]) <= step]
@@ -94,7 +94,7 @@ class CompletionLog:
 
     def _watch(self, step: int, groups: Sequence[ScoredGroup]) -> None:
         values = [[score.value for score in scored.scores if score.value is not None] for scored in groups]
-        # at least one reward function returned a score
+        # metrics exist only if a reward function returned a score, so rewards of 0 without any function do not count
         is_scored = any(score.metrics for scored in groups for score in scored.scores)
         is_constant = is_scored and max(map(len, values)) > 1 and all(len(set(each)) <= 1 for each in values)
         self._tell(
@@ -124,7 +124,7 @@ class CompletionLog:
 
 
 def _chosen(groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
-    """Return a few groups: the ones with the best and the worst completion, then the first ones."""
+    """Return the few groups to log: those with the best and the worst completion, then the first groups of the step."""
     ranked = sorted(range(len(groups)), key=lambda i: max(map(_rank, groups[i].scores)))
     lowest = min(
         range(len(groups)), key=lambda i: min((s.value for s in groups[i].scores if s.value is not None), default=0)
@@ -133,7 +133,7 @@ def _chosen(groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
 
 
 def _spread(scored: ScoredGroup, most: int) -> list[int]:
-    """Return the indices of a group's completions from best to worst, evenly spaced if there are more than `most`."""
+    """Return the indices of at most `most` completions of a group, from best to worst and evenly spaced by rank."""
     ranked = sorted(range(len(scored.scores)), key=lambda k: -_rank(scored.scores[k]))
     at = np.linspace(0, len(ranked) - 1, min(len(ranked), most)).round().astype(int)
     return [ranked[i] for i in at]
@@ -209,7 +209,7 @@ def _mean(shapes: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _collapsed(first: Mapping[str, float], now: Mapping[str, float]) -> dict[str, str]:
-    """Return a message for each property that has collapsed since the first steps; an empty message if it has not."""
+    """Return a message for each property of completions; empty if the property has not collapsed since the start."""
     is_short = now["length"] < first["length"] / 4
     is_repetitive = now["repetition"] > max(0.5, first["repetition"] + 0.25)
     is_certain = now["entropy"] < first["entropy"] / 10

@@ -27,7 +27,7 @@ from cosmos_core.train.trainer import Trainer
 from cosmos_core.types import FlowSampling, Sampling
 
 _DATA = 0x64617461
-"""Offset of the seed, so that the random numbers of the data term differ from others with the same seed."""
+"""Offset added to the run's seed for the random numbers of the supervised loss on real data."""
 
 
 def evaluation_sampling(recipe: Recipe) -> FlowSampling:
@@ -45,7 +45,7 @@ def evaluation_sampling(recipe: Recipe) -> FlowSampling:
 
 
 def flow_source(stage: Stage, trainer: Trainer) -> FlowSource:
-    """Return what the engine of a diffusion model samples with: the denoiser that the trainer holds."""
+    """Return the source that a rollout engine samples images or videos with: the denoiser that the trainer holds."""
     adapter: Any = trainer.adapter
     null_text = None
     if stage.data is not None:
@@ -61,24 +61,24 @@ def flow_source(stage: Stage, trainer: Trainer) -> FlowSource:
 
 
 def prepare_algorithm(stage: Stage, trainer: Trainer, algorithm: Algorithm) -> None:
-    """Set the parts of an algorithm that come from the prepared data: the embedding of the empty text and the data
-    term.
+    """Set the parts of an algorithm that come from prepared data: the embedding of the empty text and the supervised
+    loss on real images or clips (the data term).
 
     Raises:
         DataError: there are no images or clips for a data term.
     """
     assert stage.data is not None
     algorithm.null_text = open_media_prompts(stage.data, "train").null_text
-    if stage.recipe.policy.diffusers.flow_rl.data_beta:  # the schema allows it only with images or clips
+    if stage.recipe.policy.diffusers.flow_rl.data_beta:  # the schema allows a data term only with images or clips
         algorithm.data_term = data_term(open_media(stage.data, "train"), stage.recipe, trainer)
 
 
 def data_term(rows: MediaRows, recipe: Recipe, trainer: Trainer) -> Callable[[int, int], Update]:
     """Return a function that builds the SFT diffusion loss, times `data_beta`, on real images or clips.
 
-    One update has as many rows as a train step has prompts. With `use_rl_sigma_and_noise` they are the rows of the
+    One update has as many rows as a train step has prompts. With `use_rl_sigma_and_noise` these are the rows of the
     prompts, at the noise levels that the rollouts are trained at and with the noise that the rollouts start from.
-    Otherwise rows, noise and levels are drawn as in SFT, anew for each optimizer step. The function takes the number of
+    Otherwise rows, noise and levels are sampled as in SFT for each optimizer step. The function takes the number of
     the train step and the number of the optimizer step, both counted from 0.
     """
     diffusers = recipe.policy.diffusers
@@ -115,8 +115,8 @@ def data_term(rows: MediaRows, recipe: Recipe, trainer: Trainer) -> Callable[[in
 
 
 def _learned_levels(trainer: Trainer, sampling: Sampling, step: int) -> list[float]:
-    """Return the noise levels at which the rollouts of a train step are trained; all but level 0 if none is
-    selected."""
+    """Return the noise levels at which the rollouts of a train step are trained; all levels except 0 if the recipe
+    selects none."""
     assert sampling.flow is not None
     adapter: Any = trainer.adapter
     table = table_of(adapter.family, sampling.flow).tolist()

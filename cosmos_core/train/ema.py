@@ -18,7 +18,7 @@ class MovingAverage:
         named.add(NAME)
 
     def update(self, num_updates: int) -> None:
-        """Update the average with the weights after `num_updates` optimizer steps, unless the interval skips this
-        step."""
+        """Update the moving average with the weights after `num_updates` earlier optimizer steps and the newest one, if
+        the update interval divides their number."""
         if (num_updates + 1) % self._interval == 0:
             self._named.lerp(NAME, 1 - min((1 + num_updates) / (10 + num_updates), self._decay))

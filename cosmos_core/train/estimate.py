@@ -46,26 +46,26 @@ class Estimate:
     """Estimated needs of one training stage. Bytes are those of one GPU; None: unknown, and `notes` says why."""
 
     parameters: int
-    """Number of parameters; tied ones count once."""
+    """Number of parameters; tied parameters count once."""
     trainable: int
     memory: Memory
     """Memory at the peak of a train step."""
     peak: int
     """Peak memory, the sum of `memory`."""
     engine_weights: int
-    """RL: the rollout engine's own copy of the weights, in `param_dtype`."""
+    """Bytes of the rollout engine's own copy of the weights, in `param_dtype`; 0 without an engine's copy."""
     kv_cache: int | None
-    """RL: bytes of the KV cache if all sequences that are generated at once have their maximum length."""
+    """Bytes of the rollout engine's KV cache if all concurrent sequences have their maximum length; None: unknown."""
     sequence_length: int
     """Tokens of the longest row, prompt and completion together."""
     rows: int | None
     steps: int | None
     is_steps_bound: bool
-    """`steps` is an upper bound: the rows, or the lengths that fill its batches, are not known."""
+    """Whether `steps` is an upper bound, because the number of rows or the lengths that fill a batch are unknown."""
     tokens: int | None
-    """Number of tokens trained on in all steps."""
+    """Number of tokens that all train steps together train on; None: unknown."""
     is_tokens_bound: bool
-    """`tokens` is an upper bound: lengths of rows or completions are not known."""
+    """Whether `tokens` is an upper bound, because the lengths of rows or completions are unknown."""
     disk: int
     """Bytes of the checkpoints that are kept and of the exported model."""
     machine: dict[str, Any]
@@ -75,7 +75,7 @@ class Estimate:
 
 
 class _Course(NamedTuple):
-    """Length of the whole training."""
+    """Number of steps and tokens of the whole training."""
 
     steps: int | None
     tokens: int | None
@@ -90,7 +90,7 @@ class _Rows(NamedTuple):
     longest: int | None = None
     mean: float | None = None
     of_a_row: int = 1
-    """Number of sequences in a row: 2 for a pair, else 1."""
+    """Number of sequences in a dataset row: 2 for a preference pair, else 1."""
 
 
 def run(stage: Stage) -> Outcome:
@@ -158,8 +158,8 @@ def estimate(recipe: Recipe, model: str, progress: Progress, *, prepared: Path |
 
 
 def kv_cache_bytes(config: PretrainedConfig, recipe: Recipe, length: int) -> int | None:
-    """Return the bytes of keys and values of all sequences that are generated at once; None if a layer caches something
-    else."""
+    """Return the bytes of keys and values of all sequences that an engine generates at once; None if a layer caches
+    other state."""
     text, rollout = config.get_text_config(), recipe.rollout
     window = getattr(text, "sliding_window", None)
     kinds = (
@@ -228,7 +228,7 @@ def _trace(recipe: Recipe, model: str, length: int, progress: Progress) -> tuple
                 trainer.named.add(name)
             memory = step_memory(trainer, make_algorithm(recipe), wide, length)
         except Exception as error:
-            # A model's code may fail on tensors without data; then only the activations are unknown.
+            # A model's code may fail on fake tensors; the estimate then lacks only the memory of activations.
             logger.info("the step cannot be traced", exc_info=True)
             reason = first_line(error)
             unknown = f"activations: unknown, because the model cannot be traced without data ({reason})"
@@ -237,7 +237,7 @@ def _trace(recipe: Recipe, model: str, length: int, progress: Progress) -> tuple
 
 
 def _as_held(memory: Memory, model: PreTrainedModel, train: TrainConfig) -> Memory:
-    """Return `memory` with what the traced step does not show: 8-bit moments and the moving average."""
+    """Return `memory` with the parts that the traced step lacks: 8-bit moments and the moving average."""
     if train.optm_name.endswith("8bit"):
         memory = replace(memory, optimizer=eight_bit_moments(model))
     if train.ema_enable:
@@ -275,7 +275,7 @@ def _of_a_row(recipe: Recipe) -> int:
 
 
 def _count_rows(recipe: Recipe) -> int | None:
-    """Return the training rows of a local dataset; None for one that must be downloaded or does not exist yet."""
+    """Return the number of training rows of a local dataset; None if it must be downloaded or does not exist yet."""
     dataset = recipe.train.train_policy.dataset
     if annotations := media_of(recipe).annotation_path:
         dataset = dataset.derived(name=annotations, split=("train",))
@@ -283,13 +283,13 @@ def _count_rows(recipe: Recipe) -> int | None:
         return None
     rows = load_rows(dataset, "train.train_policy.dataset")
     if dataset.test_size is not None and not recipe.validation.dataset.name:
-        assert recipe.train.seed is not None  # the schema fills in the default
+        assert recipe.train.seed is not None  # the schema replaces a missing seed by its default
         rows, _ = split_rows(rows, dataset.test_size, recipe.train.seed)
     return len(rows)
 
 
 def _row_length(recipe: Recipe, tokens: float | None) -> float:
-    """Return the length of a row of `tokens` tokens, in RL with its longest completion; None: the maximum length."""
+    """Return a row's length in tokens: `tokens`, in RL plus the longest completion; the maximum length if None."""
     completion = recipe.rollout.max_response_length if recipe.train.train_policy.has_rollouts else 0
     longest = recipe.policy.model_max_length
     return longest if tokens is None else min(longest, tokens + completion)
@@ -308,11 +308,11 @@ def _course(recipe: Recipe, rows: _Rows, prepared: Path | None) -> _Course:
 
 
 def _balanced_course(recipe: Recipe, prepared: Path | None) -> _Course:
-    """Return the course of a training whose batches are filled by tokens.
+    """Return the number of steps and tokens of a training whose batches are filled by tokens.
 
-    It is planned as the feed plans it; without prepared rows it is the maximum that the token budget allows.
+    The numbers equal those of the feed; without prepared rows they are the maximum that the token budget allows.
     """
-    assert recipe.train.max_num_steps is not None  # the schema requires it
+    assert recipe.train.max_num_steps is not None  # the schema requires max_num_steps for batches filled by tokens
     if prepared is None:
         steps, policy = recipe.train.max_num_steps, recipe.train.train_policy
         assert isinstance(policy, SupervisedConfig)
@@ -335,7 +335,7 @@ def _disk(recipe: Recipe, memory: Memory, parameters: int, trainable: int, steps
         freq = max(0, ckpt.save_freq_in_epoch) * of_an_epoch or ckpt.save_freq
         saves = ckpt.max_keep if steps is None else -(-steps // freq)
         num_kept = max(1, saves if ckpt.max_keep == -1 else min(saves, ckpt.max_keep))
-    weights = trainable * _itemsize(recipe.train.master_dtype)  # frozen ones are not saved
+    weights = trainable * _itemsize(recipe.train.master_dtype)  # frozen parameters are not saved
     checkpoint = weights + memory.optimizer + memory.reference + memory.average
     return num_kept * checkpoint + parameters * _itemsize(recipe.train.param_dtype)
 

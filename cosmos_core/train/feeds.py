@@ -23,7 +23,7 @@ from cosmos_core.data.sample import within_budget
 from cosmos_core.errors import DataError
 
 _DATA_TERM = 0x64617461
-"""Offset of the seed, so that the order of the data term's rows differs from the order of the prompts."""
+"""Offset added to the run's seed, so that the order of the supervised rows (data term) differs from the prompts'."""
 
 
 class Feed:
@@ -33,7 +33,7 @@ class Feed:
     """Number of train steps until the data ends; None if it is not known in advance."""
     steps_per_epoch: int
     notice = ""
-    """Message about rows that no step of an epoch trains on; empty if there are none."""
+    """Message about rows that no step of an epoch trains on; empty if all rows are used."""
     step = 0
     """Number of the next train step, counted from 0."""
 
@@ -50,11 +50,11 @@ class Feed:
         raise NotImplementedError(type(self).__name__)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to checkpoint, as JSON values: the next step, and whatever was read ahead."""
+        """Return the feed's state for a checkpoint, as JSON values: the next step, and prefetched samples."""
         return {"step": self.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state that `state_dict` returned."""
+        """Restore the feed's state that `state_dict` returned."""
         self.step = int(state["step"])
 
 
@@ -65,7 +65,7 @@ def total_steps(recipe: Recipe, num_rows: int) -> int:
         DataError: the rows do not fill one step.
     """
     train = recipe.train
-    if recipe.spreads_groups:  # the last prompts of an epoch share a step with the first ones of the next
+    if recipe.spreads_groups:  # a step may mix prompts of two epochs, so only the total is rounded up
         steps = -(-train.epoch * num_rows * recipe.rollout.n_generation // train.train_batch_per_replica)
     else:
         steps = train.epoch * batches_per_epoch(rows_per_step(recipe), num_rows, train.train_policy.drops_last)
@@ -82,7 +82,7 @@ def rows_per_step(recipe: Recipe) -> int:
 
 
 def unused_rows(recipe: Recipe, num_rows: int) -> str:
-    """Return a message about the rows at the end of an epoch that fill no train step; empty if there are none.
+    """Return a message about the rows at the end of an epoch that fill no train step; empty if all rows are used.
 
     Raises:
         DataError: the rows do not fill one step.
@@ -96,8 +96,8 @@ def balanced_steps(rows: LearnedRows, recipe: Recipe) -> BalancedSteps | None:
     train, policy = recipe.train, recipe.train.train_policy
     if not policy.balances_tokens:
         return None
-    assert isinstance(policy, SupervisedConfig) and train.max_num_steps is not None  # the schema requires it
-    # None (the model decides) counts as padded, which needs at least as many tokens
+    assert isinstance(policy, SupervisedConfig) and train.max_num_steps is not None  # required by the schema
+    # `sequence_packing` of None (the model decides) is planned as padding, which needs at least as many tokens
     is_packed = bool(train.sequence_packing)
     return BalancedSteps(
         rows.token_counts(is_packed=is_packed),
@@ -161,7 +161,8 @@ class RowFeed(Feed):
         return [sample for number, batch in batches for sample in self._rows.samples(batch, seed, number)]
 
     def micro_batches(self, step: int) -> dict[int | None, Sequence[int]]:
-        """Return the row numbers of each micro-batch of a train step, or all under None if the trainer divides them."""
+        """Return the row numbers of each micro-batch of a train step; if the trainer divides the step's rows into
+        micro-batches, all row numbers under the key None."""
         if self._balanced:
             return dict(enumerate(self._balanced.micro_batches(step)))
         train, mesh = self._recipe.train, self._recipe.policy.parallelism
@@ -169,7 +170,7 @@ class RowFeed(Feed):
             train.order_seed, step, self._batch, len(self._rows),
             train.train_policy.dataloader_shuffle, train.train_policy.drops_last,
         )  # fmt: skip
-        # small enough that every data-parallel rank gets one
+        # cap the micro-batch size so that every data-parallel rank gets a micro-batch
         num_ranks = mesh.dp_replicate_size * abs(mesh.dp_shard_size)
         batches = self._rows.micro_batches(
             positions, min(train.train_policy.mini_batch, -(-len(positions) // num_ranks))
@@ -178,7 +179,7 @@ class RowFeed(Feed):
 
 
 def sft_rows(rows: LearnedRows, recipe: Recipe) -> Callable[[int], Update]:
-    """Return a function that builds the data term of an optimizer step from rows in a seeded order of their own.
+    """Return a function that builds the supervised loss of an optimizer step from rows in a separate seeded order.
 
     Raises:
         DataError: there are fewer rows than one optimizer step needs.

@@ -43,13 +43,13 @@ _ALL_WEIGHTS: tuple[WeightFormat, ...] = ("checkpoint", "module")
 
 
 class Generation:
-    """Engine and rewards of a stage, each opened at its first use and closed with the exit stack."""
+    """Rollout engine and rewards of a stage, each opened at its first use and closed with the exit stack."""
 
     def __init__(self, stage: Stage, trainer: Trainer, stack: ExitStack) -> None:
         self._stage, self._trainer, self._stack = stage, trainer, stack
         self._scores: dict[Hashable, ScoreGroups] = {}
         self._newest = 0
-        """Version of the weights that were published last."""
+        """Version of the weights that were published to the engine last."""
 
     @cached_property
     def engine(self) -> Engine:
@@ -96,10 +96,10 @@ class Generation:
 
     @property
     def _transfer_dtype(self) -> torch.dtype | None:
-        """Return the dtype that weights are cast to before they are sent; None: no cast.
+        """Return the dtype that weights are cast to before they are sent to the engine; None: no cast.
 
-        vLLM holds weights in `param_dtype`: wider ones would take more bytes and become the same bits. The factors of
-        an adapter are not cast, because they are first scaled in float32.
+        vLLM holds weights in `param_dtype`: a wider dtype would take more bytes and become the same bits. The factors
+        of an adapter are not cast, because they are first scaled in float32.
         """
         recipe, chosen = self._stage.recipe, transfer_dtype_of(self._stage.recipe.train)
         holds_narrower = self.engine.weight_format == "checkpoint"
@@ -113,11 +113,11 @@ class Generation:
         return self._publisher.publish(version)
 
     def score(self, weights: Rewards, max_tokens: int | None = None) -> ScoreGroups:
-        """Return a function that scores groups by these rewards and that all ranks call together; see `score_here`."""
+        """Return a function that scores groups by `weights` and that all ranks call together; see `score_here`."""
         return shared(self.score_here(weights, max_tokens))
 
     def score_here(self, weights: Rewards, max_tokens: int | None = None) -> ScoreGroups:
-        """Return a function that scores groups by these rewards on the first rank.
+        """Return a function that scores groups by the rewards `weights` on the first rank.
 
         `max_tokens`: maximum length of a completion; None: as in training.
         """
@@ -132,7 +132,7 @@ class Generation:
         self._stack.callback(close)
 
     def resync(self, version: int) -> dict[str, float]:
-        """Send the current weights, as version `version`, to the engines of a fleet that have none, and probe them."""
+        """Send the current weights, as version `version`, to engines without weights, and probe these engines."""
         with self.fleet.loading_new_engines():
             return self._publisher.publish(version)
 
@@ -195,7 +195,7 @@ def open_engine(stage: Stage) -> Engine:
             stage.model, revision=policy.model_revision, dtype=getattr(torch, stage.recipe.train.master_dtype)
         )
     if stage.kind.trains:
-        choose_trained(model, policy)  # with the adapter's shapes known, only the adapter needs to be sent
+        choose_trained(model, policy)  # add the adapter, so that later only adapter weights are sent
     if generation := load_generation_config(stage.model, policy.model_revision):
         model.generation_config = generation
     return make_engine(_settings(stage, model, tokenizer, open_vision(stage), is_apart=True))

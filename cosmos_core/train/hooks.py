@@ -11,7 +11,7 @@ from cosmos_core.transient import is_transient
 
 
 class Hooks:
-    """The hooks of a stage's recipe.
+    """User-defined functions that a stage's recipe names as hooks.
 
     Raises:
         ConfigError: a hook does not exist, or it raised an error.

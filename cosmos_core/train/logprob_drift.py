@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 _DIFFERENCE, _LAG = "rollout/logprob_difference_mean", "rollout/version_lag"
 _NOT_FINITE = "rollout/tokens_not_finite"
 _OUTDATED = 1.0
-"""Tolerance in nats per token between weights of different steps; a wrong tensor causes larger differences."""
+"""Tolerance in nats per token between log-probabilities under weights of different steps; a wrong tensor exceeds it."""
 
 
 class LogprobDrift:
@@ -35,30 +35,30 @@ class LogprobDrift:
         *,
         stops: bool = False,
     ) -> None:
-        """Set the tolerance.
+        """Set the tolerance of the check from the dtypes and the sampling settings.
 
         Args:
             dtype: the dtype that engines compute in.
             transfer_dtype: the dtype that weights are cast to before they are sent; None: no cast.
             sampling: the sampling settings of completions; None: unmodified samples of the policy.
-            stops: whether an alarm ends the stage.
+            stops: whether a difference above the tolerance (an alarm) ends the stage.
         """
         self._stops = stops
         self._tolerance = tolerance_of(dtype, transfer_dtype) + (_by_sampling(sampling) if sampling else 0.0)
         self._is_told = False
 
     def check(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return `watch/alarm`: 1 if the log-probabilities differ by more than the tolerance; empty if none were
-        compared.
+        """Return the metric `watch/alarm`: 1 if the log-probabilities differ by more than the tolerance, else 0; no
+        metric if no log-probabilities were compared.
 
         Raises:
-            StageFailed: they differ and an alarm ends the stage.
+            StageFailed: the log-probabilities differ and an alarm ends the stage.
         """
         difference = math.nan if metrics.get(_NOT_FINITE) else metrics.get(_DIFFERENCE)
         if difference is None:
             return {}
         most = self._tolerance if metrics.get(_LAG, 0.0) == 0 else max(self._tolerance, _OUTDATED)
-        is_wrong = not difference <= most  # written so that NaN is wrong too
+        is_wrong = not difference <= most  # `not <=` also reports a difference of NaN
         if is_wrong and not self._is_told:
             logger.warning(
                 "step %d: engines and trainer differ by %.3g nats per token, their weights by %g steps, which explains "

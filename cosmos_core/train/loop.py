@@ -45,12 +45,12 @@ class Loop:
     validation: Validation
     """Validates steps, and publishes the weights of train steps to the engines that generate."""
     average: MovingAverage | None = None
-    """Moving average that is validated and finally copied into the model; None: the weights themselves are used."""
+    """Moving average that is validated and finally copied into the model; None: the trained weights are used."""
     watch: Callable[[int, dict[str, float]], dict[str, float]] = lambda step, metrics: {}
-    """Checks the metrics of a train step, for example the drift between engines and trainer; returns metrics about
-    it."""
+    """Function that checks the metrics of a train step, for example for drift between engines and trainer, and returns
+    further metrics."""
     utilization: Utilization | None = None
-    """Measures the model FLOPs utilization of train steps; None: it is not reported."""
+    """Counter of the model FLOPs utilization of train steps; None: utilization is not reported."""
     begin_from: Path | None = None
     """The folder `.../step_N/policy` of another run, from which a training without a checkpoint starts."""
     step: int = 0
@@ -61,7 +61,7 @@ class Loop:
     _last: dict[str, float] = field(default_factory=dict)
     """Metrics of the newest step, and maxima over all steps for names that end in `_max`.
 
-    Every checkpoint has them, so that a run that is killed after its last step reports the same metrics.
+    Every checkpoint has these metrics, so that a run that is killed after its last step reports the same metrics.
     """
 
     def __post_init__(self) -> None:
@@ -113,9 +113,9 @@ class Loop:
             is_async = is_due and validation.async_validation is not None and not is_last
             saves = self.step % save_freq == 0
             if (is_due or saves) and self._settle():
-                best_before = self.best  # the best step so far is known before this step's checkpoint is saved
+                best_before = self.best  # the finished validation may have set a best step, already saved
             if is_async:
-                saves = True  # save now: it may prove best after the weights have changed
+                saves = True  # the step may prove best only after the weights have changed
             elif is_due:
                 metrics |= self._measured(metrics)
             self._log(self.step, metrics)
@@ -141,25 +141,25 @@ class Loop:
         return metrics
 
     def _settle(self) -> bool:
-        """Wait for the validation that is running, if any, and return whether there was one."""
+        """Wait for the running validation, if any, and return whether a validation was running."""
         try:
             return self.validation.wait(self.step)
         except StopAsked:
             raise self._preempted() from None
 
     def _measure_last(self) -> bool:
-        """Validate the last step if its validation is missing because the data ended unexpectedly; return whether it
-        did."""
+        """Validate the last step if its validation is missing because the data ended unexpectedly, and return whether
+        it was validated."""
         if not self.validation.is_missing(self.step):
             return False
-        self.validation.publish(self.step)  # the engine may not hold these weights: it prepared for a missing step
+        self.validation.publish(self.step)  # the engine may not have the last weights yet
         self._record(self.step, self._measured())
         return True
 
     def _measured(self, metrics: dict[str, float] | None = None) -> dict[str, float]:
         """Return the validation metrics of the current step.
 
-        If a stop is requested meanwhile, the step's own `metrics` are logged first.
+        If a stop is requested during the validation, `metrics`, those of the train step, are logged first.
         """
         try:
             return self.validation.run(self.step)
@@ -169,7 +169,7 @@ class Loop:
             raise self._preempted() from None
 
     def _record(self, step: int, metrics: dict[str, float]) -> None:
-        """Log validation metrics after those of the train step were logged."""
+        """Log the validation metrics of a step whose training metrics were logged before."""
         self._last |= metrics
         self.stage.metrics.log(step, metrics)
 
@@ -190,7 +190,7 @@ class Loop:
                 self.average.update(self._num_updates)
             if self.utilization:
                 self.utilization.add(update)
-        self.trainer.drop_gradients()  # a colocated engine may need the memory
+        self.trainer.drop_gradients()  # a colocated engine may need the memory of the gradients
         metrics |= _over_updates(updates)
         metrics |= self.watch(self.step + 1, metrics)
         compiling = self.stage.progress.compile_seconds - compiled
@@ -216,7 +216,7 @@ class Loop:
             return Preempted(f"{done}; nothing saved")
         self.checkpointer.wait()
         if (running := self.validation.running) not in (None, self.step):
-            saved = self.checkpointer.latest()  # validated again by the resumed run
+            saved = self.checkpointer.latest()  # the resumed run validates the step of this checkpoint again
             return Preempted(f"{done}, while step {running} was validated; the checkpoint is of step {saved}")
         if self.checkpointer.latest() != self.step:
             self._save()
@@ -224,7 +224,7 @@ class Loop:
         return Preempted(f"{done}; checkpoint saved")
 
     def _restore(self) -> tuple[int, bool]:
-        """Resume from the newest complete checkpoint; return its step, and whether its validation has to be run again.
+        """Resume from the newest complete checkpoint; return its step, and whether the step must be validated again.
 
         Raises:
             ConfigError: the checkpoint of another run has as many steps as this training, or more.
@@ -241,12 +241,12 @@ class Loop:
             self.feed.load_state_dict(state.feed or {"step": start})
             self.algorithm.load_state_dict(state.algorithm)
             self._num_updates = int(str(state.extra.get("num_updates", start)))
-            # Last step of the setup: starting an engine advances and reseeds every random generator.
+            # Random generators are restored last, because starting an engine advances and reseeds them.
             if (rng := state.extra["rng"]) is not None:
                 restore_rng(_table(rng))
             else:
                 seed_rng(self.stage.seed, start, self._data_rank)
-        else:  # opening the model has seeded the generators of torch
+        else:  # torch's generators were seeded when the model was opened
             seed_rng(self.stage.seed, 0, self._data_rank, keeps_torch=True)
         self.validation.load_state_dict(start, state.extra if own_step else {})
         if own_step:
@@ -263,7 +263,7 @@ class Loop:
 
     @property
     def _data_rank(self) -> int:
-        """Return the rank's number in random seeds: ranks that share a sample have the same one."""
+        """Return the number that distinguishes this rank's random seeds; ranks that share a sample share the number."""
         mesh = self.trainer.adapter.mesh
         return mesh.data.get_local_rank() if mesh else 0
 
@@ -304,7 +304,7 @@ class Loop:
 
 
 def _over_updates(updates: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the mean of each metric over the updates of a step; the maximum for names that end in `_max`."""
+    """Return the mean of each metric over the optimizer updates of a train step; the maximum for names in `..._max`."""
     combined: dict[str, float] = {}
     for name in dict.fromkeys(name for metrics in updates for name in metrics):
         values = [metrics[name] for metrics in updates if name in metrics]

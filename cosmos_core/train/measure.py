@@ -54,7 +54,7 @@ It is the same in all validations, so that two validations differ only in the we
 def row_metrics(
     trainer: Trainer, algorithm: Algorithm, rows: LearnedRows, size: int, progress: Progress
 ) -> dict[str, float]:
-    """Return the algorithm's metrics over all held-out rows; `size`: number of rows in a forward pass."""
+    """Return the algorithm's metrics over all held-out rows; `size` is the number of rows in a forward pass."""
     rows_per_chunk = COMPARED_ROWS if rows.is_compared else size
 
     def chunks() -> Iterator[list[Any]]:
@@ -70,7 +70,7 @@ def completion_metrics(groups: Sequence[ScoredGroup], full_reward: float | None)
 
     Accuracy is the fraction of completions with the full reward, that is, every reward function returned 1 and no
     penalty applied. With several completions of a prompt, `pass@k` is the unbiased estimate of how often at least one
-    of k completions has the full reward (see `pass_at`). Without a full reward both are omitted.
+    of k completions has the full reward (see `pass_at`). If `full_reward` is None, accuracy and pass@k are omitted.
 
     Raises:
         RewardError, StageFailed: no completion has a valid reward.
@@ -105,7 +105,7 @@ def _standard_error(groups: Sequence[ScoredGroup]) -> float:
 
 
 def _pass_at_each(groups: Sequence[ScoredGroup], full_reward: float) -> dict[str, float]:
-    """Return pass@k for powers of 2, each over the prompts with at least k valid completions."""
+    """Return pass@k for each power of 2, over the prompts with at least k valid completions."""
     valid = [[s.value for s in group.scores if s.value is not None] for group in groups]
     counts = [(len(values), sum(value >= full_reward - 1e-9 for value in values)) for values in valid]
     largest = max(count for count, _ in counts)
@@ -117,7 +117,7 @@ def _pass_at_each(groups: Sequence[ScoredGroup], full_reward: float) -> dict[str
 
 
 def pass_at(k: int, count: int, right: int) -> float:
-    """Return the probability that a random choice of `k` of `count` completions has at least one of the `right` ones.
+    """Return the probability that `k` of `count` completions, chosen at random, include a correct one (`right` are).
 
     It is 1 - C(count - right, k) / C(count, k) (Chen et al., arXiv 2107.03374, section 2.1).
     """
@@ -161,11 +161,11 @@ class Completions:
         return self._prompts, self._sampling, _SEED_STEP
 
     def scored(self, groups: Sequence[Group]) -> list[ScoredGroup]:
-        """Return the groups with their scores."""
+        """Return groups of held-out completions with the scores of their completions."""
         return self._score(groups)
 
     def told(self, step: int, groups: Sequence[ScoredGroup]) -> dict[str, float]:
-        """Return the metrics of scored groups; the first rank adds some of them to `samples.jsonl`."""
+        """Return the metrics of scored groups; the first rank adds some of the groups to `samples.jsonl`."""
         if is_first():
             with telling_of_full_disk(self._stage.path):
                 add_samples(self._stage.path / SAMPLES, step, groups[:_NUM_SAMPLES], is_scored=self._is_scored)
@@ -176,7 +176,7 @@ class Completions:
 
 
 def add_samples(path: Path, step: int, groups: Sequence[ScoredGroup], *, is_scored: bool = True) -> None:
-    """Write the first completion of each group under `step`, replacing lines of this and later steps."""
+    """Write the first completion of each group to a file of samples, replacing its lines of `step` and later steps."""
     lines_to_write = []
     if path.exists():
         lines = json_objects(path.read_text(encoding="utf-8", errors="replace").split("\n"))
@@ -204,15 +204,16 @@ def add_samples(path: Path, step: int, groups: Sequence[ScoredGroup], *, is_scor
 
 
 def add_drawings(stage: Path, step: int, groups: Sequence[ScoredGroup], *, is_scored: bool) -> list[list[str]]:
-    """Write the images or videos of each prompt under `step`; return the files of each prompt, none for text."""
+    """Write the images or videos of each prompt to a folder of `step`; return the file names of each prompt, which
+    are empty for text."""
     rows = [gallery.drawings_of(scored, range(len(scored.scores)), is_scored=is_scored) for scored in groups]
     rows = [row for row in rows if row]
     return gallery.save(stage, step, rows) if rows else []
 
 
 def validation_sampling(recipe: Recipe) -> Sampling:
-    """Return the sampling settings of held-out completions: `[validation]`, with `[rollout]` for keys that it leaves
-    unset."""
+    """Return the sampling settings of held-out completions, from `[validation]` with `[rollout]` as the fallback for
+    unset keys."""
     validation, rollout = recipe.validation, recipe.rollout
     assert recipe.train.seed is not None
     return Sampling(
@@ -244,7 +245,7 @@ def trained_rewards(recipe: Recipe) -> Rewards:
 
 
 def reward_weights(recipe: Recipe) -> Rewards:
-    """Return the rewards of validation, or those of training if validation names none."""
+    """Return the rewards of held-out completions; the rewards of training if `[validation]` names none."""
     validation = recipe.validation
     return validation.remote_rewards or validation.reward_function or recipe.train.train_policy.held_out_rewards
 
@@ -267,7 +268,7 @@ def full_value(rewards: Rewards) -> float | None:
 
 @contextmanager
 def open_rewards(stage: Stage, weights: Rewards, max_tokens: int | None = None) -> Iterator[ScoreGroups]:
-    """Context manager for a function that scores groups by these rewards.
+    """Open the rewards `weights` in a context manager, and yield a function that scores groups of completions.
 
     Reward functions run in killable child processes of the first rank, and remote rewards in a service. Only the first
     rank may call the function; see `shared`. Without rewards every score is 0. `max_tokens`: maximum length of a
@@ -280,7 +281,7 @@ def open_rewards(stage: Stage, weights: Rewards, max_tokens: int | None = None) 
         remote = RemoteRewards(weights, service_of(), beat=stage.progress.beat)
         yield remote.score_groups if is_first() else _no_groups
         return
-    if not weights:  # train.train_policy.bypass_reward
+    if not weights:  # `train.train_policy.bypass_reward` is set
         yield lambda groups: [ScoredGroup(group, (Score(0.0),) * len(group.completions)) for group in groups]
         return
     if not is_first():

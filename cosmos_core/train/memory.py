@@ -34,18 +34,19 @@ class Memory:
     """Bytes in use at the peak of a train step, by their use."""
 
     weights: int
-    """Parameters and buffers in `master_dtype`; tied ones count once."""
+    """Bytes of parameters and buffers in `master_dtype`; tied parameters count once."""
     gradients: int
     optimizer: int
     reference: int
-    """Copies of the trained parameters that the algorithm needs, such as the reference policy of a KL penalty."""
+    """Bytes of copies of the trained parameters that the algorithm needs, such as the reference policy."""
     casts: int | None
-    """Copies of weights in `param_dtype` that autocast makes and autograd keeps; None if unknown, as for
-    `activations`."""
+    """Bytes of copies of weights in `param_dtype` that autocast makes and autograd keeps; None if the step could not be
+    traced."""
     activations: int | None
-    """Other tensors that autograd saves, and temporary ones: logits, their gradient, intermediates of the optimizer."""
+    """Bytes of other tensors that autograd saves, and of temporary tensors (logits and their gradient, intermediates of
+    the optimizer); None if the step could not be traced."""
     average: int = 0
-    """The moving average of the trained weights."""
+    """Bytes of the moving average of the trained weights."""
 
     @property
     def total(self) -> int:
@@ -62,9 +63,9 @@ class Memory:
 
 
 def held_memory(model: PreTrainedModel, num_named: int) -> Memory:
-    """Return the memory that a step needs without activations, which stay unknown.
+    """Return the memory of a train step that could not be traced; its activations are unknown.
 
-    It has both moments of Adam and `num_named` copies of the trained parameters.
+    The memory includes both moments of Adam and `num_named` copies of the trained parameters.
     """
     gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     return Memory(
@@ -110,7 +111,7 @@ def step_memory(trainer: Trainer, algorithm: Algorithm, train: TrainConfig, leng
     with live, live.refusing_values_in(model):
         live.hold("weights", _state(model))
         live.hold("reference", [tensor for named in trainer.named.tensors.values() for tensor in named.values()])
-        for parameter in model.parameters():  # gradients of the previous step exist until the update frees them
+        for parameter in model.parameters():  # the previous step's gradients exist until the update
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
         live.hold("gradients", _gradients(model))
         for update in algorithm.updates(samples, trainer):
@@ -130,18 +131,18 @@ class _LiveBytes(TorchDispatchMode):
         self._sizes: list[int] = []
         self._uses: list[str] = []
         self._events: list[tuple[int, int]] = []
-        """Number of a storage, and 1 for its allocation or -1 for its release, in order of time."""
+        """Allocations and releases in order of time: number of the storage, and 1 for allocated or -1 for released."""
         self._is_inside_model = False
 
     def hold(self, use: str, tensors: Iterable[Tensor]) -> None:
-        """Attribute the storages of these tensors to `use`, for past and future events."""
+        """Attribute the storages of `tensors` to the field `use` of `Memory`, for past and future events."""
         for tensor in tensors:
             self._uses[self._follow(tensor)] = use
 
     @contextmanager
     def refusing_values_in(self, model: PreTrainedModel) -> Iterator[None]:
-        """Context manager in which forward passes of `model` cannot read tensor values, since they may decide about
-        memory."""
+        """Return a context manager in which a forward pass of `model` that reads a tensor's value fails, because the
+        value, unknown here, may determine how much memory is used."""
 
         def enter(*_: Any) -> None:
             self._is_inside_model = True
@@ -204,7 +205,7 @@ def _grouped(left: Tensor, right: Tensor, offsets: Tensor | None = None, *_: Any
 
 
 def _state(model: PreTrainedModel) -> list[Tensor]:
-    """Return the parameters and buffers; tied ones once."""
+    """Return the parameters and buffers of a model, each tied parameter once."""
     return [*model.parameters(), *model.buffers()]
 
 

@@ -18,7 +18,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
     """
 
     def __init__(self, groups: list[dict[str, Any]], *, lr: float, **adamw: Any) -> None:
-        """Build both optimizers; `adamw` holds the further arguments of AdamW."""
+        """Build Muon and AdamW over `groups`; `adamw` holds the further arguments of AdamW."""
         kinds: list[tuple[bool, Callable[..., torch.optim.Optimizer], dict[str, Any]]] = [
             (True, torch.optim.Muon, {"adjust_lr_fn": "match_rms_adamw"}),
             (False, torch.optim.AdamW, adamw),
@@ -30,9 +30,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
         super().__init__([group for optimizer in self._optimizers.values() for group in optimizer.param_groups], {})
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Let both optimizers take their step.
+        """Take one step of Muon and one of AdamW.
 
-        Groups and state are assigned first, because loading a checkpoint replaces them.
+        Parameter groups and state are assigned first, because loading a checkpoint replaces them.
         """
         for is_matrix, optimizer in self._optimizers.items():
             optimizer.param_groups = [group for group in self.param_groups if group["is_matrix"] == is_matrix]

@@ -19,39 +19,39 @@ from cosmos_core.parallel.fsdp import local_shard
 
 
 class NamedWeights:
-    """Named sets of weights of one model; a checkpoint saves `tensors`."""
+    """Named sets of weights of one model, whose `tensors` are part of a checkpoint."""
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.tensors: dict[str, dict[str, Tensor]] = {}
-        """The tensors of each set, by set name and parameter name."""
+        """Tensors of each set of weights, by set name and parameter name."""
 
     def add(self, name: str) -> None:
-        """Add a set with a copy of the policy's weights, in float32 if the set follows the policy, else in their
-        dtype."""
+        """Add the set `name` with a copy of the policy's weights: in float32 if the set follows the policy, else in the
+        policy's dtype."""
         dtype = torch.float32 if name in FOLLOWING else None
         self.tensors[name] = {n: weight.to(dtype or weight.dtype, copy=True) for n, weight in self.policy.items()}
 
     def reset(self, name: str) -> None:
-        """Set a set's weights to the policy's current weights."""
+        """Overwrite the weights of the set `name` with the policy's current weights."""
         for n, weight in self.policy.items():
             self.tensors[name][n].copy_(weight)
 
     def equals_policy(self, name: str) -> bool:
-        """Return whether a set equals the policy bit by bit; for sharded weights, on this rank's shards."""
+        """Return whether the set `name` equals the policy bit by bit; for sharded weights, on this rank's shards."""
         return all(_is_same(weight, self.tensors[name][n]) for n, weight in self.policy.items())
 
     @torch.no_grad()
     def lerp(self, name: str, weight: float) -> None:
-        """Move a set towards the policy: set + weight * (policy - set)."""
+        """Move the weights of the set `name` towards the policy: set + weight * (policy - set)."""
         for n, tensor in self.policy.items():
             average = self.tensors[name][n]
             average.lerp_(tensor.to(average.dtype), weight)
 
     @property
     def policy(self) -> dict[str, Tensor]:
-        """Return the policy's current weights; read anew, because FSDP may move parameters in its first forward
-        pass."""
+        """Return the policy's current weights, read anew at each call because FSDP may move parameters in its first
+        forward pass."""
         return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
     @contextmanager
@@ -81,7 +81,7 @@ class NamedWeights:
                     _exchange(weight, self.tensors[name][n])
 
     def copy_to_policy(self, name: str) -> None:
-        """Overwrite the policy's weights with a set."""
+        """Overwrite the policy's weights with the set `name`."""
         for n, weight in self.policy.items():
             weight.copy_(self.tensors[name][n])
 

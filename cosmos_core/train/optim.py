@@ -108,7 +108,7 @@ def set_learning_rate(
     factor = learning_rate_factor(step, total_steps, train)
     for group in optimizer.param_groups:
         rate = group["initial_lr"] * factor
-        if isinstance(group["lr"], torch.Tensor):  # torchao's compiled step reads the rate from the tensor
+        if isinstance(group["lr"], torch.Tensor):  # torchao's compiled step reads the learning rate from a tensor
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
@@ -149,7 +149,7 @@ def forget_moments(optimizer: torch.optim.Optimizer) -> None:
         for value in state.values():
             if isinstance(value, torch.Tensor):
                 local_value = local_shard(value)
-                # 8-bit moments do not implement `zero_`
+                # torchao's 8-bit moments implement `copy_` but not `zero_`
                 local_value.copy_(torch.zeros(local_value.shape, device=local_value.device))
 
 
@@ -159,8 +159,8 @@ def _rates(train: TrainConfig) -> dict[str, float]:
 
 
 def _parameters_by_path(model: torch.nn.Module, paths: Mapping[str, float]) -> dict[str, list[torch.nn.Parameter]]:
-    """Return the trained parameters, grouped by the deepest of `paths` above them; a tied parameter has several
-    names."""
+    """Return the trained parameters, grouped by the deepest module path of `paths` that contains one of their names (a
+    tied parameter has several)."""
     names: dict[torch.nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:

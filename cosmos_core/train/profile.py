@@ -16,8 +16,8 @@ _NUM_OPERATORS = 20
 
 
 class StepProfiler:
-    """Profiler of one rank's train steps, which records at the start of the training or when `cosmos profile` requests
-    it.
+    """Profiler of one rank's train steps, which records at the start of a training or when `cosmos profile` requests a
+    trace.
 
     A context manager whose `step` is called after each train step.
     """
@@ -80,7 +80,7 @@ class StepProfiler:
 
     def _write(self, found: profile) -> None:
         if (first := self._last - self._config.active_steps + 1) > self._step:
-            return  # the training ended before a traced step
+            return  # the training ended before the first step to trace
         folder = self._stage.path / PROFILES
         folder.mkdir(exist_ok=True)
         name = f"steps_{first}-{self._step}_rank_{self._rank}"

@@ -29,18 +29,18 @@ from cosmos_core.errors import CosmosError, DataError
 from cosmos_core.models.hf import load_config, load_tokenizer, model_without_weights
 
 Setting = tuple[str, Any, str]
-"""Dotted key, value, reason."""
+"""A setting of a recipe: dotted key, value, and the reason for the value."""
 
 _NUM_ROWS = 500
 _GIB = 2**30
-_STATE_BYTES = 16  # for each trained weight: the weight, its gradient and both moments of Adam in float32
-_ROOM = 0.7  # fraction of memory for weights and optimizer; the rest is for activations
+_STATE_BYTES = 16  # bytes for each trained weight: the weight, its gradient and both moments of Adam in float32
+_ROOM = 0.7  # fraction of memory for weights and optimizer state; the rest is for activations
 _COLUMN_KEYS = ("prompt_column_name", "response_column_name")
 _IMAGES = {".png", ".jpg", ".jpeg", ".webp"}
 
 
 class Asked(NamedTuple):
-    """Options of the command; an empty string means that the option is missing."""
+    """Options of the command that proposes a recipe; an empty string means that the option is missing."""
 
     method: str
     model: str
@@ -60,7 +60,7 @@ class Machine:
 
     @property
     def name(self) -> str:
-        """Return the description of the machine that reasons contain."""
+        """Return the description of the machine for the reasons of settings."""
         return f"{self.memory / _GIB:.0f} GiB {'of a GPU' if self.num_gpus else 'of host memory, no GPU'}"
 
 
@@ -119,7 +119,7 @@ def _of_text(asked: Asked, method: Method, here: Machine) -> Iterator[Setting]:
         model = model_without_weights(asked.model, dtype=torch.float32)
     num = sum(weight.numel() for weight in model.parameters())
     yield from _of_size(method, num, here)
-    # with recomputation: the inputs of all layers, and the inside of one layer
+    # bytes of activations with recomputation: the inputs of all layers, and the intermediates of one layer
     per_token = (text.num_hidden_layers + 40) * text.hidden_size * 4
     free = here.memory * 0.9 - min(num * _STATE_BYTES, int(here.memory * _ROOM))
     yield from _of_batch(is_drawn, len(rows), max(1, int(free / (per_token * length))))
@@ -181,7 +181,7 @@ def _longest(tokenizer: Any, read: Callable[[Row, str], Any], sample: list[tuple
 
 
 def _texts(read: Any) -> Iterator[str]:
-    """Yield the texts of plain text, of turns, or of both completions of a pair (an upper bound of its tokens)."""
+    """Yield all texts of a row, which is plain text, a list of turns, or a pair (whose tokens are overestimated)."""
     if isinstance(read, str):
         yield read
     elif isinstance(read, dict):
@@ -209,7 +209,7 @@ def _of_size(method: Method, num: int, here: Machine) -> Iterator[Setting]:
 
 
 def _of_batch(is_drawn: bool, num_rows: int, fits: int) -> Iterator[Setting]:
-    """Yield batch sizes, epochs and the schedule; `fits`: number of longest rows that fit into memory."""
+    """Yield batch sizes, epochs and the schedule; `fits` is the number of rows of maximum length that memory holds."""
     if is_drawn:
         prompts = min(8, num_rows)
         batch = 8 * prompts
@@ -237,7 +237,7 @@ def _of_images(asked: Asked, method: Method, here: Machine) -> Iterator[Setting]
         raise DataError(f"--data {asked.data}: no images or videos in the folder")
     yield "train.train_policy.dataset.local_dir", asked.data, f"--data; {count:,} images and videos"
     files = list((Path(asked.model) / "transformer").glob("*.safetensors"))
-    # a model on the Hub has no local files: assume a large one
+    # a model on the Hub has no local files to measure, so assume 10 billion weights
     num = sum(file.stat().st_size for file in files) // 4 if files else 10**10
     if side := _side(Path(asked.model)):
         yield "policy.diffusers.inference_size", [side, side], "what the model was made for"
@@ -249,7 +249,7 @@ def _of_images(asked: Asked, method: Method, here: Machine) -> Iterator[Setting]
 
 
 def _side(model: Path) -> int | None:
-    """Return the side length in pixels of the images that the model was trained for; None if its files do not say."""
+    """Return the side length in pixels of the images that a model was trained on; None if its files lack the size."""
     try:
         latents = json.loads((model / "transformer" / "config.json").read_text(encoding="utf-8"))["sample_size"]
         blocks = json.loads((model / "vae" / "config.json").read_text(encoding="utf-8"))["block_out_channels"]

@@ -25,10 +25,10 @@ from cosmos_core.run.stage import Stage
 from cosmos_core.train.trainer import Trainer
 
 NAME = "reference"
-"""Name of the weights, and of the folder in the stage."""
+"""Name of the reference policy's weights, and of the folder in the stage for their log-probabilities."""
 _SAVE_SECONDS = 60.0
 _COLUMNS = ("chosen", "rejected")
-"""Names of both samples of a row in the file, also where they are the labelled and the mismatched one."""
+"""Names of both samples of a row in the file of log-probabilities, also for a labelled and a mismatched sample."""
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def reference_logprobs(
 ) -> np.ndarray | None:
     """Return the reference log-probabilities of all rows, shape (rows, 2), NaN outside `positions`.
 
-    None: the algorithm does not need them. Values that an earlier attempt has computed are read from its file.
+    The result is None if the algorithm needs no reference. Values that an earlier attempt saved are read from its file.
 
     Raises:
         Preempted: a signal requested a stop; computed values are saved.
@@ -79,10 +79,11 @@ def reference_logprobs(
 
 
 def handed_on(stage: Stage, rows: LearnedRows, split: str) -> np.ndarray | None:
-    """Return the log-probabilities of these rows that an earlier stage's training saved; None if none are needed.
+    """Return the reference log-probabilities that an earlier stage's training saved for the same rows; None if the
+    algorithm needs none.
 
     Raises:
-        ConfigError: no input stage has saved them.
+        ConfigError: no input stage has saved reference log-probabilities.
     """
     if not stage.recipe.train.train_policy.saves_reference:
         return None

@@ -41,7 +41,7 @@ _MESH = (CARRIED, "world_size", "config.policy.parallelism", "config.rollout.par
 
 
 def adopt_checkpoint(stage: Stage) -> None:
-    """Link the newest complete checkpoint of an earlier run of the same stage, its best checkpoint and its metrics.
+    """Link the newest complete checkpoint of an earlier run of this stage, the best checkpoint and the metrics.
 
     Do nothing if the stage has a checkpoint already. Log a warning if no checkpoint can be adopted.
     """
@@ -118,7 +118,7 @@ def _link(folder: Path, step: int, fingerprint: str, stage: Stage) -> None:
     """Link the checkpoint of one step, and the best checkpoint that it names, into the stage and give them its
     fingerprint."""
     extra = read_json(step_folder(folder, step) / "policy" / EXTRA)
-    assert isinstance(extra, dict)  # `problem` has verified its digest
+    assert isinstance(extra, dict)  # `problem` has verified the file's digest
     best = (extra.get("best") or {}).get("step", step)
     steps = [best, step] if problem(folder, best, fingerprint) is None else [step]
     for number in dict.fromkeys(steps):
@@ -126,7 +126,7 @@ def _link(folder: Path, step: int, fingerprint: str, stage: Stage) -> None:
             shutil.copytree(step_folder(folder, number), new_folder, copy_function=link_or_copy, dirs_exist_ok=True)
             manifest = new_folder / "policy" / MANIFEST
             content = read_manifest(manifest.parent)
-            manifest.unlink()  # a hard link to the other run's file, which must not change
+            manifest.unlink()  # the manifest is a hard link, and the other run's file must not change
             write_json(manifest, {**content, "fingerprint": stage.checkpoint_fingerprint})
     for name in ("metrics.jsonl", SAMPLES):
         if (folder.parent / name).exists() and not (stage.path / name).exists():

@@ -33,7 +33,7 @@ class RolloutFeed(Feed):
         recipe: Recipe,
         log: Callable[[int, Sequence[ScoredGroup]], None] = lambda step, groups: None,
     ) -> None:
-        """Build the feed; `log` is called with each train step, counted from 1, and the groups that it trains on."""
+        """Build the feed; `log` is called with each train step, counted from 1, and the step's groups."""
         self._source, self._algorithm, self._log, self._steps = source, algorithm, log, step_groups(recipe)
         self._policy = recipe.train.train_policy
         self.steps_per_epoch = max(1, len(prompts) * self._steps.size // self._steps.batch)
@@ -61,7 +61,7 @@ class RolloutFeed(Feed):
         return samples, metrics | credited
 
     def _credited(self, groups: Sequence[ScoredGroup], metrics: dict[str, float]) -> tuple[list[Any], dict[str, float]]:
-        """Return the samples that the algorithm makes of the groups of this step, and metrics."""
+        """Return the samples that the algorithm makes of the scored groups of a train step, and metrics."""
         if not groups:
             raise ProgramError(
                 f"step {self.step + 1}: the rewards inside each of {metrics['rollout/sampled_groups']:.0f} groups are "
@@ -76,14 +76,14 @@ class RolloutFeed(Feed):
         return super().state_dict() | {"source": self._source.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state; a checkpoint without the source's state is one of a training that took its prompts step by
-        step."""
+        """Restore the feed's state; without the state of the group source, the prompts of each completed step count as
+        used."""
         super().load_state_dict(state)
         self._source.load_state_dict({"drawn": self._steps.first(self.step), **state.get("source", {})})
 
 
 class PromptOrder:
-    """The prompts in an order that is a pure function of seed, epoch and position."""
+    """Sequence of prompts whose order is a pure function of seed, epoch and position."""
 
     def __init__(self, prompts: Sequence[Prompt], recipe: Recipe) -> None:
         self._prompts, self._train = prompts, recipe.train
@@ -114,7 +114,7 @@ def group_filter(recipe: Recipe) -> Filter | None:
 
 
 def in_turns(sync: SyncGroupSource, order: PromptOrder, recipe: Recipe) -> GroupSource:
-    """Return a source that generates on demand and, with a filter, replaces the groups that it drops."""
+    """Return a source that generates groups on demand and replaces the groups that the recipe's filter drops."""
     filtered = group_filter(recipe)
     if filtered is None and not recipe.spreads_groups:
         return sync

@@ -84,7 +84,7 @@ class Trained(NamedTuple):
     best: Best | None = None
     """The best step by validation; None if no step was validated."""
     notices: tuple[str, ...] = ()
-    """Messages about the rows, such as rows that no step uses."""
+    """Messages about the training rows, such as rows that no train step uses."""
 
 
 def run(stage: Stage) -> Outcome:
@@ -124,7 +124,7 @@ def train(stage: Stage) -> Trained:
 
 
 def _with_data_term(algorithm: Algorithm, stage: Stage) -> Algorithm:
-    """Return the algorithm, combined with a data term of SFT rows if the recipe has one."""
+    """Return the algorithm, combined with a supervised loss on SFT rows (data term) if the recipe has one."""
     if stage.recipe.train.train_policy.real_rows is None:
         return algorithm
     return WithDataTerm(algorithm, sft_rows(open_sequences(prepared_folder(stage), DATA_TERM), stage.recipe))
@@ -144,7 +144,7 @@ def open_trainer(stage: Stage) -> Trainer:
     policy = stage.recipe.train.train_policy
     if (
         stage.kind.trains and not policy.scores_rows_once
-    ):  # otherwise rows are scored before step 1, when the policy equals the reference
+    ):  # rows that are scored once are scored before step 1, when the policy still equals the reference
         for name in policy.named_weights:
             trainer.named.add(name)
     if teacher := stage.recipe.teacher_of(stage.kind):
@@ -179,7 +179,7 @@ def _feed(
     generation: Generation,
     async_validation: AsyncValidation | None,
 ) -> Feed:
-    """Return the feed of the stage; the policy has the weights that the stage starts from."""
+    """Return the feed of a stage, before any train step has changed the policy's weights."""
     recipe, folder = stage.recipe, prepared_folder(stage)
     policy, kind = recipe.train.train_policy, row_kind(recipe.train.train_policy.rows)
     if not policy.has_rollouts:
@@ -230,7 +230,7 @@ def _ahead(
     recipe, policy, steps = stage.recipe, stage.recipe.train.train_policy, step_groups(stage.recipe)
     filtered, takes_turns = group_filter(recipe), recipe.mode == "colocated_separated"
     max_lag, num_extra_prompts, most_steps = policy.lookahead
-    if takes_turns:  # requests in flight would be lost when the engines sleep
+    if takes_turns:  # engines that sleep during training would lose requests in flight
         max_lag, num_extra_prompts, most_steps = recipe.train.sync_weight_interval - 1, 0, 1
     num_steps = total_steps(recipe, len(prompts))
     take = steps_of(order, rows_per_step(recipe), num_steps)
@@ -291,10 +291,10 @@ def _completions(prompts: Sequence[Prompt], generation: Generation, stage: Stage
     if stage.recipe.train.train_policy.has_rollouts:
         return completions.measure
 
-    generation.engine.sleep(level=2)  # until a validation publishes weights to it
+    generation.engine.sleep(level=2)  # the engine is unused until a validation publishes weights
 
     def measure(step: int) -> dict[str, float]:
-        generation.publish(step)  # training does not use the engine, so it gets weights only for validations
+        generation.publish(step)  # only validations use the engine, so train steps publish no weights
         return completions.measure(step)
 
     return measure

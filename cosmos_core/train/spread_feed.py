@@ -26,15 +26,15 @@ class CarriedSamples:
 
     def __init__(self) -> None:
         self._entries: list[tuple[int, Sample | None]] = []
-        """Version of the weights and sample of each completion; the sample is None if its reward is invalid."""
+        """Queued completions: version of the sampling weights, and the sample or None if the reward is invalid."""
         self._metrics: dict[str, float] = {}
-        """Metrics of the groups that were added last."""
+        """Metrics of the groups of completions that were added last."""
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def add(self, groups: Sequence[ScoredGroup], samples: Sequence[Any], metrics: dict[str, float]) -> None:
-        """Add the completions of groups and the groups' metrics; `samples` has one entry for each valid reward.
+        """Add the completions of groups with the groups' metrics; `samples` has one entry for each valid reward.
 
         Raises:
             ConfigError: the algorithm does not make one sample of each completion.
@@ -64,12 +64,12 @@ class CarriedSamples:
         return [sample for _, sample in taken if sample is not None], self._metrics | lag_metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON values and tensors."""
+        """Return the queued completions and metrics as JSON values and tensors."""
         entries = [[version, sample and _state_of(sample)] for version, sample in self._entries]
         return {"entries": entries, "metrics": self._metrics}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state that `state_dict` returned."""
+        """Restore the queue that `state_dict` returned."""
         self._entries = [(int(version), saved and _sample_of(saved)) for version, saved in state["entries"]]
         self._metrics = dict(state["metrics"])
 
@@ -82,7 +82,7 @@ class SpreadRolloutFeed(RolloutFeed):
         return CarriedSamples()
 
     def next(self) -> tuple[list[Any], dict[str, float]] | None:
-        """See `RolloutFeed.next`; the last step may have fewer completions."""
+        """Return the samples of the next train step and metrics, or None; the last step may have fewer completions."""
         if self.step == self.total_steps or (self._source.is_over and not self._carried):
             return None
         missing = max(0, self._steps.batch - len(self._carried))

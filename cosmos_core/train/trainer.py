@@ -58,7 +58,7 @@ class Trainer:
 
     @contextmanager
     def weights(self, name: str) -> Iterator[None]:
-        """Context manager in which the model computes with named weights; `policy` names its own weights.
+        """Return a context manager in which the model computes with named weights; `policy` are the trained weights.
 
         Parameters that FSDP has gathered from the previous weights are freed on entry and on exit.
         """
@@ -107,7 +107,7 @@ class Trainer:
     ) -> list[dict[str, Tensor]]:
         """Return the outputs `wants` of each sample under named weights or another model, without dropout.
 
-        All ranks get the outputs of all samples. `size`: samples in a forward pass; None: `mini_batch`.
+        All ranks get the outputs of all samples. `size` is the number of samples in a forward pass; None: `mini_batch`.
         """
         adapter = self._models.get(weights, self.adapter)
         outputs: dict[int, dict[str, Tensor]] = {}
@@ -125,7 +125,7 @@ class Trainer:
         return [outputs[i] for i in range(len(samples))]
 
     def reset(self, weights: str, *, optimizer: bool = False) -> None:
-        """Set named weights to the policy's current weights; `optimizer`: also reset the optimizer's moments."""
+        """Set named weights to the policy's current weights; with `optimizer`, also reset the optimizer's moments."""
         self.named.reset(weights)
         if optimizer:
             forget_moments(self.optimizer)
@@ -168,7 +168,8 @@ class Trainer:
     def _backward(self, update: Update, num_tokens: int) -> list[Loss]:
         """Accumulate the gradient of an update, and return the loss of each micro-batch of this rank.
 
-        A loss of the model itself is divided by the tokens of the whole optimizer step, including those of a data term.
+        A loss that the model computes, such as a router loss, is divided by the tokens of the whole optimizer step,
+        including the tokens of a supervised loss on data rows.
         """
         losses: list[Loss] = []
         unmoved = self._unmoved(update.compares)
@@ -188,7 +189,7 @@ class Trainer:
                 added = micro.model_loss / num_tokens
                 model_loss = torch.tensor([micro.model_loss.item(), sum(map(self.adapter.cost, micro.samples))])
                 metrics = metrics | {"model_loss": model_loss.double()}
-            # The graph must not outlive its backward pass.
+            # Detach the loss, because the autograd graph must not outlive its backward pass.
             losses.append(replace(loss, value=loss.value.detach(), metrics=metrics))
             return loss.value + added
 
@@ -208,8 +209,8 @@ class Trainer:
     ) -> None:
         """Pass each micro-batch of this rank to `consume`.
 
-        `known`: the loss function, if its derivative does not depend on the outputs, so that the forward pass can use
-        it.
+        `known` is the loss function, if its derivative does not depend on the outputs, so that the forward pass can
+        already apply it; else None.
         """
 
         def on_outputs(batch: Any, outputs: dict[str, Tensor]) -> Tensor | None:
@@ -236,8 +237,8 @@ class Trainer:
     def _plans(self, adapter: ModelAdapter, samples: Sequence[Any], size: int, *, is_planned: bool) -> list[Plan]:
         """Return the micro-batches of this rank: samples of similar cost together, the most expensive first.
 
-        This needs the least padding and reaches peak memory early. All ranks get the same number of micro-batches;
-        those without samples are empty.
+        This order needs the least padding and reaches peak memory early. All ranks get the same number of
+        micro-batches, of which some may be empty.
         """
         ordered = sorted(range(len(samples)), key=lambda i: -adapter.cost(samples[i]))
         planned = [adapter.assigned_batch(sample) for sample in samples]
@@ -259,8 +260,7 @@ class Trainer:
         return plans
 
     def _over_ranks(self, losses: Sequence[Loss]) -> tuple[float, Metrics, dict[str, list[Tensor]]]:
-        """Return the loss, metrics and values of the micro-batches of all ranks; the result is the same on each
-        rank."""
+        """Return the loss, metrics and values over the micro-batches of all ranks, the same result on each rank."""
         mesh = self.adapter.mesh
         if mesh:
             of_ranks = mesh.all_gather_object([_on_cpu(loss) for loss in losses])

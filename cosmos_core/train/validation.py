@@ -15,29 +15,29 @@ from cosmos_core.train.async_validation import AsyncValidation, Ended
 from cosmos_core.types import JsonValue
 
 Measure = Callable[[int], dict[str, float]]
-"""Returns the held-out metrics, named `validation/...`, after the given number of train steps."""
+"""Function that returns the held-out metrics, named `validation/...`, after a number of train steps."""
 
 
 @dataclass
 class Validation:
-    """The validations of one training, and the publisher of the weights that they and the rollouts use."""
+    """Schedule of the validations of one training, and publisher of the weights that validations and rollouts use."""
 
     config: ValidationConfig
     progress: Progress
     measure: Measure | None = None
-    """Computes held-out metrics; None: no validation during training."""
+    """Function that computes held-out metrics; None: no validation during training."""
     async_validation: AsyncValidation | None = None
-    """Validates while the training continues; replaces `measure` except for the first and the last validation."""
+    """Validation that runs while the training continues, except for the first and the last one; None: disabled."""
     publish: Callable[[int], dict[str, float]] = lambda step: {}
-    """Sends the weights of train step N to the engines that generate; returns metrics about the transfer."""
+    """Function that sends the weights of train step N to the rollout engines and returns metrics of the transfer."""
     publish_every: int = 1
     """Number of train steps between two calls of `publish`, which is also called when a training starts or resumes."""
     average: Callable[[], AbstractContextManager[None]] | None = None
-    """Context manager in which the model has its averaged weights, which are validated; None: there are none."""
+    """Function that returns a context manager in which the model has its averaged weights; None: no averaging."""
     best: Best | None = None
     """The best step; None if no step was validated yet."""
     _measured_at: int = -1
-    """The newest step that was validated, or the step of an adopted checkpoint; -1 if there is neither."""
+    """Number of the newest validated step, or of an adopted checkpoint's step; -1 if no step was validated."""
     _step: int = 0
     """Number of completed train steps."""
     _is_held: bool = False
@@ -53,7 +53,7 @@ class Validation:
         record: Callable[[int, dict[str, float]], None],
         check_stop: Callable[[], None],
     ) -> None:
-        """Set the functions of the training: its hooks, what records metrics of a step, and what checks for a stop."""
+        """Set the functions that call the training's hooks, record the metrics of a step, and check for a stop."""
         self._hooks, self._record, self._check_stop = hooks, record, check_stop
 
     @property
@@ -74,7 +74,7 @@ class Validation:
         return self.async_validation is None and self._measured_at < step and step % self.config.freq == 0
 
     def publish_step(self, step: int) -> dict[str, float]:
-        """Publish the weights of a step if that is due and no engine still validates those of another; return
+        """Publish the weights of a step if the step is due and no engine still validates another step's weights; return
         metrics."""
         self._step = step
         if step % self.publish_every:
@@ -112,7 +112,7 @@ class Validation:
         self.async_validation.begin(step)
 
     def wait(self, step: int) -> bool:
-        """Wait for the validation that is running, if any, and return whether there was one.
+        """Wait for the running validation, if any, and return whether a validation was running.
 
         Raises:
             StopAsked: a signal requested a stop.
@@ -124,7 +124,7 @@ class Validation:
         return True
 
     def state_dict(self, step: int) -> dict[str, JsonValue]:
-        """Return the state to checkpoint with a step."""
+        """Return the state of the validations for a checkpoint of `step`."""
         return {
             "best": asdict(self.best) if self.best else None,
             "measured_at": self._measured_at,
@@ -132,12 +132,12 @@ class Validation:
         }
 
     def load_state_dict(self, step: int, state: dict[str, Any]) -> None:
-        """Restore the state of a checkpoint of `step` that `state_dict` returned; empty: that of another run."""
+        """Restore the state that `state_dict` returned for a checkpoint of `step`; empty if it is another run's."""
         self.best = Best(**state["best"]) if state.get("best") else None
         self._step, self._measured_at = step, int(state.get("measured_at", step))
 
     def _begin(self, step: int) -> None:
-        """Call the hook, and publish the weights to validate unless they are published already."""
+        """Call the validation hook, and publish the weights to validate unless the engines have them already."""
         self._hooks("pre_validation_hook", current_step=step)
         if step % self.publish_every:
             self.publish(step)
@@ -145,11 +145,11 @@ class Validation:
     def _finish(self, step: int, metrics: dict[str, float]) -> None:
         self._hooks("post_validation_hook", current_step=step, **metrics)
         self._measured_at = step
-        if step:  # weights that were not trained are never the best
+        if step:  # untrained weights (step 0) never count as the best step
             self.best = best_of(self.best, step, metrics)
 
     def _ended(self, ended: Ended) -> None:
-        """Record the metrics of a validation that ended, and publish the current weights if that was postponed."""
+        """Record the metrics of a finished validation, and publish the current weights if publishing was postponed."""
         self._finish(ended.step, ended.metrics)
         self._record(ended.step, ended.metrics)
         if self._is_held:
