@@ -1,5 +1,7 @@
-"""Selection of the best step by validation metrics; `best.json` names it, and `max_keep` never deletes its
-checkpoint."""
+"""Selection of the best step by validation metrics.
+
+The file `best.json` names the best step, and the limit `max_keep` never deletes its checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 BEST = "best.json"
-_SIGN = {"validation/reward": 1, "validation/loss": -1}  # by priority; 1: higher is better
+_SIGN = {"validation/reward": 1, "validation/loss": -1}  # metrics by priority; 1: higher is better, -1: lower is better
 
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """Best step so far, with its validation metric."""
+    """Best training step so far, with the validation metric that selected it."""
 
     step: int
     metric: str
@@ -21,11 +23,10 @@ class Best:
 
 
 def best_of(best: Best | None, step: int, metrics: Mapping[str, float]) -> Best | None:
-    """Return `step` as the new best if its metrics are better than `best`, otherwise `best`; on a tie the earlier step
-    wins, and NaN or infinity never does.
+    """Return `step` as the new best if its metrics are better than those of `best`, otherwise return `best`.
 
-    If there are a reward and a loss, as for a diffusion model that is validated by both, the reward alone decides:
-    values of different metrics are never compared.
+    On a tie the earlier step wins. A metric that is NaN or infinite never wins. If `metrics` has a reward and a loss,
+    the reward alone decides; values of different metrics are never compared.
     """
     for metric, sign in _SIGN.items():
         value, is_same = metrics.get(metric, math.nan), best is not None and best.metric == metric

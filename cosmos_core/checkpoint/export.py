@@ -1,4 +1,4 @@
-"""Program of the stage kind `export`: the published form of a trained model, verified, with a model card."""
+"""Program of the stage kind `export`: write a trained model in its published form, verify it, and add a model card."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ logger = logging.getLogger(__name__)
 
 
 class Loading(NamedTuple):
-    """Text of a model card about how to load the model."""
+    """Text of a model card that explains how to load the model."""
 
     library: str
     lines: tuple[str, ...]
     adapter: str
-    """Sentence about the adapter that is exported with the model."""
+    """Sentence about the LoRA adapter that is exported with the model."""
 
 
 def run(stage: Stage) -> Outcome:
-    """Run the export for the modality of the model; import only the modules of that modality."""
+    """Export the model of a stage; only the modules for its modality (language or diffusion model) are imported."""
     if stage.recipe.policy.is_diffusers:
         outcome: Outcome = importlib.import_module("cosmos_core.checkpoint.export_diffusion").run(stage)
         return outcome
@@ -45,11 +45,12 @@ def run(stage: Stage) -> Outcome:
 
 
 def export_causal_lm(stage: Stage) -> Outcome:
-    """Export the upstream model, or one of its checkpoints, in `train.param_dtype`, verified, with a model card and the
-    adapter as it was trained, if there is one.
+    """Export the upstream model, or the model of a checkpoint of the upstream training, in `train.param_dtype`.
+
+    The export is verified, and contains a model card and, if the upstream stage trained an adapter, the adapter.
 
     Raises:
-        ModelError: the upstream folder or checkpoint cannot be loaded.
+        ModelError: the upstream model or checkpoint cannot be loaded.
         StageFailed: the export does not equal the model, or the disk is full.
         Preempted: a stop was requested before the verification.
     """
@@ -96,7 +97,7 @@ def _export(stage: Stage, step: int) -> Outcome:
 
 
 def loading_of(stage: Stage, loader: str) -> Loading:
-    """Return the text about loading the model of a stage with a class of transformers."""
+    """Return the text about loading the model of a stage; `loader` is the name of its auto class in transformers."""
     reader = "Processor" if processor_files(stage.model, stage.recipe.policy.model_revision) else "Tokenizer"
     return Loading(
         "transformers",
@@ -110,8 +111,7 @@ def loading_of(stage: Stage, loader: str) -> Loading:
 
 
 def model_card(stage: Stage, loading: Loading) -> str:
-    """Return the README.md of an export: the origin of the weights, metrics of upstream stages, and how to load the
-    model."""
+    """Return the text of the README.md of an export: origin of the weights, metrics of upstream stages, how to load."""
     origin, base = stage.origin, public_name(stage.origin.get("base_model", ""))
     revision = origin.get("revision", "")
     metadata = [f"library_name: {loading.library}", *([f"base_model: {base}"] if revision else [])]
@@ -136,9 +136,10 @@ def model_card(stage: Stage, loading: Loading) -> str:
 
 
 def _describe_input(name: str, result: Mapping[str, Any]) -> list[str]:
+    """Return the lines of a model card about the upstream stage `name`: digests, its inputs, and its metrics."""
     lines = [f"## From stage `{name}` ({result['kind']})", ""]
     lines += [f"- {key}: `{result[key]}`" for key in ("digest", "fingerprint")]
-    lines += [f"- made from `{source}`: `{its['digest']}`" for source, its in sorted(result["inputs"].items())]
+    lines += [f"- made from `{source}`: `{entry['digest']}`" for source, entry in sorted(result["inputs"].items())]
     if metrics := result["metrics"]:
         lines += ["", "| metric | value |", "|---|---|"]
         lines += [f"| {key} | {value:.6g} |" for key, value in sorted(metrics.items())]
@@ -146,25 +147,27 @@ def _describe_input(name: str, result: Mapping[str, Any]) -> list[str]:
 
 
 def trained_step(stage: Stage) -> int:
-    """Return the number of training steps of the model according to its stage; 0 for a base model."""
+    """Return the number of training steps of the upstream model, as its stage reports; 0 for a base model."""
     return int(_upstream_info(stage).get("step", 0))
 
 
 def precision(stage: Stage) -> str:
-    """Return the dtype of the export as text, with the training dtype if that is different."""
+    """Return the dtype of the export as text, followed by the training dtype if the two differ."""
     dtype, trained = stage.recipe.train.param_dtype, _upstream_info(stage).get("dtype", "")
     return dtype if trained in {"", dtype} else f"{dtype}, cast from {trained}, in which it was trained"
 
 
 def _upstream_info(stage: Stage) -> Mapping[str, Any]:
-    """Return the `info` of the stage that made the model; empty for a base model."""
+    """Return the `info` of the upstream stage that made the model to export; empty for a base model."""
     info: Mapping[str, Any] = stage.inputs.get(str(source_of(stage.config.model)), {}).get("info", {})
     return info
 
 
 def adapter_files(stage: Stage) -> dict[str, bytes]:
-    """Return the files of the adapter that the upstream stage exported; its config names the base model without local
-    folders."""
+    """Return the content of the adapter files that the upstream stage exported, by path in the export.
+
+    The config of the adapter names the base model by its public name instead of a local folder.
+    """
     files = {f"{FOLDER}/{file.name}": file.read_bytes() for file in sorted(Path(stage.model, FOLDER).glob("*"))}
     if content := files.get(name := f"{FOLDER}/adapter_config.json"):
         settings = json.loads(content) | {"base_model_name_or_path": _base_of_adapter(stage)}
@@ -177,10 +180,10 @@ def _base_of_adapter(stage: Stage) -> str:
 
 
 def prove_copy(files: Mapping[str, bytes], target: Path) -> str:
-    """Compare copied files with their source content; return the name of the check.
+    """Check that the copies of `files` below `target` have the same content; return the name of the check.
 
     Raises:
-        StageFailed: a file differs.
+        StageFailed: a copy differs.
     """
     if wrong := [name for name, content in files.items() if (target / name).read_bytes() != content]:
         raise StageFailed(f"export {target}: {wrong[0]} is not what was copied; check the disk and run the stage again")

@@ -1,5 +1,5 @@
-"""Stage kind `export` for a diffusion model: the pipeline with its denoiser in `train.param_dtype`, verified, with a
-model card."""
+"""Stage kind `export` for a diffusion model: write the pipeline with its denoiser in `train.param_dtype`, verify the
+pipeline, and add a model card."""
 
 from __future__ import annotations
 
@@ -25,11 +25,9 @@ logger = logging.getLogger(__name__)
 
 
 def run(stage: Stage) -> Outcome:
-    """Export the upstream pipeline, or the pipeline of a checkpoint of the upstream training; see
-    `export.export_causal_lm`.
+    """Export the upstream pipeline, or the pipeline of a checkpoint of the upstream training.
 
-    Raises:
-        ModelError, StageFailed, Preempted: as in `export.export_causal_lm`.
+    The counterpart for language models is `export.export_causal_lm`, which lists the errors that both raise.
     """
     stage.progress.phase("load")
     policy, dtype_name = stage.recipe.policy, stage.recipe.train.param_dtype
@@ -61,6 +59,7 @@ def run(stage: Stage) -> Outcome:
 
 
 def _starting_model(family: DiffusionModel, training: Stage) -> Any:
+    """Return the denoiser with which a training stage began, with its trainable parameters marked."""
     model = family.load_denoiser(getattr(torch, training.recipe.train.master_dtype))
     choose_trained(model, training.recipe.policy, family.lora_targets)
     return model

@@ -1,4 +1,4 @@
-"""Program of the stage kind `merge`: combine models of one architecture, one shard in memory at a time.
+"""Program of the stage kind `merge`: combine models of one architecture, with one safetensors file in memory at a time.
 
 The formulas are those of `peft.utils.merge_utils`, applied to each tensor of the models.
 """
@@ -34,11 +34,11 @@ _METHODS: Mapping[str, Callable[..., Tensor]] = {"ties": ties, "dare_linear": da
 
 
 def run(stage: Stage) -> Outcome:
-    """Combine the models of the stages in `after`, and check that transformers knows each tensor of the result.
+    """Combine the models of the stages in `after`, and check that transformers knows each tensor of the merged model.
 
     Raises:
-        ConfigError: there are fewer than two models, or not one weight for each.
-        ModelError: the models differ in their tensors.
+        ConfigError: `after` names fewer than two models, or the number of weights is not the number of models.
+        ModelError: the models differ in names or shapes of tensors.
         Preempted: a stop was requested; nothing is written.
     """
     config = stage.recipe.merge
@@ -66,7 +66,8 @@ def run(stage: Stage) -> Outcome:
             if other_file.is_file() and other_file.suffix != ".safetensors" and other_file.name != "README.md":
                 shutil.copyfile(other_file, building / other_file.name)
     stage.progress.phase("load")
-    init_on_meta(str(target), dtype=torch.float32, device=torch.device("cpu"))  # compares names and shapes
+    # Raises an error if tensors of the merged model and of its transformers class differ in name or shape.
+    init_on_meta(str(target), dtype=torch.float32, device=torch.device("cpu"))
     size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
     info: dict[str, Any] = {
         "model": _FOLDER,
@@ -87,7 +88,7 @@ class _Tensors:
         if problem:
             raise ModelError(f"merge: {model}: {problem}; merge models in safetensors format")
         self.files: dict[str, list[str]] = {}
-        """Names of the tensors of each file."""
+        """Names of the tensors in each safetensors file, by path."""
         self._readers: dict[str, Any] = {}
         for file in files:
             reader = stack.enter_context(safe_open(file, framework="pt"))
@@ -95,7 +96,7 @@ class _Tensors:
             self._readers |= dict.fromkeys(self.files[file], reader)
 
     def shapes(self) -> dict[str, list[int]]:
-        """Return the shape of each tensor."""
+        """Return the shape of each tensor of the model, by name."""
         return {name: reader.get_slice(name).get_shape() for name, reader in self._readers.items()}
 
     def __getitem__(self, name: str) -> Tensor:
@@ -110,12 +111,13 @@ def combine(
     name: str,
     seed: int,
 ) -> Tensor:
-    """Return the combination of a tensor of all models in its own dtype, computed in float32.
+    """Return the combination of the tensor `name` of all models, computed in float32, in the dtype of the first model.
 
-    A tensor of integers is that of the first model. Random choices depend on `seed` and `name` only.
+    An integer tensor is copied from the first model. Random choices depend on `seed` and `name` only. `base` is the
+    base model, whose differences to the models are combined (TIES, DARE); None: the tensors are summed with `weights`.
 
     Raises:
-        ModelError: a value of the result is not finite.
+        ModelError: the combination has a value that is not finite.
     """
     first = models[0][name]
     if not first.is_floating_point():
@@ -135,7 +137,11 @@ def combine(
 
 
 def _models(stage: Stage) -> list[dict[str, Any]]:
-    """Return the results of the stages whose models are merged: those in `after` that make one, without the base."""
+    """Return the results of the stages to merge: all stages in `after` that make a model, except the base model's.
+
+    Raises:
+        ConfigError: fewer than two such stages exist.
+    """
     base = source_of(stage.config.model) if stage.recipe.merge.method in _METHODS else None
     names = [name for name in stage.config.after if name != base and stage.inputs[name]["info"].get("model")]
     if len(names) < 2:
@@ -148,10 +154,10 @@ def _models(stage: Stage) -> list[dict[str, Any]]:
 
 
 def model_weights(config: MergeConfig, count: int) -> Sequence[float]:
-    """Return the weight of each of `count` models.
+    """Return the weight of each of `count` models; without configured weights all models have the same weight.
 
     Raises:
-        ConfigError: another number of weights is configured.
+        ConfigError: the number of configured weights is not `count`.
     """
     if not config.weights:
         return [1 / count if config.method in _IS_DIVIDED else 1.0] * count
@@ -164,13 +170,13 @@ def _check_same(first: _Tensors, other: _Tensors) -> None:
     """Check that two models have tensors of the same names and shapes.
 
     Raises:
-        ModelError: they differ.
+        ModelError: a tensor is missing in one of the models or has another shape.
     """
-    shapes, others = first.shapes(), other.shapes()
-    different = sorted(name for name in {*shapes, *others} if shapes.get(name) != others.get(name))
+    shapes, other_shapes = first.shapes(), other.shapes()
+    different = sorted(name for name in {*shapes, *other_shapes} if shapes.get(name) != other_shapes.get(name))
     if different:
         name = different[0]
         raise ModelError(
             f"merge: {len(different)} tensors differ, such as {name}: {shapes.get(name, 'missing')} in {first.model}, "
-            f"{others.get(name, 'missing')} in {other.model}; merge models of one architecture"
+            f"{other_shapes.get(name, 'missing')} in {other.model}; merge models of one architecture"
         )

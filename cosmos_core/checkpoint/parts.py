@@ -1,9 +1,9 @@
-"""Files that each rank writes for a checkpoint: a safetensors file with its local tensors, without duplicates of other
-ranks.
+"""Files that each rank writes for a checkpoint: a safetensors file with its local tensors, and a JSON file.
 
-The layout is that of DCP's `HuggingFaceStorageWriter` with `save_distributed`, and DCP reads it on any mesh. DCP's
-writer is not used because it builds a file in memory first, needs collectives and computes no digests; this module
-hashes the bytes while writing, so that no file is read again.
+Of replicated tensors only one rank writes a copy. The layout is that of torch's distributed checkpoint (DCP),
+`HuggingFaceStorageWriter` with `save_distributed`, and DCP reads it on any mesh. DCP's writer is not used because it
+builds a file in memory first, needs collectives and computes no digests; this module hashes the bytes while writing, so
+that no file is read again.
 """
 
 from __future__ import annotations
@@ -30,15 +30,18 @@ _CHUNK = 1 << 24
 
 
 class LocalTensor(NamedTuple):
-    """Local shard of a tensor on one rank, or the whole tensor."""
+    """Local shard of a tensor on one rank, or the whole tensor if it is not sharded."""
 
     tensor: torch.Tensor
     offsets: tuple[int, ...]
-    """Offsets of its first element in the full tensor, by dimension."""
+    """Offsets of the first element of the shard in the full tensor, one for each dimension."""
 
 
 def own_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, LocalTensor]:
-    """Return the tensors that this rank writes; of replicas, the first rank writes. It is collective."""
+    """Return the local tensors that this rank writes, by name: of equal replicas, the lowest rank writes its own.
+
+    The function is collective: every rank calls it.
+    """
     local_tensors = {name: local for name, tensor in tensors.items() if (local := _local(tensor)).tensor.numel()}
     owners: dict[tuple[str, tuple[int, ...]], int] = {}
     for rank, keys in enumerate(all_gather_object([(name, local.offsets) for name, local in local_tensors.items()])):
@@ -48,7 +51,10 @@ def own_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, LocalTensor]:
 
 
 def write_rank(folder: Path, tensors: Mapping[str, LocalTensor], extra: str) -> dict[str, dict[str, object]]:
-    """Write this rank's files to the disk; return size and digest of each file, by name."""
+    """Write this rank's files to the disk; return size and digest of each file, by file name.
+
+    `extra` is the content of the JSON file; without `tensors` no safetensors file is written.
+    """
     rank = rank_number()
     folder.mkdir(parents=True, exist_ok=True)
     written = {extra_name(rank): _write(folder / extra_name(rank), [extra.encode()])}
@@ -71,7 +77,8 @@ def extra_name(rank: int) -> str:
 def _safetensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> Iterable[memoryview | bytes]:
     """Yield the blocks of a safetensors file: eight bytes with the length of the header, the header, then each
     tensor."""
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))  # keeps each tensor aligned
+    # Wide dtypes first, so that the offset of each tensor is a multiple of its element size.
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     header: dict[str, object] = {"__metadata__": metadata}
     end = 0
     for name, tensor in ordered:
@@ -85,13 +92,13 @@ def _safetensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str
 
 
 def _write(file: Path, blocks: Iterable[memoryview | bytes]) -> dict[str, object]:
-    """Write a file and wait until it is on the disk; return its size and digest."""
+    """Write a file, wait until it is on the disk, and return its size and digest."""
     digest, size = hashlib.sha256(), 0
-    with open(file, "wb") as out, ThreadPoolExecutor(1) as other:
+    with open(file, "wb") as out, ThreadPoolExecutor(1) as hasher:
         for block in blocks:
             for start in range(0, len(block), _CHUNK):
                 chunk = block[start : start + _CHUNK]
-                hashing = other.submit(digest.update, chunk)  # while the kernel copies the same bytes
+                hashing = hasher.submit(digest.update, chunk)  # hashes the chunk while the kernel copies it
                 size += out.write(chunk)
                 hashing.result()
         out.flush()
@@ -100,6 +107,7 @@ def _write(file: Path, blocks: Iterable[memoryview | bytes]) -> dict[str, object
 
 
 def _local(tensor: torch.Tensor) -> LocalTensor:
+    """Return this rank's shard of a tensor with its offsets; a tensor that is not sharded is returned whole."""
     if not isinstance(tensor, DTensor):
         return LocalTensor(tensor, (0,) * tensor.ndim)
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

@@ -1,4 +1,7 @@
-"""Model of one checkpoint of a training, identical to the model that the training would have exported at that step."""
+"""Loading of the model from one checkpoint of a training, for a stage with the setting `checkpoint`.
+
+The model is identical to the one that the training would have exported at that step.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,10 @@ from cosmos_core.run.stage import Stage, load_stage
 
 
 def pinned_step(stage: Stage) -> int:
-    """Return the step of the checkpoint that `stage.config.checkpoint` names.
+    """Return the step of the upstream training's checkpoint that `stage.config.checkpoint` names: `best` or a number.
 
     Raises:
-        ModelError: the training was not validated, or has no complete checkpoint of that step.
+        ModelError: the training has no best step because it was not validated, or no complete checkpoint of the step.
     """
     which, name = stage.config.checkpoint, source_of(stage.config.model)
     key = f"checkpoint = {which!r} of stage {name!r}"
@@ -47,25 +50,28 @@ def pinned_step(stage: Stage) -> int:
 
 
 def pinned_model(stage: Stage, step: int, start: Callable[[Stage], Any] | None = None) -> Any:
-    """Return the model of the upstream training after `step` steps, on the CPU in its training dtype; if a moving
-    average was kept, it replaces the weights.
+    """Return the model of the upstream training after `step` steps, on the CPU in its training dtype.
+
+    If the training kept a moving average of the weights, the model has the average instead of the weights.
 
     Args:
-        start: function that loads the initial model of the training; None: a causal language model.
+        stage: stage that names the checkpoint.
+        step: step of the checkpoint.
+        start: function that loads the initial model of the training; None: load a causal language model.
 
     Raises:
         ModelError: the initial model of the training cannot be loaded, or has changed.
     """
     training = training_of(stage)
     train = training.recipe.train
-    torch.manual_seed(training.seed)  # adapters get the same initial weights as in the training
+    torch.manual_seed(training.seed)  # so that adapters get the same initial weights as in the training
     model = (start or _causal_lm)(training)
     folder = step_folder(training.path / "checkpoints", step) / "policy"
     reader = dcp.HuggingFaceStorageReader(str(folder))
     saved = reader.read_metadata().state_dict_metadata.keys()
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     averages = {name: torch.empty_like(p, dtype=torch.float32) for name, p in trained.items() if train.ema_enable}
-    # SGD has no state, so only weights are read.
+    # An SGD optimizer without momentum has no state, so only weights are read from the checkpoint.
     tensors = named_tensors(TrainState(model, torch.optim.SGD(trained.values()), named_weights={"ema": averages}))
     if missing := sorted(tensors.keys() - saved):
         raise ModelError(f"checkpoint {folder} has no {missing[0]!r}: it is of another model than {training.model}")
@@ -78,11 +84,12 @@ def pinned_model(stage: Stage, step: int, start: Callable[[Stage], Any] | None =
 
 
 def training_of(stage: Stage) -> Stage:
-    """Return the upstream training stage whose checkpoint a stage names."""
+    """Return the upstream training stage of the model whose checkpoint `stage` names."""
     return load_stage(Path(stage.inputs[str(source_of(stage.config.model))]["path"]))
 
 
 def _causal_lm(training: Stage) -> PreTrainedModel:
+    """Return the initial causal language model of a training stage, with its trainable parameters marked."""
     train, policy = training.recipe.train, training.recipe.policy
     model = load_model(training.model, revision=policy.model_revision, dtype=getattr(torch, train.master_dtype))
     choose_trained(model, policy)

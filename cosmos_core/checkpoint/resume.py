@@ -1,7 +1,7 @@
-"""Selection of the newest complete checkpoint, and loading it.
+"""Selection of the newest complete checkpoint of a training, and loading of checkpoints.
 
-Reading a checkpoint never runs code: tensors are safetensors, everything else is JSON. The native format of DCP stores
-metadata as a pickle, so its safetensors storage is used instead.
+Reading a checkpoint never runs code: tensors are safetensors, everything else is JSON. The native format of torch's
+distributed checkpoint (DCP) has pickled metadata, so the safetensors storage of DCP is used instead.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OF_ANOTHER = "it belongs to another configuration"
 _STEP = re.compile(r"step_(\d+)")
 
 logger = logging.getLogger(__name__)
-# DCP warns at each save and load without a process group, which is intended here.
+# DCP warns at each load with `no_dist=True`, which is intended: each rank reads its own tensors.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
@@ -46,16 +46,19 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """Return the steps that have a checkpoint folder, complete or not, in ascending order."""
+    """Return the steps of all checkpoint folders in `folder`, complete or not, in ascending order."""
     names = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
     return sorted(int(match[1]) for match in map(_STEP.fullmatch, names) if match)
 
 
 def problem(folder: Path, step: int, fingerprint: str | None, *, is_hashed: bool = False) -> str | None:
-    """Return why training cannot resume from the checkpoint of a step, or None if every byte is intact.
+    """Return the reason why training cannot resume from the checkpoint of a step; None: every byte is intact.
 
-    `fingerprint` None accepts any configuration. `is_hashed`: this process hashed the files while writing, so that only
-    sizes are compared.
+    Args:
+        folder: folder of all checkpoints.
+        step: step of the checkpoint to check.
+        fingerprint: fingerprint that the checkpoint must have; None: the checkpoint may be of any configuration.
+        is_hashed: whether to compare only sizes of files, because this process hashed the files while writing.
     """
     policy = step_folder(folder, step) / "policy"
     manifest = read_manifest(policy)
@@ -72,7 +75,7 @@ def problem(folder: Path, step: int, fingerprint: str | None, *, is_hashed: bool
 
 
 def read_manifest(policy: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint; empty if it is missing or damaged."""
+    """Return the manifest in the folder `policy` of a checkpoint; empty if the manifest is missing or damaged."""
     manifest = read_json(policy / MANIFEST)
     return manifest if isinstance(manifest, dict) else {}
 
@@ -85,11 +88,12 @@ def _says_what_was_saved(manifest: dict[str, Any]) -> bool:
 
 
 def newest_whole(folder: Path, fingerprint: str, hashed: Container[int] = ()) -> int | None:
-    """Return the newest step to resume from, and log a warning for each newer unusable one. For steps in `hashed`, only
-    sizes are compared.
+    """Return the step of the newest intact checkpoint, and log a warning for each newer checkpoint that is not intact.
+
+    For steps in `hashed`, which this process wrote, only sizes of files are compared.
 
     Raises:
-        ModelError: the folder holds pickled shards of Cosmos-RL, which are not read.
+        ModelError: a checkpoint folder has pickled shards of Cosmos-RL, which are not read.
     """
     for step in reversed(saved_steps(folder)):
         refuse_pickled_shards(step_folder(folder, step) / "policy")
@@ -103,14 +107,14 @@ def newest_whole(folder: Path, fingerprint: str, hashed: Container[int] = ()) ->
 def load_latest(
     folder: Path, state: TrainState, fingerprint: str, beat: Callable[[], None] = lambda: None
 ) -> int | None:
-    """Load the newest complete checkpoint into `state` and return its step; None if there is none.
+    """Load the newest complete checkpoint into `state` and return its step; None: no checkpoint. It is collective.
 
-    `state.extra` is replaced by the values of this rank, or, if the number of ranks differs, by those of the first rank
-    without `rng`. The random generators are not changed: call `restore_rng` after everything that reseeds them, such as
-    the start of a rollout engine.
+    `state.extra` becomes the values that this rank saved, or, if the number of ranks has changed, the values of the
+    first rank with `rng` set to None. The random generators are not changed: call `restore_rng` after everything that
+    reseeds them, such as the start of a rollout engine. `beat` is called before each file is hashed.
 
     Raises:
-        ModelError: the checkpoint is of another model, or of Cosmos-RL.
+        ModelError: the checkpoint is of another model, or was written by Cosmos-RL.
     """
     step = _newest_whole_on_ranks(folder, fingerprint, beat)
     if step is not None:
@@ -119,8 +123,11 @@ def load_latest(
 
 
 def _newest_whole_on_ranks(folder: Path, fingerprint: str, beat: Callable[[], None]) -> int | None:
-    """Return the same as `newest_whole`, as a collective: each rank hashes its share of the files, because a single
-    rank would take longer than the timeout of a collective."""
+    """Return the step of the newest intact checkpoint on every rank, as a collective; None: no intact checkpoint.
+
+    Unlike `newest_whole`, every rank hashes only some of the files, because a single rank would take longer than the
+    timeout of a collective.
+    """
     for step in broadcast_object(saved_steps(folder)[::-1]):
         if is_first():
             refuse_pickled_shards(step_folder(folder, step) / "policy")
@@ -136,8 +143,10 @@ def _newest_whole_on_ranks(folder: Path, fingerprint: str, beat: Callable[[], No
 
 
 def damage(policy: Path, rank: int, num_ranks: int, beat: Callable[[], None] = lambda: None) -> str | None:
-    """Return a description of the first damaged file in a rank's share of the files of a checkpoint, by digest; `beat`
-    is called before each file."""
+    """Return a description of the first damaged file of a checkpoint, by digest; None: no file is damaged.
+
+    Only every `num_ranks`-th file is checked, from number `rank` on. `beat` is called before each file.
+    """
     for name, record in sorted(read_manifest(policy)["files"].items())[rank::num_ranks]:
         beat()
         if reason := _file_problem(policy / name, record, is_hashed=False):
@@ -146,10 +155,12 @@ def damage(policy: Path, rank: int, num_ranks: int, beat: Callable[[], None] = l
 
 
 def load_from(policy: Path, state: TrainState) -> int:
-    """Load the folder `.../step_N/policy` of any configuration into `state`, and return its step.
+    """Load the checkpoint in the folder `policy` (`.../step_N/policy`) into `state`, and return its step N.
+
+    The checkpoint may be of any configuration.
 
     Raises:
-        ModelError: the checkpoint is damaged, of another model, or of Cosmos-RL.
+        ModelError: the checkpoint is damaged, of another model, or was written by Cosmos-RL.
     """
     step = int(policy.parent.name.removeprefix("step_"))
     refuse_pickled_shards(policy)
@@ -161,6 +172,7 @@ def load_from(policy: Path, state: TrainState) -> int:
 
 
 def _fill(state: TrainState, policy: Path) -> None:
+    """Load the intact checkpoint in the folder `policy` into `state`."""
     reader = dcp.HuggingFaceStorageReader(str(policy))
     saved: dict[str, tuple[torch.Size, torch.dtype]] = {}
     for name, entry in reader.read_metadata().state_dict_metadata.items():
@@ -175,10 +187,12 @@ def _fill(state: TrainState, policy: Path) -> None:
 
 
 def _extra(policy: Path) -> dict[str, Any]:
+    """Return the JSON values that this rank saved; those of the first rank without `rng` if the number of ranks has
+    changed."""
     saved = read_manifest(policy).get("ranks", 1)
     is_alike = saved == num_ranks()
     extra = read_json(policy / (extra_name(rank_number()) if is_alike else EXTRA))
-    assert isinstance(extra, dict)  # its digest was checked before
+    assert isinstance(extra, dict)  # the caller has checked the digest of the file
     if not is_alike:
         logger.info("%s was saved by %d ranks, here are %d: random numbers begin anew", policy, saved, num_ranks())
         extra["rng"] = None
@@ -186,10 +200,10 @@ def _extra(policy: Path) -> dict[str, Any]:
 
 
 def refuse_pickled_shards(policy: Path) -> None:
-    """Raise an error with a remedy if the folder holds a checkpoint of Cosmos-RL.
+    """Refuse a folder that holds a checkpoint of Cosmos-RL, whose pickled files could run code when read.
 
     Raises:
-        ModelError: the folder holds `.pth` files.
+        ModelError: the folder `policy` holds `.pth` files.
     """
     shard = next(iter(sorted(policy.glob("*.pth"))), None) if policy.is_dir() else None
     if shard is not None:
@@ -200,7 +214,7 @@ def refuse_pickled_shards(policy: Path) -> None:
 
 
 def _file_problem(file: Path, record: dict[str, Any], is_hashed: bool) -> str | None:
-    if not os.path.isfile(file):  # also False for an invalid file name
+    if not os.path.isfile(file):  # False, not an error, for a name that the file system does not accept
         return f"{file.name} is gone"
     size = file.stat().st_size
     if size != record["size"]:

@@ -38,13 +38,16 @@ from cosmos_core.run.files import replaced_folder, write_json
 
 _UNFINISHED = re.compile(r"\.(step_\d+)\.(?:\d+|parts)\.(tmp|old)")
 _SLOWEST_RANK = timedelta(hours=6)
-"""Timeout for the slowest rank to write its files, after the fastest."""
+"""Timeout of the collective in which ranks wait for the slowest rank to finish its files."""
 
 logger = logging.getLogger(__name__)
 
 
 class Checkpointer:
-    """Writer and finder of the checkpoints in one folder, which has no other writer; its methods are collective."""
+    """Writer and reader of the checkpoints of a training, all in one folder that has no other writer.
+
+    Its methods are collective: every rank calls them.
+    """
 
     def __init__(
         self,
@@ -56,30 +59,39 @@ class Checkpointer:
         on_saved: Callable[[int], None] | None = None,
         beat: Callable[[], None] = lambda: None,
     ) -> None:
-        """Prepare the folder; `max_keep` -1 keeps all checkpoints. After a checkpoint is complete, its writer on the
-        first rank calls `on_saved(step)`."""
+        """Prepare the folder, and clean up after a killed writer.
+
+        Args:
+            folder: folder of all checkpoints.
+            fingerprint: fingerprint of the configuration, recorded in each manifest.
+            max_keep: number of checkpoints to keep; -1: all.
+            asynchronous: whether a thread writes checkpoints while the training goes on.
+            on_saved: function that the first rank calls with the step after a checkpoint is complete.
+            beat: function that is called before each file is hashed, to show that the process is alive.
+        """
         self._folder = folder
         self._fingerprint = fingerprint
         self._max_keep = max_keep
         self._on_saved, self._beat = on_saved, beat
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
         self._pending: Future[None] | None = None
-        self._hashed: set[int] = set()  # steps that this object hashed while writing
+        self._hashed: set[int] = set()  # steps whose checkpoints this object wrote, so that their digests are certain
         pins = asynchronous and torch.cuda.is_available()
         self._stager = DefaultStager(StagingOptions(use_shared_memory=False)) if pins else None
-        # A separate group for the writers, which communicate while the training does.
+        # The writer threads need their own process group, because they communicate while the training does.
         self._group = None if is_single_rank() else dist.new_group(backend="gloo", timeout=_SLOWEST_RANK)
         if is_first():
             folder.mkdir(parents=True, exist_ok=True)
             _settle_unfinished(folder)
 
     def save(self, step: int, state: TrainState, best: Best | None = None) -> None:
-        """Save the state after `step` steps; `best` is recorded and its checkpoint kept.
+        """Save the training state after `step` steps.
 
-        In asynchronous mode, return after the previous save has ended and the state is copied.
+        `best` is the best step so far, which is written to `best.json` and whose checkpoint is kept. In asynchronous
+        mode, this method returns after the previous save has ended and the state is copied.
 
         Raises:
-            StageFailed: this save, or the previous asynchronous one, failed on a full or broken disk.
+            StageFailed: this save, or the previous asynchronous save, failed because a disk is full or broken.
         """
         self.wait()
         if is_first():
@@ -89,7 +101,7 @@ class Checkpointer:
         if self._writer is None:
             self._write(step, tensors, extra, best)
         else:
-            # The writer reads copies, because the optimizer changes the tensors in place.
+            # The writer thread gets copies, because the optimizer changes the tensors in place.
             self._pending = self._writer.submit(self._write, step, self._copies(tensors), extra, best)
 
     def wait(self) -> None:
@@ -99,17 +111,17 @@ class Checkpointer:
             StageFailed: the last asynchronous save failed.
         """
         self._drain()
-        broadcast_object(None)  # barrier: a rank that ends would also end a rank that still writes
+        broadcast_object(None)  # a barrier: when one rank exits, all others are ended, even if they still write
 
     def latest(self) -> int | None:
-        """Return the newest step to resume from; None if there is none."""
+        """Return the step of the newest complete checkpoint, from which training can resume; None: no checkpoint."""
         return broadcast_object(self._newest_whole() if is_first() else None)
 
     def load_latest(self, state: TrainState) -> int | None:
-        """Load the newest complete checkpoint into `state` and return its step; None if there is none.
+        """Load the newest complete checkpoint into `state` and return its step; None: no checkpoint.
 
         Raises:
-            ModelError: the checkpoint is of another model, or of Cosmos-RL.
+            ModelError: the checkpoint is of another model, or was written by Cosmos-RL.
         """
         return resume.load_latest(self._folder, state, self._fingerprint, self._beat)
 
@@ -137,8 +149,10 @@ class Checkpointer:
             pending.result()
 
     def _write(self, step: int, tensors: dict[str, LocalTensor], extra: str, best: Best | None) -> None:
-        """Write this rank's files; on the first rank, commit the checkpoint when the files of all ranks are on the
-        disk.
+        """Write this rank's files of a checkpoint, and wait until the files of all ranks are on the disk.
+
+        The first rank then commits the checkpoint, records the best step, deletes old checkpoints, and calls
+        `on_saved`.
 
         Raises:
             StageFailed: the disk of a rank is full or broken; all ranks raise the same error.
@@ -170,19 +184,24 @@ class Checkpointer:
             self._on_saved(step)
 
     def _copies(self, tensors: dict[str, LocalTensor]) -> dict[str, LocalTensor]:
-        """Copy the tensors to the host and return the copies; from a GPU, copy on a separate stream into pinned memory
-        that the next save reuses."""
+        """Return copies of the tensors in host memory.
+
+        From a GPU, the copies are made on a separate stream into pinned memory, which the next save reuses.
+        """
         live = {name: local.tensor for name, local in tensors.items()}
         if self._stager is None:
             copies = {name: tensor.to("cpu", copy=True) for name, tensor in live.items()}
         else:
-            torch.cuda.current_stream().synchronize()  # the stream of the stager does not wait for that of the trainer
+            torch.cuda.current_stream().synchronize()  # the stager copies on a stream that does not wait for this one
             staged: Any = self._stager.stage(live)
             copies = staged.result()
         return {name: LocalTensor(copies[name], local.offsets) for name, local in tensors.items()}
 
     def _commit(self, step: int, written: list[dict[str, Any]]) -> None:
-        """Move the files of all ranks into the folder of the checkpoint, with a manifest."""
+        """Move the files of all ranks into the folder of the checkpoint, and write its manifest.
+
+        `written` has, for each rank, the size and digest of its files by name.
+        """
         target = step_folder(self._folder, step)
         with replaced_folder(target) as building:
             policy = building / "policy"
@@ -200,17 +219,17 @@ class Checkpointer:
         logger.info("saved checkpoint %s", target)
 
     def _building(self, step: int) -> Path:
-        """Return the temporary folder into which the ranks write."""
+        """Return the temporary folder into which the ranks write the files of a step."""
         return self._folder / f".step_{step}.parts.tmp"
 
     def _name(self, step: int) -> str:
         return f"checkpoint step_{step} in {self._folder}"
 
     def _prune(self, newest: int, best: Best | None) -> None:
-        """Delete old checkpoints beyond `max_keep`, if the checkpoint just written is complete.
+        """Delete the oldest checkpoints beyond `max_keep`, except that of the best step.
 
-        Later steps, which were skipped when the training resumed, and checkpoints of other configurations are neither
-        counted nor deleted.
+        Nothing is deleted unless the checkpoint of step `newest`, just written, is complete. Checkpoints of later
+        steps, which resuming skipped, and of other configurations are neither counted nor deleted.
         """
         if self._max_keep == -1:
             return
@@ -218,7 +237,7 @@ class Checkpointer:
         too_many = [step for step in own_steps[: -self._max_keep] if best is None or step != best.step]
         if too_many and resume.problem(self._folder, newest, self._fingerprint, is_hashed=True) is None:
             for step in too_many:
-                # Renamed first, so that a kill does not leave a partially deleted step.
+                # The folder is renamed first, so that a kill does not leave a partially deleted checkpoint.
                 trash = self._folder / f".step_{step}.{os.getpid()}.tmp"
                 os.rename(step_folder(self._folder, step), trash)
                 shutil.rmtree(trash)
@@ -236,8 +255,8 @@ class Checkpointer:
 
 
 def _settle_unfinished(folder: Path) -> None:
-    """Clean up after a killed writer: remove incomplete folders, and restore a checkpoint that was moved for a
-    replacement."""
+    """Clean up after a killed writer: remove incomplete checkpoint folders, and restore a checkpoint that the writer
+    had moved away to replace it."""
     for path in list(folder.iterdir()):
         match = _UNFINISHED.fullmatch(path.name)
         if match and match[2] == "old" and not (folder / match[1]).exists():

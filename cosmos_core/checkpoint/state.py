@@ -1,9 +1,10 @@
 """Content of a checkpoint: weights, optimizer state, named weights, and the states of the feed and the algorithm.
 
-Hyper-parameters of the optimizer are left out: they come from the recipe, which the fingerprint covers, and the
-learning rate is a pure function of the step. torch's `get_optimizer_state_dict` is not used because it takes a step
-with zero gradients to create missing state, which would count one step too many for weights without a gradient so far.
-`get_model_state_dict` is not used because it keeps both names of tied weights.
+Named weights are sets of weights other than the policy's, such as a moving average or a reference policy. The feed is
+the source of training samples. Hyper-parameters of the optimizer are left out: they come from the recipe, which the
+fingerprint covers, and the learning rate is a pure function of the step. torch's `get_optimizer_state_dict` is not used
+because it takes a step with zero gradients to create missing state, which would count one step too many for weights
+without a gradient so far. `get_model_state_dict` is not used because it keeps both names of tied weights.
 """
 
 from __future__ import annotations
@@ -29,31 +30,39 @@ _MODEL = "model."
 _OPTIMIZER = "optimizer."
 _TABLES = ("feed", "algorithm")
 FOLLOWING = ("ema", "old")
-"""Named weights that follow the policy: they start as a copy of its weights if a checkpoint lacks them. Others, such as
-a reference, stay as the stage loaded them."""
+"""Names of the weight sets that follow the policy and start as a copy of its weights if a checkpoint lacks them.
+
+Other weight sets, such as `reference`, keep the weights that the stage loaded.
+"""
 _TENSOR = "__tensor__"
-"""Key of the JSON object in place of a tensor; its value is the name of the tensor."""
+"""Key of the JSON object that is written in place of a tensor; its value is the name of the tensor."""
 
 
 @dataclass
 class TrainState:
-    """Live objects that a checkpoint saves and loads."""
+    """Objects of a running training whose state a checkpoint saves and loads."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     extra: dict[str, JsonValue] = field(default_factory=dict)
-    """Step, data position, `capture_rng()` and other JSON values that the loop needs to resume."""
+    """Step, data position, result of `capture_rng` and other JSON values that the training loop needs to resume."""
     named_weights: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
-    """Weights in addition to the policy's, by the name of the set ("ema", "old", "reference") and of the parameter."""
+    """Weight sets other than the policy's, by the name of the set ("ema", "old", "reference") and of the parameter."""
     feed: dict[str, Any] = field(default_factory=dict)
-    """State of the feed: JSON values and tensors in dictionaries and lists; equal on all ranks except DTensors."""
+    """State of the feed, the source of training samples: nested dictionaries and lists of JSON values and tensors.
+
+    The state is equal on all ranks, except for DTensors.
+    """
     algorithm: dict[str, Any] = field(default_factory=dict)
-    """State of the algorithm, in the form of `feed`."""
+    """State of the algorithm: nested dictionaries and lists of JSON values and tensors, equal on all ranks except
+    DTensors."""
 
 
 def named_tensors(state: TrainState) -> dict[str, Tensor]:
-    """Return every tensor of the state by name, without copies: `model.NAME`, `SET.NAME`, `optimizer.SLOT.NAME`,
-    `feed.KEY`."""
+    """Return every tensor of a training state by its name in a checkpoint, without copies.
+
+    The names are `model.NAME`, `SET.NAME` (weight set), `optimizer.SLOT.NAME`, `feed.KEY` and `algorithm.KEY`.
+    """
     tensors = model_tensors(state.model) | _named_weights(state)
     for name, parameter in state.model.named_parameters():
         for slot, value in state.optimizer.state.get(parameter, {}).items():
@@ -64,21 +73,24 @@ def named_tensors(state: TrainState) -> dict[str, Tensor]:
 
 
 def json_values(state: TrainState) -> dict[str, JsonValue]:
-    """Return `extra` with the states of feed and algorithm, in which each tensor is represented by its name."""
+    """Return the JSON values of a training state: `extra` and the states of feed and algorithm, in which a JSON object
+    with the name of the tensor represents each tensor."""
     tables = {table: getattr(state, table) for table in _TABLES}
     return state.extra | {table: _take_tensors(value, table, {}) for table, value in tables.items() if value}
 
 
 def adopt_json_values(state: TrainState, values: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Restore `extra`, `feed` and `algorithm` from the values of `json_values` and the loaded tensors."""
+    """Set `extra`, `feed` and `algorithm` of `state` from a result of `json_values` and the loaded tensors."""
     for table in _TABLES:
         setattr(state, table, _put_tensors(values.pop(table, {}), tensors))
     state.extra = values
 
 
 def empty_tensors(state: TrainState, saved: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
-    """Return the tensors into which this rank's part of a checkpoint with the tensors `saved` is loaded: the model's
-    own weights and named weights, and new tensors for the optimizer, feed and algorithm. It is collective.
+    """Return the tensors into which this rank loads a checkpoint, by name.
+
+    These are the existing tensors of the model and of the named weights, and new tensors for optimizer, feed and
+    algorithm. `saved` has shape and dtype of each tensor in the checkpoint. The function is collective.
 
     Raises:
         ModelError: the tensors of checkpoint and model differ in name or shape.
@@ -113,7 +125,7 @@ def empty_tensors(state: TrainState, saved: Mapping[str, tuple[torch.Size, torch
 
 
 def adopt_optimizer_tensors(state: TrainState, tensors: Mapping[str, Tensor]) -> None:
-    """Load `tensors`, which `empty_tensors` created and a reader filled, into the optimizer."""
+    """Load optimizer state from `tensors`, a result of `empty_tensors` filled by a reader, into the optimizer."""
     live = state.optimizer.state_dict()
     parameters = [parameter for group in state.optimizer.param_groups for parameter in group["params"]]
     indices = {id(parameter): index for index, parameter in enumerate(parameters)}
@@ -128,7 +140,7 @@ def adopt_optimizer_tensors(state: TrainState, tensors: Mapping[str, Tensor]) ->
 
 
 def begin_named_weights(state: TrainState, tensors: Mapping[str, Tensor]) -> None:
-    """Copy the policy's weights into the named weights that follow it and that the checkpoint lacks."""
+    """Copy the policy's weights into each weight set in `FOLLOWING` whose tensors the loaded checkpoint lacks."""
     parameters = dict(state.model.named_parameters())
     for which in FOLLOWING:
         for name, tensor in state.named_weights.get(which, {}).items():
@@ -149,9 +161,9 @@ def capture_rng() -> dict[str, JsonValue]:
 
 
 def restore_rng(captured: Mapping[str, Any]) -> None:
-    """Restore the random generators from the result of `capture_rng`.
+    """Restore the random generators from a result of `capture_rng`.
 
-    If the number of GPUs differs, only the GPUs that exist in both are restored.
+    If the number of GPUs has changed, only generators of GPUs that existed then and exist now are restored.
     """
     version, words, gauss = captured["python"]
     random.setstate((version, tuple(words), gauss))
@@ -164,7 +176,10 @@ def restore_rng(captured: Mapping[str, Any]) -> None:
 
 
 def seed_rng(*numbers: int, keeps_torch: bool = False) -> None:
-    """Seed the random generators with a digest of these numbers; with `keeps_torch`, except those of torch."""
+    """Seed the random generators of Python, NumPy and torch with a digest of `numbers`.
+
+    `keeps_torch`: whether to leave the generators of torch unchanged.
+    """
     digest = hashlib.sha256(repr(numbers).encode()).digest()
     random.seed(digest)
     np.random.seed(int.from_bytes(digest[:4]))
@@ -173,9 +188,9 @@ def seed_rng(*numbers: int, keeps_torch: bool = False) -> None:
 
 
 def model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Return trained weights and persistent buffers by name; tied weights have their first name.
+    """Return the trained weights and persistent buffers of a model by name; tied weights have their first name only.
 
-    Frozen weights are left out: a resumed stage loads them with its initial model.
+    Weights that are not trained are left out, because a resumed stage loads them with its initial model.
     """
     tensors: dict[str, Tensor] = {}
     seen_ids: set[int] = set()
@@ -188,12 +203,16 @@ def model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def _named_weights(state: TrainState) -> dict[str, Tensor]:
-    assert not state.named_weights.keys() & {"model", "optimizer", *_TABLES}  # reserved prefixes
+    # A weight set with such a name would have the tensor names of the model, optimizer, feed or algorithm.
+    assert not state.named_weights.keys() & {"model", "optimizer", *_TABLES}
     return {f"{which}.{name}": tensor for which, each in state.named_weights.items() for name, tensor in each.items()}
 
 
 def _take_tensors(value: Any, name: str, tensors: dict[str, Tensor]) -> JsonValue:
-    """Return `value` with each tensor replaced by its name, and add the tensors to `tensors`."""
+    """Return `value` as JSON, with each tensor replaced by an object with its name, and add the tensors to `tensors`.
+
+    `name` is the prefix of the tensor names.
+    """
     if isinstance(value, Tensor):
         tensors[name] = value.detach()
         return {_TENSOR: name}
@@ -207,6 +226,7 @@ def _take_tensors(value: Any, name: str, tensors: dict[str, Tensor]) -> JsonValu
 
 
 def _put_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return JSON from `_take_tensors` with each object that names a tensor replaced by the tensor."""
     if isinstance(value, dict):
         if value.keys() == {_TENSOR}:
             return tensors[value[_TENSOR]]
@@ -215,15 +235,17 @@ def _put_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _parts(value: Tensor) -> dict[str, Tensor]:
-    """Return the plain tensors of an 8-bit optimizer state of torchao by suffix; any other tensor with an empty
-    suffix."""
+    """Return the plain tensors of which a tensor of optimizer state consists, by suffix of its slot name.
+
+    An 8-bit state of torchao consists of three tensors; any other tensor is returned itself with an empty suffix.
+    """
     if not hasattr(value, "qmap"):
         return {"": value}
     return {f":{part}": getattr(value, part) for part in ("codes", "scale", "qmap")}
 
 
 def _merge_slots(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the slots of one parameter from the tensors that `_parts` separated."""
+    """Return the optimizer slots of one parameter; 8-bit states are assembled from the tensors of `_parts`."""
     slots = {slot: tensor for slot, tensor in parts.items() if ":" not in slot}
     for slot in [slot.removesuffix(":codes") for slot in parts if slot.endswith(":codes")]:
         eight_bit = importlib.import_module("torchao.optim.subclass_8bit").OptimState8bit
@@ -233,8 +255,10 @@ def _merge_slots(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _text(state: Tensor) -> str:
+    """Return the bytes of a tensor as base64 text."""
     return base64.b64encode(state.numpy().tobytes()).decode("ascii")
 
 
 def _tensor(text: str) -> Tensor:
+    """Return the uint8 tensor of a base64 text."""
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
