@@ -54,8 +54,10 @@ def run(stage: Stage) -> Outcome:
     ):
         models = [_Tensors(str(folder), None, stack) for folder in folders]
         base = _Tensors(stage.model, stage.recipe.policy.model_revision, stack) if config.method in _METHODS else None
-        for other in (*models[1:], *filter(None, [base])):
+        for other in models[1:]:
             _check_same(models[0], other)
+        if base is not None:
+            _check_same(models[0], base, may_have_more=True)
         for number, (file, names) in enumerate(models[0].files.items(), start=1):
             merged = {name: combine(config, weights, models, base, name, stage.seed) for name in names}
             save_file(merged, building / Path(file).name, metadata={"format": "pt"})
