@@ -185,8 +185,9 @@ def _call_of(
     handles = [given_after] if isinstance(given_after, StageHandle | str) else list(given_after)
     if _first_key(kind) == "after" and kind.reads_model and handles:
         first = handles[0]
-        is_handle = isinstance(first, StageHandle)
-        keys.setdefault("model", first if is_handle else f"{STAGE_PREFIX}{first.removeprefix(STAGE_PREFIX)}")
+        if isinstance(first, str):
+            first = STAGE_PREFIX + first.removeprefix(STAGE_PREFIX)
+        keys.setdefault("model", first)
     if isinstance(recipe, Mapping):
         tables = dict(recipe)
     elif recipe:
