@@ -168,14 +168,16 @@ def model_weights(config: MergeConfig, count: int) -> Sequence[float]:
     return config.weights
 
 
-def _check_same(first: _Tensors, other: _Tensors) -> None:
-    """Check that two models have tensors of the same names and shapes.
+def _check_same(first: _Tensors, other: _Tensors, *, may_have_more: bool = False) -> None:
+    """Check that two models have tensors of the same names and shapes; with `may_have_more`, the other one may have
+    further tensors, such as an output layer that is stored although it is the embedding.
 
     Raises:
         ModelError: a tensor is missing in one of the models or has another shape.
     """
     shapes, other_shapes = first.shapes(), other.shapes()
-    different = sorted(name for name in {*shapes, *other_shapes} if shapes.get(name) != other_shapes.get(name))
+    names = shapes.keys() if may_have_more else {*shapes, *other_shapes}
+    different = sorted(name for name in names if shapes.get(name) != other_shapes.get(name))
     if different:
         name = different[0]
         raise ModelError(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from cosmos_core.checkpoint.merge import combine, run
@@ -115,6 +116,16 @@ def test_what_cannot_be_merged_is_one_line(
     with pytest.raises(error, match=message):
         run(stage_of(folder, tmp_path / "merge", names, **settings))
     assert not (tmp_path / "merge/model").exists()
+
+
+def test_a_base_may_store_tensors_that_the_models_do_not(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "base", tmp_path / "base")
+    [file] = (tmp_path / "base").glob("*.safetensors")
+    save_file({**load_file(file), "lm_head.copy": torch.zeros(1)}, file, metadata={"format": "pt"})
+    stage = stage_of(folder, tmp_path / "merge", method="ties")
+    stage.model = str(tmp_path / "base")
+    run(stage)
+    assert weights(tmp_path / "merge/model").keys() == weights(folder / "stages/a/model").keys()
 
 
 def test_a_stop_leaves_nothing(folder: Path, tmp_path: Path) -> None:
