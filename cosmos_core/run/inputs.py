@@ -168,6 +168,8 @@ def _packages(recipe: Recipe) -> dict[str, str]:
     packages = {load_named(name, SINKS_FOLDER, "Sink").package: f"logging.logger {name!r}" for name in sinks}
     if recipe.sample.endpoint:
         packages["openai"] = "sample.endpoint"
+    if recipe.asks_judge:
+        packages["openai"] = "the reward judge"
     return packages | kernel_packages(recipe)
 
 
