@@ -32,7 +32,7 @@ _ABSENT = {"404", "NoSuchKey", "NotFound"}
 _BLOCK = 1 << 20
 _CONNECT_SECONDS = 10.0
 _ATTEMPTS = 6
-_ALTERED = 3  # maximum number of altered transfers of an object
+_ALTERED = 3  # transfers of an object whose digest differs, before an error
 _SHA256, _MD5 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{32}")
 
 
@@ -42,7 +42,7 @@ class _AlteredError(ConnectionError):
 
 @dataclass(frozen=True)
 class Object:
-    """Key, size, ETag and time of change of one object, as a listing returns them."""
+    """One object of a bucket, with the attributes that a listing returns."""
 
     key: str
     size: int
@@ -120,7 +120,7 @@ class Bucket:
         )
         try:
             return session.client("s3", endpoint_url=endpoint, config=config)
-        except BotoCoreError:  # some of its subclasses are also a ValueError
+        except BotoCoreError:  # some subclasses are also a ValueError
             raise
         except ValueError as error:
             variable = next(name for name in _ENDPOINTS if os.environ.get(name) == endpoint)
@@ -190,7 +190,7 @@ class Bucket:
         return content, etag
 
     def write(self, key: str, data: bytes, **only: str) -> str:
-        """Replace a small object in one request and return its ETag; retry if the store received other bytes.
+        """Replace a small object in one request and return its new ETag; retry if the store received altered bytes.
 
         Args:
             only: the condition of the write: `IfMatch` with an ETag, or `IfNoneMatch` with "*".
@@ -212,7 +212,7 @@ class Bucket:
         self.client.delete_object(Bucket=self.name, Key=key)
 
     def sha256(self, key: str) -> str:
-        """Return the SHA-256 digest of a stored object by reading the whole object."""
+        """Return the SHA-256 digest of a stored object; this reads the whole object."""
 
         def read() -> str:
             digest = hashlib.sha256()
@@ -276,9 +276,9 @@ class Bucket:
 
 
 class _Arrived:
-    """Digest of the bytes read from an object, compared with the digest that the store reports: the SHA-256 in the
-    metadata of our own uploads, or an ETag that is an MD5. Without either (a multi-part upload of another program, or
-    encryption with other keys), nothing is compared."""
+    """Digest of the received bytes of an object, compared with the digest that the store reports: the SHA-256 in the
+    metadata of objects that this package uploaded, or an ETag that is an MD5. Without either (a multi-part upload of
+    another program, or encryption with a customer's key), nothing is compared."""
 
     def __init__(self, found: dict[str, Any]) -> None:
         etag = found["ETag"].strip('"')
@@ -346,8 +346,8 @@ def _code(error: Any) -> str:
 
 
 def _variable(name: str, *others: str) -> str | None:
-    """Return the value of the first of these environment variables that is set; the variables of Cosmos-RL are used
-    together or not at all."""
+    """Return the value of the first of these environment variables that is set; if Cosmos-RL's variable for the access
+    key is set, only Cosmos-RL's variable `name` counts."""
     if os.environ.get(f"{_PREFIX}ACCESS_KEY_ID"):
         return os.environ.get(f"{_PREFIX}{name}") or None
     return next((value for value in map(os.environ.get, others) if value), None)

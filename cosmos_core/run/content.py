@@ -1,4 +1,4 @@
-"""Selection of the files in a model or data folder that are read, and that its digest therefore covers.
+"""Select the files in a model or data folder that are read, and that its digest therefore covers.
 
 Links are followed. Hidden files, documentation (*.md), and weights that the index in their folder does not name are
 left out.
@@ -56,8 +56,9 @@ def files_of_model(folder: Path, patterns: Sequence[str] = ("*",)) -> list[Path]
 
 
 def matches(file: Path, patterns: Sequence[str]) -> bool:
-    """Return True if the name of a file matches one of the patterns and none that begins with `!`, or whose path
-    relative to its folder does, for one with a slash; with such patterns alone, all other files match."""
+    """Return True if a file matches one of the patterns and none of the patterns that begin with `!`. Patterns are
+    compared with the name of the file; `!` patterns with a slash are compared with its path relative to its folder. If
+    all patterns begin with `!`, every other file matches."""
     excluded = [pattern[1:] for pattern in patterns if pattern.startswith("!")]
     included = [pattern for pattern in patterns if not pattern.startswith("!")] or ["*"]
     is_excluded = any(fnmatch(file.as_posix() if "/" in pattern else file.name, pattern) for pattern in excluded)
@@ -65,7 +66,7 @@ def matches(file: Path, patterns: Sequence[str]) -> bool:
 
 
 def _named_by(index: Path) -> list[Path]:
-    """Return the files that an index of weights names; a damaged index names none, and the worker reports the
+    """Return the files that an index of weights names; a damaged index names none, since the worker reports the
     damage."""
     content = read_json(index)
     tensors = content.get("weight_map") if isinstance(content, dict) else None

@@ -16,8 +16,8 @@ from cosmos_core.errors import ConfigError
 from cosmos_core.run.files import SHARED, sha256, write_text
 
 _UNSETTLED_NS = 100_000_000
-"""Minimum age of a change in nanoseconds: a younger file may change again without a new timestamp, because the clock of
-the file system is coarse."""
+"""Minimum age in nanoseconds of the last change of a file whose digest is cached: a younger file may change again
+without a new timestamp, because the clock of the file system is coarse."""
 
 Key = list[int]
 
@@ -84,7 +84,7 @@ def _remembered(path: Path) -> dict[str, tuple[Key, str]]:
         try:
             file, key, digest = json.loads(line)
             entries[str(file)] = (list(key), str(digest))
-        except (ValueError, TypeError, RecursionError):  # cut by a kill, or damaged
+        except (ValueError, TypeError, RecursionError):  # a line that a kill truncated, or damage
             continue
     if len(lines) > 2 * len(entries) + 1000:
         write_text(path, "".join(_line(file, *entries[file]) for file in entries), durable=False)

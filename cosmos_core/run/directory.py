@@ -45,7 +45,7 @@ from cosmos_core.run.remote import pinned_urls
 PIPELINE = "pipeline.toml"
 RUNS = "runs.json"
 _ABANDONED_SECONDS = 3600.0
-"""Age in seconds at which the incomplete folder of a run whose creation was killed is removed."""
+"""Age in seconds at which the folder of a run whose creation was killed is removed."""
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -62,14 +62,15 @@ class Facts(Document):
     versions: dict[str, str] = {}
     seeds: dict[str, int | None] = {}
     kinds: dict[str, dict[str, Any]] = {}
-    """Fields of the stage kinds of the run, by name of the kind."""
+    """Declared properties of each stage kind of the run, by name of the kind."""
     fixed: dict[str, Any] = {}
-    """Settings that were resolved when the run was created, such as the number of threads, with the values of the
-    user's config."""
+    """Settings that were resolved when the run was created, such as the number of threads: each key with the value in
+    the user's config."""
     entrypoint: str = ""
-    """`FILE.py:FLOW` of a run that a flow in Python makes; empty: the run has a TOML file."""
+    """Import path `FILE.py:FLOW` of the Python flow that created the run; empty: the run was created from a TOML
+    file."""
     parameters: dict[str, Any] = {}
-    """Parameters of that flow."""
+    """Parameters of the Python flow that created the run; empty for a TOML file."""
 
 
 @dataclass(frozen=True)
@@ -113,11 +114,11 @@ def create_run(
     """
     check_capabilities(pipeline)
     check_inputs(pipeline)
-    # Resolved once per run, so that the run can be resumed on a machine with another number of cores, and after its
-    # models and data sets on the Hub have changed.
+    # These settings are resolved once per run, so that the run can be resumed on a machine with another number of
+    # cores, and after its models and data sets on the Hub have changed.
     original = pipeline
     private = pipeline.config.private
-    if private is None and umask() & 0o077 == 0o077:  # new files are readable for their owner only
+    if private is None and umask() & 0o077 == 0o077:  # umask: new files are readable only for their owner
         private = True
     fixed = {"threads": threads(pipeline), "private": private}
     pipeline = replace(pipeline, config=pipeline.config.model_copy(update=fixed))
@@ -274,7 +275,7 @@ def writable(folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
-    except (OSError, ValueError, RuntimeError) as error:  # a null byte; `~` of an unknown user
+    except (OSError, ValueError, RuntimeError) as error:  # a path with a null byte, or `~` of an unknown user
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
             f"pipeline.output_dir = {str(folder)!r} cannot be written: {reason}; choose another folder"
@@ -318,7 +319,7 @@ def _made(output_dir: Path, run_id: str, pipeline: str, facts: Facts) -> Path:
 
 
 def read_facts(run_path: Path) -> Facts | None:
-    """Return how a run was started; None if `run.json` is missing or damaged."""
+    """Return the content of `run.json`, which describes how a run was started; None if it is missing or damaged."""
     return read_document(run_path / "run.json", Facts)
 
 

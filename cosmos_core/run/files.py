@@ -23,7 +23,7 @@ from cosmos_core.errors import DiskFull
 logger = logging.getLogger(__name__)
 
 SHARED = ".cosmos"
-"""Name of the folder, in the output folder, that all runs share."""
+"""Name of the folder in the output folder with the data that all runs share, such as digests."""
 _BLOCK = 1 << 20
 _WRITER = re.compile(r"\.(\d+)(?:-\d+)?\.tmp$")
 
@@ -44,7 +44,8 @@ def disk_full(error: BaseException | None, where: Path) -> DiskFull | None:
 
 @contextmanager
 def telling_of_full_disk(where: Path) -> Iterator[None]:
-    """Raise `DiskFull` in place of an `OSError` in the block that means that the disk is full or read-only."""
+    """Context manager that raises `DiskFull` in place of an `OSError` which means that the disk is full or
+    read-only."""
     try:
         yield
     except OSError as error:
@@ -55,8 +56,8 @@ def telling_of_full_disk(where: Path) -> Iterator[None]:
 
 @contextmanager
 def room_may_be_missing(what: str) -> Iterator[None]:
-    """Log a warning and continue if the block cannot write because the disk is full; use it only for information that
-    other files hold too."""
+    """Context manager that logs a warning and continues if its block cannot write because the disk is full; use it only
+    for information that other files contain too. `what` names the information."""
     try:
         yield
     except OSError as error:
@@ -77,7 +78,7 @@ def write_text(path: Path, text: str, *, durable: bool = True) -> None:
 
 def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
     """Replace `path` atomically by `content`; with `durable`, wait until the file is on the disk."""
-    # Threads of one process may replace the same file at once, such as parallel stages the cache of digests.
+    # Threads of one process may replace the same file at once: parallel stages write the cache of digests.
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -87,7 +88,7 @@ def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
                 os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
-        with suppress(OSError):  # the first error is the one to report
+        with suppress(OSError):  # report the first error, not a failed cleanup
             temporary.unlink(missing_ok=True)
         raise
     if durable:
@@ -103,7 +104,7 @@ def read_json(path: Path) -> Any | None:
 
 
 class Document(BaseModel):
-    """Base class of the JSON files of a run directory: types are strict, undeclared keys are ignored."""
+    """Base class of the schemas of JSON files in a run directory: types are strict, undeclared keys are ignored."""
 
     model_config = ConfigDict(strict=True)
 
@@ -174,7 +175,8 @@ def replaced_folder(target: Path) -> Iterator[Path]:
         yield building
         for folder, _, names in os.walk(building):
             for name in names:
-                with open(os.path.join(folder, name), "rb") as file:  # a copy of a read-only file is read-only
+                # Opened for reading, because copies of read-only files are not writable.
+                with open(os.path.join(folder, name), "rb") as file:
                     os.fsync(file.fileno())
             sync_folder(Path(folder))
         old = target.with_name(f".{target.name}.{os.getpid()}.old")
@@ -219,7 +221,7 @@ def step_of(name: str) -> int:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the temporary files, at any depth of a folder, of writers on this machine that were killed."""
+    """Remove the temporary files that killed writers on this machine left in a folder, at any depth."""
     for path in folder.rglob(".*.tmp"):
         writer = _WRITER.search(path.name)
         if writer and not Path(f"/proc/{writer[1]}").exists():

@@ -28,12 +28,13 @@ from cosmos_core.run.libraries import LIBRARIES
 from cosmos_core.types import StageKind, is_below
 
 CARRIED = "carried"
-"""Name of the ingredient for the files of a model that training does not read and exports copy."""
-_CUSTOM_OF_OURS = ("dataset", "vision")  # tables of `[custom]` that are read without user code
+"""Name of the fingerprint ingredient for those files of a model that training does not read and exports copy."""
+_CUSTOM_OF_OURS = ("dataset", "vision")  # tables of `[custom]` that this package reads
 _INPUTS = frozenset(get_args(Role)) - {"end_tokens"}
 _END_TOKENS = "eos_token_id"
 _ENCODING = ("rollout.multi_turn_config.tools", "policy.model_class")
-"""Keys of user code that prepared rows depend on: tools describe themselves in prompts, families encode media."""
+"""Keys of user code that prepared rows depend on: tools add their descriptions to prompts, families of diffusion models
+encode media."""
 
 
 Read = tuple[str, str, str, str]
@@ -42,7 +43,8 @@ Read = tuple[str, str, str, str]
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Hash of a stage, with the ingredients that were hashed and the inputs among them, which explain a difference."""
+    """Hash of everything that can change the result of a stage, with the hashed ingredients and the inputs among them,
+    which explain the difference between two fingerprints."""
 
     value: str
     ingredients: dict[str, Any]
@@ -137,12 +139,12 @@ def _counts(each: Input, kind: StageKind, reads: Callable[[str], bool]) -> bool:
 
 
 def _digest(each: Input, digests: Digests) -> Any:
-    """Return the digest of the content of an input, wherever it is; of `end_tokens`, the tokens."""
+    """Return the digest of the content of an input in any form; for `end_tokens`, the token ids themselves."""
     if each.form in {"stage", "literal"}:
         return each.location  # the digest of the stage's result is in `inputs`
     if each.form == "store":
-        return f"remote:{each.location.rpartition('#')[2]}"  # the digest in a pinned URL
-    if each.form == "hub":  # of data sets, the revision is in the config
+        return f"remote:{each.location.rpartition('#')[2]}"  # a pinned URL ends with the digest of its content
+    if each.form == "hub":  # the revision of a data set is in the config
         return f"hub:{each.location}" if each.role == "data" else f"hub:{each.location}@{each.revision}"
     if each.form == "code":
         return code_digest(each.location)
@@ -153,7 +155,7 @@ def _digest(each: Input, digests: Digests) -> Any:
         return digests.of_file(path)
     files = files_of_model if each.role in {"model", "teacher", "carried"} else files_of
     digest = digests.of_files(path, files(path, each.patterns))
-    return [each.location, digest] if each.role == "media" else digest  # prepared rows hold the paths of images
+    return [each.location, digest] if each.role == "media" else digest  # prepared rows contain the paths of images
 
 
 def _read(each: Input, digest: Any) -> Read:
@@ -162,8 +164,8 @@ def _read(each: Input, digest: Any) -> Read:
 
 
 def _by_role(digested: Sequence[tuple[Input, Any]], labels: Mapping[str, str]) -> dict[str, Any]:
-    """Return the digests of inputs under the names of their roles: a list of those of data, a table where several
-    inputs have a role."""
+    """Return the digests of inputs by role: a list for `data`, a dict for roles that several inputs may have, otherwise
+    one digest."""
     ingredients: dict[str, Any] = {"model": None, "data": []}
     for each, digest in digested:
         if each.role == "data":
@@ -185,7 +187,7 @@ def _hashed(ingredients: Mapping[str, Any]) -> str:
 def _keys_of(stage: StageConfig, kind: StageKind) -> dict[str, Any]:
     """Return the keys of the stage itself that are set and change its result."""
     values: dict[str, Any] = {}
-    if "after" in kind.required_keys:  # `inputs` has no order, and the weights of merged models have that of `after`
+    if "after" in kind.required_keys:  # merge weights follow the order of `after`, which `inputs` does not have
         values["after"] = list(stage.after)
     for key in ("checkpoint", "require", "confidence"):
         if value := getattr(stage, key):
@@ -227,7 +229,7 @@ def _completes_prompts(pipeline: Pipeline, stage: StageConfig) -> bool:
         return False
     if kind.reads_data == "prepared":
         if source is None or pipeline.kind_of(pipeline.stage(source)).makes != "data":
-            return True  # unknown, so assume that some are
+            return True  # unknown rows may be prompts
         stage = pipeline.stage(source)
     recipe = pipeline.recipes[stage.name]
     return recipe.train.train_policy.has_rollouts or bool(recipe.validation.reward_function)

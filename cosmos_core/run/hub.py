@@ -25,7 +25,8 @@ _REVISIONS = {"model": "policy.model_revision", "teacher": "distillation.model_r
 _SECONDS = 8.0
 _AWAY_SECONDS = 60.0
 _away: dict[str, tuple[float, str]] = {}
-"""For each Hub that did not respond: when, and why. The next repository does not wait for it again."""
+"""Time (monotonic) and reason of the last failed request to each Hub, so that the next repository does not wait for an
+unreachable Hub again."""
 Repository = tuple[Literal["model", "dataset"], str, str]
 """Repository type, name and revision."""
 
@@ -36,7 +37,7 @@ def pinned(pipeline: Pipeline) -> Pipeline:
     Raises:
         ModelError, DataError: the Hub has no such repository, or neither the Hub nor its local cache is readable.
     """
-    commits: dict[Repository, str] = {}  # two stages of a run read the same commit
+    commits: dict[Repository, str] = {}  # so that all stages of a run read the same commit
     recipes = {}
     for stage in pipeline.stages:
         try:
@@ -69,7 +70,7 @@ def commit_of(repository: Repository, seconds: float = _SECONDS) -> str:
     if _COMMIT.fullmatch(revision):
         return revision
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    from huggingface_hub import HfApi, constants  # the import takes half a second, and most pipelines name folders
+    from huggingface_hub import HfApi, constants  # slow import, which pipelines without Hub names do not need
     from huggingface_hub.errors import HFValidationError, HTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
     hub = (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
@@ -93,8 +94,8 @@ def commit_of(repository: Repository, seconds: float = _SECONDS) -> str:
 
 
 def within(seconds: float, call: Callable[[], Any]) -> Any:
-    """Return the result of a call, which runs in a thread: the timeout of a client does not limit the resolution of
-    names, and applies to each address of a host anew.
+    """Return the result of a call that runs in a thread for at most `seconds`. The timeout of an HTTP client is not
+    enough: it does not limit the resolution of names, and starts again for each address of a host.
 
     Raises:
         TimeoutError: there is no result after `seconds`; the thread continues.
@@ -118,7 +119,7 @@ def _cached(folder: Path, revision: str) -> str | None:
     """Return the commit of a revision in the cache of the Hub; `datasets` stores no branch names there, so for a data
     set return its only commit."""
     reference = folder / "refs" / revision
-    if os.path.isfile(reference):  # Path.is_file raises for a name that is too long
+    if os.path.isfile(reference):  # Path.is_file raises an error for a name that is too long
         return reference.read_text(encoding="utf-8").strip()
     commits = [path.name for path in (folder / "snapshots").glob("*")]
     return commits[0] if len(commits) == 1 and revision == _NEWEST else None

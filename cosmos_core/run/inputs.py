@@ -1,4 +1,4 @@
-"""Checks of the inputs of a pipeline before any stage runs: everything that a stage reads from outside exists.
+"""Check the inputs of a pipeline before any stage runs: everything that a stage reads from outside must exist.
 
 No user code is imported. The workers check the contents (weights, rows, functions).
 """
@@ -47,7 +47,7 @@ def check_inputs(pipeline: Pipeline) -> None:
                     _check_reward(each)
             if kind.trains:
                 _check_gpu(recipe)
-                if not stage.work_pool:  # a stage on a work pool checks its own machine
+                if not stage.work_pool:  # the worker on a work pool checks its machine
                     _check_compiler(recipe, pipeline.config.python)
             for package in missing & kind.extras.keys():
                 raise ConfigError(
@@ -142,7 +142,7 @@ def _check_reward(each: Input) -> None:
 
 
 def _check_code(each: Input, error_class: type[CosmosError] = ConfigError) -> None:
-    """Check that user code exists; an error about the file names the key."""
+    """Check that the file of user code exists."""
     try:
         code_file(each.location)
     except ConfigError as error:
@@ -162,8 +162,8 @@ def kernel_packages(recipe: Recipe) -> dict[str, str]:
 
 
 def _packages(recipe: Recipe) -> dict[str, str]:
-    """Return the required optional packages, whose names are also the extras that install them, with the settings that
-    require them."""
+    """Return the optional packages that a recipe requires, each with the setting that requires it; the name of a
+    package is also the name of the extra that installs it."""
     sinks = [name for name in recipe.logging.logger if name != CONSOLE and not is_import_path(name)]
     packages = {load_named(name, SINKS_FOLDER, "Sink").package: f"logging.logger {name!r}" for name in sinks}
     if recipe.sample.endpoint:

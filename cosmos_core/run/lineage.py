@@ -1,4 +1,4 @@
-"""Lineage of a model back to its data: every manifest names its inputs by digest."""
+"""Trace the lineage of a model back to its data: every manifest names its inputs by digest."""
 
 from __future__ import annotations
 
@@ -34,13 +34,14 @@ class Link:
     kind: str
     digest: str
     where: str
-    """The run of the stage, or the path or Hub name of an external model or data set."""
+    """Origin of the entry: the run of a stage, or the path or Hub id of an external model or data set."""
     note: str
-    """`verified`, `recorded` for content that cannot be hashed again as a whole, or a description of the damage."""
+    """Status of the content: `verified`, `recorded` for content that cannot be hashed again as a whole, or a
+    description of the damage."""
 
     @property
     def is_broken(self) -> bool:
-        """Return True if the content is no longer what the next stage read."""
+        """Return True if the content differs from what the next stage read."""
         return self.note not in {"verified", "recorded"}
 
 
@@ -60,8 +61,8 @@ def lineage_of(path: Path) -> list[Link]:
 
 
 def _damage(folder: Path, files: dict[str, str]) -> str:
-    """Return a description of the first changed file of a published model, or an empty string. The card is skipped: the
-    card on the Hub also has the metrics."""
+    """Return a description of the first changed file of a published model; empty if no file changed. The model card is
+    not compared, because the card on the Hub also has the metrics."""
     for name, digest in files.items():
         file = folder / name
         if name != "README.md" and not (file.is_file() and sha256(file) == digest):
@@ -98,8 +99,8 @@ def _walk(stage_path: Path, result: Result, depth: int, seen: set[Path]) -> Iter
 
 
 def _look(source: Source) -> str:
-    """Return the status of a source: a file is hashed again, a folder is not, because only the files that were read
-    count."""
+    """Return the status of a source. A file is hashed again; a folder is not, because only some of its files were
+    read."""
     path = Path(source.name)
     if path.is_file():
         return "verified" if sha256(path) == source.digest else "altered since"
@@ -156,7 +157,8 @@ def base_of(stage: Stage) -> str:
 
 
 def _named_data(pipeline: Pipeline, stage: StageConfig) -> list[str]:
-    """Return the names of the rows that a stage reads from outside the run, or that its own function creates."""
+    """Return the names of the data sets that a stage reads from outside the run, or `made by FUNCTION` if user code
+    creates its rows."""
     rows = [each for each in pipeline.inputs(stage) if each.role == "data" and each.form != "stage"]
     names = [f"{each.location}@{each.revision}" if each.revision else each.location for each in rows]
     names = [os.path.relpath(name) if Path(name).is_relative_to(Path.cwd()) else name for name in names]

@@ -22,18 +22,19 @@ _APPROVAL = "approval.json"
 
 
 class Holder(Document):
-    """The process that last claimed a run."""
+    """Content of `holder.json`: the process that last claimed a run."""
 
     launcher_pid: int | None = None
     launcher_started: float | None = None
     launcher_host: str = ""
     launcher_machine: str = ""
     since: Seconds = 0.0
-    """Time at which the command of the process began."""
+    """Time at which the command of the process began, in seconds since 1970."""
 
 
 class Approval(Document):
-    """Whether a person has approved the publication of a run. There is no file while nobody is asked."""
+    """Content of `approval.json`: a pending or declined request to approve the publication of a run. Without a pending
+    or declined request there is no file."""
 
     until: Seconds
     """Time at which the request expires."""

@@ -1,4 +1,4 @@
-"""Arguments for `from_pretrained` with which an exported diffusion pipeline is loaded.
+"""Build the arguments of `from_pretrained` that load an exported diffusion pipeline.
 
 Loading itself needs diffusers and is in `models/diffusion.py`.
 """

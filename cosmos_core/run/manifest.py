@@ -29,7 +29,7 @@ from cosmos_core.types import Outcome
 
 RESULT = "result.json"
 STORED = "stored"
-"""Key of a result whose outputs are in an artifact store; local copies may be missing until a stage reads them."""
+"""Key of a manifest whose outputs are in an artifact store; local copies may be missing until a stage reads them."""
 Result = dict[str, Any]
 
 
@@ -51,13 +51,13 @@ class Source(Document):
 
     kind: Literal["model", "data"]
     name: str
-    """Path, or name on the Hub."""
+    """Path of the model or data set, or its id on the Hub."""
     digest: str
-    """Digest of the content as it was read, or the commit on the Hub."""
+    """Digest of the content that the stage read, or the commit on the Hub."""
 
 
 class _Shape(Document):
-    """Required keys of a `Result`."""
+    """Schema of the required keys of a manifest, `result.json`."""
 
     name: str
     kind: str
@@ -136,8 +136,8 @@ def read_result(stage_path: Path) -> Result | None:
 
 
 def problem(stage_path: Path, result: Result, *, thorough: bool = False) -> str | None:
-    """Return what is wrong with the outputs of a finished stage, or None if they are as committed; an output in an
-    artifact store may be missing here.
+    """Return a description of the first damaged output of a finished stage, or None if all outputs are as committed;
+    outputs in an artifact store may be missing on this machine.
 
     A file whose size, modification time and inode are as recorded is trusted. If one differs, or with `thorough`, the
     content is hashed again, and the record of a file with the same content is updated.

@@ -1,5 +1,4 @@
-"""Comparison of two models on the same items of a benchmark, from the tables `items.parquet` that both evaluations
-wrote.
+"""Compare two models on the same items of a benchmark, from the tables `items.parquet` that both evaluations wrote.
 
 Most items are as hard for one model as for the other, so that the differences per item vary less than the two means do.
 """
@@ -24,7 +23,7 @@ class Paired:
 
     differences: tuple[float, ...]
     is_binary: bool
-    """True: each item is right or wrong."""
+    """Whether every item is either right or wrong, 1 or 0."""
 
     @property
     def mean(self) -> float:
@@ -37,7 +36,8 @@ class Paired:
         return Paired(tuple(-difference for difference in self.differences), self.is_binary)
 
     def p_value(self, margin: float = 0.0) -> float:
-        """Return the probability of a mean difference as high as this one or higher, if the true one is `margin`.
+        """Return the probability (p-value) of a mean difference as high as this one or higher if the true mean
+        difference is `margin`.
 
         The exact test of McNemar for right and wrong without a margin, otherwise Student's t-test of paired samples.
 
@@ -52,8 +52,8 @@ class Paired:
         return float(stats.ttest_1samp(self._padded, margin, alternative="greater").pvalue)
 
     def describe(self, confidence: float) -> dict[str, Any]:
-        """Return the mean difference with its two-sided interval, the counts of items, and the smallest difference that
-        as many items show in 80 of 100 cases."""
+        """Return the mean difference with its two-sided confidence interval, the numbers of items, of better and of
+        worse items, and the smallest difference that this number of items detects in 80 of 100 cases."""
         stats = _scipy_stats()
         error = float(stats.sem(self._padded))
         width = float(stats.t.ppf((1 + confidence) / 2, len(self.differences))) * error
@@ -70,7 +70,8 @@ class Paired:
 
     @property
     def _padded(self) -> tuple[float, ...]:
-        """Return the differences with one item more in each direction, so that a few equal items are not certain."""
+        """Return the differences with one additional item in each direction, so that a few equal items do not count as
+        certain."""
         size = 1.0 if self.is_binary else max(map(abs, self.differences)) or 1e-12
         return (*self.differences, size, -size)
 

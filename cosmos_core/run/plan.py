@@ -20,23 +20,24 @@ from cosmos_core.types import StageKind
 FINGERPRINT = "fingerprint.json"
 _MOST_COMPARED = 50  # maximum number of earlier runs to compare with
 _FACTS = frozenset({"device", "versions", "kernels"})
-"""Fingerprint ingredients that are properties of the machine that runs the stage."""
+"""Names of the fingerprint ingredients that are properties of the machine that runs the stage."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do with a stage. `reuse`: finished in this run. `adopt`: finished in another run. `run`: to be run.
-    `depends`: decided after earlier stages have run."""
+    """Decision about a stage. `reuse`: its result in this run is valid. `adopt`: copy the result of another run. `run`:
+    run the stage. `depends`: the decision needs the results of earlier stages."""
 
     action: Literal["reuse", "adopt", "run", "depends"]
     reason: str
     source: Path | None = None
-    """Stage directory to reuse or adopt."""
+    """Stage directory whose result is reused or adopted; None for `run` and `depends`."""
     result: Result | None = None
 
 
 def fingerprint_folder(output_dir: Path, value: str) -> Path:
-    """Return the folder that lists the finished stages with a fingerprint, and that is locked while one is made."""
+    """Return the folder that lists the finished stages with a fingerprint, and that is locked while a stage with it
+    runs."""
     return output_dir / SHARED / "fingerprints" / value
 
 
@@ -125,21 +126,23 @@ def read_fingerprint(stage_path: Path) -> Fingerprint | None:
 
 
 def why_remade(run: Run, stage: StageConfig, current: Fingerprint) -> str:
-    """Return why a stage is made although it was made before, in this run or in an earlier one of its pipeline; empty
-    if it was not, if an attempt is retried, or if stages of its kind run each time."""
+    """Return why a stage runs again although it was made in this run or in an earlier run of its pipeline. Empty if it
+    was never made, if an attempt is retried, or if stages of its kind always run."""
     path = run.stage_path(stage.name)
     if not run.pipeline.kind_of(stage).is_reusable:
         return ""
-    if own := read_fingerprint(path):
-        if own.value != current.value or read_result(path) is None:  # a retry, if it is the same
-            return "; ".join(current.difference(own))
+    if saved := read_fingerprint(path):
+        if (
+            saved.value != current.value or read_result(path) is None
+        ):  # the same fingerprint without a result is a retry
+            return "; ".join(current.difference(saved))
     elif read_state(path).forced:
         return "requested by the user"
     decision = decide(run.output_dir, path, current, thorough=run.verify)
     if decision is not None and decision.action == "run":
         return decision.reason
     run_id, changes = _nearest(run.output_dir, run.pipeline.config.name, stage.name, current)
-    return f"{'; '.join(changes)} (since run {run_id})" if changes and own is None else ""
+    return f"{'; '.join(changes)} (since run {run_id})" if changes and saved is None else ""
 
 
 def made_on_pool(output_dir: Path, pipeline: Pipeline, stage: StageConfig, here: Fingerprint) -> list[Fingerprint]:
@@ -160,7 +163,7 @@ def made_on_pool(output_dir: Path, pipeline: Pipeline, stage: StageConfig, here:
 def _parsed(saved: Any) -> Fingerprint | None:
     if not isinstance(saved, dict) or not isinstance(saved.get("ingredients"), dict):
         return None
-    inputs = saved.get("inputs")  # of earlier versions, there are none
+    inputs = saved.get("inputs")  # earlier versions saved no inputs
     lines = [each for each in inputs if isinstance(each, list) and len(each) == 4] if isinstance(inputs, list) else []
     reads = tuple((str(role), str(key), str(name), str(digest)) for role, key, name, digest in lines)
     return Fingerprint(str(saved.get("value")), saved["ingredients"], reads)

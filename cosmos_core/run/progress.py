@@ -17,7 +17,7 @@ from typing import Any
 from cosmos_core.run.files import Document, json_objects, read_document, write_json, write_text
 from cosmos_core.run.tail import Tail
 
-# Seconds without a heartbeat after which a phase counts as hung. Other phases have 600.
+# Seconds without a heartbeat after which a phase counts as hung, by phase; all other phases have 600 seconds.
 PHASE_SECONDS: dict[str, float] = {
     "start": 300, "load": 3600, "compile": 3600, "prepare": 3600, "generate": 1800,
     "score": 1800, "step": 1800, "save": 3600, "validate": 3600, "export": 3600,
@@ -36,18 +36,18 @@ class Position(Document):
     total: int | None = None
     checkpoint_step: int | None = None
     metrics: dict[str, Any] = {}
-    """The latest metrics that the program reported."""
+    """Latest metrics that the program of the stage reported."""
     started: float = 0.0
     heartbeat: float = 0.0
     compile_seconds: float = 0.0
-    """Seconds spent in the phase `compile` so far, which are not part of the step time."""
+    """Number of seconds in the phase `compile` so far, which are not part of the step time."""
     done: int = 0
     """Number of processed items, of `count`, in the current phase; 0 of 0 if the phase reports none."""
     count: int = 0
     longest_step_seconds: float = 0.0
-    """The longest time from one step to the next, including validation and other work between them."""
+    """Longest time from one step to the next in seconds, including validation and other work between steps."""
     beats: int = 0
-    """Number of heartbeats."""
+    """Number of heartbeats so far, by which the launcher notices progress."""
 
 
 class Progress:
@@ -72,7 +72,7 @@ class Progress:
         return self._position.total
 
     def phase(self, name: str, deadline_seconds: float | None = None) -> None:
-        """Enter a phase; with None, the phase has its default deadline."""
+        """Enter a phase of the worker; with `deadline_seconds` = None it has its default deadline."""
         changed = name != self._position.phase
         self._position.phase, self._position.done, self._position.count = name, 0, 0
         self._position.deadline_seconds = deadline_seconds or PHASE_SECONDS.get(name, 600)
@@ -140,7 +140,7 @@ class Metrics:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.watchers: list[Callable[[dict[str, Any]], None]] = []
-        """Callbacks that receive each line after it was written; they must neither block nor raise."""
+        """Callbacks that receive each line of metrics after it was written; they must neither block nor raise."""
         self._lock = threading.Lock()
 
     def log(self, step: int, values: dict[str, float]) -> None:
@@ -152,14 +152,15 @@ class Metrics:
             tell(line)
 
     def sync(self) -> None:
-        """Wait until the lines are on the disk, so that a later checkpoint does not refer to missing lines."""
+        """Wait until all lines of metrics are on the disk, so that a later checkpoint does not refer to missing
+        lines."""
         if self.path.exists():
             with open(self.path, "rb") as file:
                 os.fsync(file.fileno())
 
     def cut_back(self, step: int, again: str = "") -> None:
-        """Remove the lines after `step`, or all lines for step 0, because these steps run again; with `again`, also the
-        lines of that step that have a metric with this prefix."""
+        """Remove the lines after `step`, or all lines if `step` is 0, because these steps run again. With `again`, also
+        remove those lines of `step` that have a metric whose name begins with `again`."""
         if not self.path.exists():
             return
         kept_lines = [line for line in read_metrics(self.path) if step > 0 and line["step"] <= step]

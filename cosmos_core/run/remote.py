@@ -1,5 +1,5 @@
-"""Models and rows in an S3 store, `s3://BUCKET/KEY`: a run pins their content when it begins, and the stage that reads
-them downloads them into a shared folder named after the content.
+"""Read models and rows from an S3 store, `s3://BUCKET/KEY`: a run pins their content when it begins, and the stage that
+reads them downloads them into a shared folder named after the content.
 
 A pinned URL ends in `#DIGEST`, a digest over the names, sizes and ETags of the objects. `.../latest` of a model that
 the stage kind `upload` has published is resolved to the version that its pointer names.
@@ -29,7 +29,7 @@ from cosmos_core.run.files import SHARED
 from cosmos_core.run.lock import Lock
 
 FETCHED = "fetched"
-"""Name of the shared folder with the downloads."""
+"""Name of the folder, shared by all runs, with the downloads from stores."""
 PARTIAL = ".partial"
 _FILES_AT_ONCE = 8
 _LATEST = "latest"
@@ -64,7 +64,7 @@ def pinned_url(url: str) -> str:
 
 
 def localised(pipeline: Pipeline, stage: StageConfig, pause: Callable[[], None]) -> tuple[StageConfig, Recipe]:
-    """Download what a stage reads from stores, and return the stage and its recipe with the local paths in place of
+    """Download the inputs of a stage from stores, and return the stage and its recipe with local paths in place of
     URLs.
 
     `pause` is called between files and may raise to stop.
@@ -130,9 +130,10 @@ def _without_pointer(url: str) -> str:
 
 def _listed(url: str) -> list[Object]:
     name, prefix = split_url(url)
-    below = f"{prefix}/".lstrip("/")  # empty for the whole bucket
+    below = f"{prefix}/".lstrip("/")  # an empty prefix means the whole bucket
     objects = [each for each in Bucket(name).objects(prefix) if each.key == prefix or each.key.startswith(below)]
-    objects = [each for each in objects if not each.key.endswith("/")]  # some tools create an object per folder
+    # Some tools create an empty object for each folder.
+    objects = [each for each in objects if not each.key.endswith("/")]
     if not objects:
         raise DataError(f"{url}: nothing lies there; give an object, or what several begin with up to a '/'")
     return objects

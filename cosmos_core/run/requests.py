@@ -1,4 +1,4 @@
-"""Requests of a user to trainings that run: a profiler trace, another number of rollout engines."""
+"""Send requests of a user to running trainings: for a profiler trace, or for another number of rollout engines."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""State of scheduled retrainings: one digest over the content of all rows, every setting that changes a result, and the
-conditions and target of publication. There is one note per config and set of overrides.
+"""State of scheduled retrainings, in one note per config and set of overrides: a digest over the content of all rows,
+every setting that changes a result, and the conditions and target of publication.
 
 The digest leaves out the model that training starts from: each publication changes it, and would start a retraining.
 """
@@ -26,7 +26,7 @@ _COUNTS = (
 
 
 class Seen(Document):
-    """Digest, run and outcome of the newest retraining in a note."""
+    """Content of a note: digest, run and outcome of the newest retraining."""
 
     digest: str
     run_id: str
@@ -43,7 +43,7 @@ def content_of(pipeline: Pipeline) -> str:
     digests = shared_digests(pipeline.output_dir.expanduser().absolute())
     content: dict[str, Any] = {}
     for stage in pipeline.stages:
-        if not pipeline.kind_of(stage).is_reusable:  # a gate or an upload; the outputs of earlier stages are reused
+        if not pipeline.kind_of(stage).is_reusable:  # a gate or an upload, whose inputs the other stages cover
             content[stage.name] = stage.model_dump(mode="json", include=_OF_PUBLISHING)
             continue
         ingredients = fingerprint(pipeline, stage, pipeline.kind_of(stage), {}, digests).ingredients

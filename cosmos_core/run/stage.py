@@ -39,25 +39,26 @@ class Stage:
     path: Path
     """Directory of the stage, `<run>/stages/<name>`, for all its files."""
     config: StageConfig
-    """Entry of the stage in the pipeline."""
+    """Entry of the stage in `[[pipeline.stages]]`."""
     recipe: Recipe
     """Resolved recipe of the stage."""
     model: str
     """Folder or Hub id of the model to start from."""
     data: Path | None
-    """Folder or file from another stage, for `data = "stage:NAME"`; None: the data set of the recipe."""
+    """Folder or file of rows from another stage, for `data = "stage:NAME"`; None: the data set of the recipe."""
     inputs: dict[str, dict[str, Any]]
     """Content of `result.json` of each stage in `after`, by name, with the key `path` added."""
     fingerprint: str
-    """Fingerprint of everything that can change the result."""
+    """Fingerprint of everything that can change the result of the stage."""
     kind: StageKind
     """Declaration of the stage kind."""
     of_training: str = ""
-    """Fingerprint of what the training depends on, which its checkpoints carry; empty: same as `fingerprint`."""
+    """Fingerprint of everything that the training depends on, which is stored with its checkpoints; empty: same as
+    `fingerprint`."""
     sources: tuple[Source, ...] = ()
-    """The model and the data that the stage reads and no other stage made."""
+    """External model and data that the stage reads, which no other stage made."""
     origin: dict[str, Any] = field(default_factory=dict)
-    """External model and data that the stage descends from; see `run.lineage.origin`."""
+    """External model and data from which the stage and its inputs descend; see `run.lineage.origin`."""
     engines: list[Any] = field(default_factory=list)
     """Rollout engines in separate processes, as `rollout.fleet.Handle` objects; their number may change later."""
     stop_requested: bool = field(default=False)
@@ -70,7 +71,7 @@ class Stage:
 
     @property
     def entry(self) -> str:
-        """Return the import path of the program: that of the kind, or the user's function."""
+        """Return the import path of the stage's program: that of its kind, or the user's function."""
         return self.kind.entry or self.config.entry
 
     @property
@@ -92,12 +93,12 @@ class Stage:
 
     @cached_property
     def progress(self) -> Progress:
-        """Return the writer of heartbeat and progress."""
+        """Return the writer of `progress.json`, with heartbeat and progress."""
         return Progress(self.path / "progress.json")
 
     @cached_property
     def metrics(self) -> Metrics:
-        """Return the writer of the metrics of each step."""
+        """Return the writer of `metrics.jsonl`, with the metrics of each step."""
         return Metrics(self.path / "metrics.jsonl")
 
     def save(self) -> None:

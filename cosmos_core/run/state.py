@@ -16,9 +16,9 @@ from cosmos_core.run.manifest import read_result
 
 FINISHED = frozenset({"done", "reused"})
 _ADDRESS = re.compile(r"\brank \d+: |\b0x[0-9a-fA-F]+\b")
-"""Pattern of the text that differs between two messages of the same error."""
+"""Pattern of ranks and memory addresses, which may differ between two messages of the same error."""
 REMADE = "remade"
-"""Event of a stage that is made although it was made before; its detail is the reason."""
+"""Name of the event that a stage runs again although it was made before; its detail is the reason."""
 ACTIVE = frozenset({"running", "retrying"})
 
 
@@ -39,14 +39,15 @@ class State(Document):
     failed_at: int | None = None
     """Step of the newest checkpoint when the last attempt failed."""
     failed_with: str = ""
-    """Error and step of the last attempt if its program failed with an error that is not transient."""
+    """Step and error message of the last attempt if its program failed with an error that is not transient; otherwise
+    empty."""
     is_repeated: bool = False
-    """Whether the attempt before failed with the same error at the same step."""
+    """Whether the two last attempts failed with the same error at the same step."""
     error: str = ""
     error_type: str = ""
     exit_code: int = EXIT_CRASH
     forced: bool = False
-    """Whether the stage runs again although it has a result, as the flow run `forced_by` requested."""
+    """Whether the stage runs again although it has a result, because the flow run `forced_by` requested that."""
     forced_by: str = ""
     pid: int | None = None
     """Pid of the supervisor of the worker; with the start time it identifies the process uniquely."""
@@ -63,13 +64,13 @@ class State(Document):
     """Time at which the launcher last confirmed, every two seconds, that it follows the attempt: a lease for other
     machines."""
     heartbeat: Seconds | None = None
-    """Time of the last heartbeat of the worker; the fields below are from its last progress report."""
+    """Time of the last heartbeat of the worker; this and the following fields are from its last progress report."""
     phase: str = ""
     step: int | None = None
     total: int | None = None
     checkpoint_step: int | None = None
     longest_step_seconds: float = 0.0
-    """The longest step of all attempts: a worker that must stop has as long to finish its current step."""
+    """Longest step of all attempts in seconds: a worker that must stop gets this time to finish its current step."""
 
     def seconds(self, now: float) -> float:
         """Return the total time of all attempts, without the pauses between them."""
@@ -93,7 +94,7 @@ def read_state(stage_path: Path) -> State:
 
 
 def update_state(stage_path: Path, **changes: Any) -> State:
-    """Replace some fields of the state atomically.
+    """Replace some fields of `state.json` atomically.
 
     The write does not wait for the disk, because it happens ten times per stage: a kill loses nothing, and a power cut
     also ends the attempt that the state describes.
@@ -112,8 +113,8 @@ def record_event(stage_path: Path, event: str, detail: str = "") -> None:
 
 
 def record_failure(stage_path: Path, error: CosmosError) -> None:
-    """Record how an attempt ended, and count attempts without progress; a preemption does not count. Mask secrets in
-    `error`."""
+    """Record the error that ended an attempt, and count consecutive attempts without progress; a preemption does not
+    count. Secrets in `error` are masked."""
     mask_error(error)
     state, is_preempted = read_state(stage_path), isinstance(error, Preempted)
     has_progressed = (state.checkpoint_step or 0) > (state.failed_at or 0)

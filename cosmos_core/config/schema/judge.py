@@ -1,4 +1,4 @@
-"""`[judge]`: the language model that the reward `judge` asks for a score."""
+"""`[judge]`: settings of the language model that the reward `judge` queries for a score."""
 
 from collections.abc import Iterator
 from typing import Annotated
@@ -11,29 +11,29 @@ from cosmos_core.config.schema.values import NonNegativeFloat, PositiveInt, Toke
 
 
 class JudgeConfig(Table):
-    """`[judge]`: read by the reward `judge`."""
+    """`[judge]`: settings of the reward `judge`."""
 
     endpoint: Annotated[str, Field(pattern=r"^(https?://[^\s]+)?$")] = ""
     """URL of an OpenAI-compatible server, such as `http://host:8000/v1`."""
     model: str = ""
-    """Name of the model there."""
+    """Name of the model on that server."""
     rubric: str = "Judge how correct and helpful the response is."
     """Instructions of the judge. The form of its reply is added: a whole number from 0 to `highest_score`, with a
     reason before it."""
     template: str = "Prompt:\n{prompt}\n\nReference answer:\n{reference}\n\nResponse:\n{completion}"
     """Message to the judge for each completion, in which `{prompt}`, `{reference}` and `{completion}` are replaced."""
     highest_score: PositiveInt = 10
-    """The reward is the score divided by this."""
+    """Highest score that the judge may give, by which its score is divided to give the reward."""
     temperature: NonNegativeFloat = 0.0
     """Sampling temperature of the judge."""
     max_tokens: Tokens = 512
-    """Maximum number of tokens of its reply."""
+    """Maximum number of tokens of the judge's reply."""
     key_env: Annotated[str, NoResult] = "OPENAI_API_KEY"
     """Environment variable that holds the key of the server, if it needs one."""
     cache: Annotated[bool, NoResult] = True
     """Keep replies in the cache folder of the user, so that the same completion is not judged twice."""
 
     def refusals(self, stage: InStage) -> Iterator[str]:
-        """Yield what the reward `judge` lacks; see `Table.refusals`."""
+        """Yield an error if the reward `judge` is used without `endpoint` or `model`."""
         if stage.kind.scores and stage.recipe.asks_judge and not (self.endpoint and self.model):
             yield "the reward judge needs judge.endpoint, the URL of a server, and judge.model, the name of its model"
