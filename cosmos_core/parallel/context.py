@@ -1,8 +1,8 @@
-"""Context parallelism (Ulysses, arXiv 2309.14509): each row is sharded over ranks; attention exchanges sequence shards
-for heads.
+"""Context parallelism (Ulysses, arXiv 2309.14509): packed rows are sharded over ranks along the sequence dimension.
 
-Rows are packed end to end and sharded equally. Only attention needs tokens of other shards: an all-to-all before it
-gives each rank all tokens of some heads, and another after it gives each rank all heads of its tokens.
+Rows are packed end to end, and each rank gets a shard of the same length. Only attention needs tokens of other shards:
+an all-to-all before attention gives each rank all tokens of some heads, and an all-to-all after attention gives each
+rank all heads of its tokens. Chosen tokens are the tokens whose outputs the loss needs.
 
 Shape legend: P packed tokens, N chosen tokens, K heads, D head size.
 """
@@ -24,22 +24,24 @@ NAME = "ulysses"
 
 
 class RowShard(NamedTuple):
-    """Shard of packed rows of one context-parallel rank."""
+    """Shard of packed rows on one context-parallel rank."""
 
     inputs: dict[str, Any]
-    """Model inputs of the shard, with `shift_labels`; the sequence bounds still cover all rows."""
+    """Model inputs of the shard, including `shift_labels`; sequence bounds are those of the full packed rows."""
     chosen: Tensor
-    """Indices of the chosen tokens in the shard."""
+    """Indices in the shard of the tokens whose outputs are needed."""
     is_mine_N: Tensor
-    """Mask over all chosen tokens: True for tokens in this shard."""
+    """Mask over the chosen tokens of the full packed rows: True for tokens in this rank's shard."""
 
 
 def apply_cp(model: PreTrainedModel, mesh: DeviceMesh, packed: str) -> None:
-    """Make attention exchange tokens and heads over the ranks of `mesh`. `packed` is the registered name of the
-    attention for packed rows.
+    """Make the attention of a model exchange tokens and heads over the ranks of `mesh`.
+
+    `packed` is the name under which the attention function for packed rows is registered in transformers.
 
     Raises:
-        ModelError: the model does not use this attention, or the number of its heads is not divisible.
+        ModelError: the model does not use the attention `packed`, or its number of heads is not divisible by the number
+            of ranks.
     """
     check_heads(model, "cp_size", mesh.size())
     if model.config.get_text_config()._attn_implementation != packed:
@@ -66,7 +68,10 @@ def apply_cp(model: PreTrainedModel, mesh: DeviceMesh, packed: str) -> None:
 
 
 def shard_rows(inputs: dict[str, Any], chosen_N: Tensor, mesh: DeviceMesh) -> RowShard:
-    """Return this rank's shard of packed rows, whose length must be a multiple of the number of ranks."""
+    """Return this rank's shard of packed rows, whose length in tokens must be a multiple of the number of ranks.
+
+    `inputs` are the model inputs of the packed rows, and `chosen_N` the indices of the tokens whose outputs are needed.
+    """
     ids_1P = inputs["input_ids"]
     length, rest = divmod(ids_1P.shape[1], mesh.size())
     assert not rest, "packed rows are as long as `rows_of` was told to fill them"
@@ -82,20 +87,22 @@ def shard_rows(inputs: dict[str, Any], chosen_N: Tensor, mesh: DeviceMesh) -> Ro
 
 
 def gather_chosen(values: Tensor, is_mine_N: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the values of all chosen tokens on every rank; the gradient of each value goes to the rank of its
-    token."""
+    """Return the values of all chosen tokens on every rank, from each rank's `values` of the tokens in its shard.
+
+    The gradient of each value goes to the rank whose shard has the token.
+    """
     all_values: Tensor = _GatherChosen.apply(values, is_mine_N, mesh.get_group())
     return all_values
 
 
 def exchange(tensor: Tensor, chunk_dim: int, cat_dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Return a tensor resharded over the ranks of a group: split along `chunk_dim`, concatenated along `cat_dim`."""
+    """Return a tensor resharded by an all-to-all: split along `chunk_dim`, and concatenated along `cat_dim`."""
     resharded: Tensor = _Exchange.apply(tensor, chunk_dim, cat_dim, group)
     return resharded
 
 
 class _Exchange(torch.autograd.Function):
-    """Differentiable all-to-all over the ranks of a group: split along one dimension, concatenate along another."""
+    """Differentiable all-to-all that splits a tensor along one dimension and concatenates chunks along another."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, chunk_dim: int, cat_dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -115,7 +122,7 @@ def _all_to_all(tensor: Tensor, chunk_dim: int, cat_dim: int, group: dist.Proces
 
 
 class _GatherChosen(torch.autograd.Function):
-    """Differentiable gather of the values of chosen tokens, which are on different ranks."""
+    """Differentiable gather of per-token values from the ranks whose shards have the tokens."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, is_mine_N: Tensor, group: dist.ProcessGroup) -> Tensor:

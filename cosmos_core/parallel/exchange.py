@@ -21,22 +21,25 @@ T = TypeVar("T")
 
 _RECORDS: list[Any] = [each for each in vars(types).values() if isinstance(each, type) and is_dataclass(each)]
 _ALLOWED = threading.Lock()
-"""Lock around the process-wide list of safe classes: a thread that leaves the block would change it for another one."""
+"""Lock around torch's process-wide list of safe classes.
+
+Without the lock, a thread that leaves `safe_globals` would remove the classes while another thread still loads.
+"""
 
 
 def all_gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return the values of all ranks of a group, in rank order; None: the default group."""
-    own_bytes = _to_bytes(value)
+    """Return the values of all ranks of a process group, in rank order; `group` None: the default group."""
+    local_bytes = _to_bytes(value)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, torch.tensor([len(own_bytes)]), group=group)
+    dist.all_gather(sizes, torch.tensor([len(local_bytes)]), group=group)
     most = max(int(size) for size in sizes)
     received = [torch.empty(most, dtype=torch.uint8) for _ in sizes]
-    dist.all_gather(received, torch.cat([own_bytes, own_bytes.new_zeros(most - len(own_bytes))]), group=group)
+    dist.all_gather(received, torch.cat([local_bytes, local_bytes.new_zeros(most - len(local_bytes))]), group=group)
     return [_from_bytes(packed[: int(size)]) for packed, size in zip(received, sizes, strict=True)]
 
 
 def broadcast(value: T, source: int = 0, group: dist.ProcessGroup | None = None) -> T:
-    """Return the value of global rank `source` on every rank of a group."""
+    """Return the value of the rank with global number `source` on every rank of a process group."""
     is_source = dist.get_rank() == source
     packed = _to_bytes(value) if is_source else torch.empty(0, dtype=torch.uint8)
     size = torch.tensor([len(packed)])

@@ -1,9 +1,10 @@
 """Expert parallelism: each rank of a group holds some experts of every layer, and tokens are dispatched to their
 experts.
 
-The ranks of a group have different tokens. The plan of the transformers model names the modules with experts. Its
-dispatch style sends a token once to each chosen expert and returns the outputs, so that a rank computes only the tokens
-of its experts. The gradient of an expert therefore covers all tokens of the group, without a collective.
+The ranks of a group have different tokens. The expert-parallel plan of the transformers model names the modules with
+experts. The dispatch style of the plan sends a token once to each chosen expert and returns the outputs, so that a rank
+computes only the tokens of its experts. The gradient of an expert therefore covers all tokens of the group, without a
+collective.
 """
 
 from __future__ import annotations
@@ -29,10 +30,14 @@ _DISPATCHED = "ep_dispatch_experts"
 
 
 def apply_ep(model: PreTrainedModel, mesh: Mesh, train: TrainConfig) -> None:
-    """Keep this rank's experts of every layer, sharded over `mesh.expert_fsdp`; call it before `apply_fsdp`.
+    """Keep this rank's experts of every layer, sharded over `mesh.expert_fsdp`, and dispatch tokens to the experts of
+    other ranks.
+
+    Call this function before `apply_fsdp`.
 
     Raises:
-        ModelError: no plan dispatches tokens, an adapter wraps the experts, or their number is not divisible.
+        ModelError: the model has no plan that dispatches tokens, an adapter wraps the experts, or the number of experts
+            is not divisible by the number of ranks.
     """
     from transformers.distributed.tensor_parallel import EpDispatchExpertsParallel  # missing in transformers 5.17
 
@@ -40,7 +45,7 @@ def apply_ep(model: PreTrainedModel, mesh: Mesh, train: TrainConfig) -> None:
     plan = [pattern for pattern, style in model.ep_plan.items() if style == _DISPATCHED]
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")}
     where = f"policy.parallelism.ep_size = {mesh.expert.size()}: {type(model).__name__}"
-    if not plan or not (layers or mesh.pipeline):  # a pipeline stage may have dense layers only
+    if not plan or not (layers or mesh.pipeline):  # with a pipeline, this rank's layers may all be dense
         raise ModelError(f"{where} has no plan that sends tokens to experts; set it to 1 and raise dp_shard_size")
     for name, experts in layers.items():
         if not any(matches(pattern, name) for pattern in plan):
@@ -56,10 +61,10 @@ def apply_ep(model: PreTrainedModel, mesh: Mesh, train: TrainConfig) -> None:
 
 
 def keep_local_experts(experts: Any, group: DeviceMesh, where: str) -> None:
-    """Keep this rank's experts of a layer and drop the others.
+    """Keep this rank's experts of a layer, and drop the experts of other ranks from the module.
 
     Raises:
-        ModelError: the number of experts is not divisible; `where` begins the message.
+        ModelError: the number of experts is not divisible by the number of ranks; the message begins with `where`.
     """
     if experts.num_experts % group.size():
         nearest = gcd(experts.num_experts, group.size())

@@ -30,13 +30,15 @@ from cosmos_core.parallel.mesh import Mesh, all_gather_object, is_first, num_ran
 T = TypeVar("T", bound=Tensor)
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
-# It warns at the first gradient norm on a 2-D mesh that two small all-reduces could be one.
+# At the first gradient norm on a 2-D mesh this logger warns that two small all-reduces could be one.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 def fsdp_arguments(train: TrainConfig, *, casts: bool = True) -> dict[str, Any]:
-    """Return the arguments of `fully_shard` from `[train]`; with `casts`, weights are gathered in `param_dtype`, the
-    dtype in which autocast multiplies them."""
+    """Return the arguments of torch's `fully_shard` for the settings in `[train]`.
+
+    `casts`: whether weights are gathered in `param_dtype`, the dtype in which autocast multiplies them.
+    """
     param_dtype = getattr(torch, train.param_dtype) if casts and gathers_casts(train) else None
     policy = MixedPrecisionPolicy(param_dtype, getattr(torch, train.fsdp_reduce_dtype), cast_forward_inputs=False)
     arguments: dict[str, Any] = {"mp_policy": policy}
@@ -46,8 +48,7 @@ def fsdp_arguments(train: TrainConfig, *, casts: bool = True) -> dict[str, Any]:
 
 
 def gathers_casts(train: TrainConfig) -> bool:
-    """Return True if blocks compute under autocast, so that their weights have another dtype during the forward
-    pass."""
+    """Return True if the blocks of a model compute under autocast, in another dtype than that of their weights."""
     return train.param_dtype != train.master_dtype
 
 
@@ -55,25 +56,25 @@ def apply_fsdp(root: nn.Module, model: nn.Module, mesh: Mesh, train: TrainConfig
     """Shard `model` block by block inside `root`, the module whose `forward` or `probe` is called.
 
     Modules outside blocks (embeddings, head, last norm) stay gathered from the forward pass of `root` to the end of its
-    backward pass, because the head is applied and differentiated outside of the model's forward. They are gathered
-    without a cast, because the residual stream begins and ends in them.
+    backward pass, because the head is applied and differentiated outside of the model's forward. Their weights are
+    gathered without a cast, because the residual stream begins and ends in these modules.
     """
     if mesh.fsdp is None:
         return
     shards = mesh.fsdp.shape[-1]
-    # Experts that only this rank holds (expert parallelism).
-    own_experts: set[nn.Parameter] = {
+    # Expert weights that `apply_ep` has already sharded (expert parallelism).
+    local_experts: set[nn.Parameter] = {
         p for p in model.parameters() if isinstance(p, DTensor) and p.device_mesh == mesh.expert
     }
-    # Whole experts of this rank (tensor parallelism).
+    # Expert weights of experts that are distributed whole over ranks (tensor parallelism).
     tensor_parallel = {
         p for module in model.modules() if getattr(module, "_is_expert_parallel", False) for p in module.parameters()
-    } - own_experts
+    } - local_experts
 
     def placement(parameter: nn.Parameter) -> Shard | None:
         return expert_sharding(shards, parameter) if parameter in tensor_parallel else None
 
-    options: dict[str, Any] = {"mesh": mesh.fsdp, "ignored_params": own_experts, "shard_placement_fn": placement}
+    options: dict[str, Any] = {"mesh": mesh.fsdp, "ignored_params": local_experts, "shard_placement_fn": placement}
     frees = {"always": True, "never": False, "default": mesh.pipeline is None}[train.fsdp_reshard_after_forward]
     for block in blocks_of(model):
         fully_shard(block, reshard_after_forward=frees, **options, **fsdp_arguments(train))
@@ -82,12 +83,14 @@ def apply_fsdp(root: nn.Module, model: nn.Module, mesh: Mesh, train: TrainConfig
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no reduction that also multiplies
+            module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale values while it reduces them
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of the classes in `_no_split_modules`, without those inside another one: some families list a
-    block and its mixer."""
+    """Return the blocks of a model, the modules of the classes in `_no_split_modules`.
+
+    A listed module inside another listed module is left out: some families list a block and also the mixer in it.
+    """
     listed: Iterable[str] = getattr(model, "_no_split_modules", None) or ()
     names = set(listed)
     blocks: list[nn.Module] = []
@@ -100,8 +103,11 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def expert_sharding(num_shards: int, parameter: nn.Parameter) -> Shard:
-    """Return the sharding of an expert weight: within each expert if divisible, because a rank may have fewer experts
-    than there are shards."""
+    """Return the sharding of an expert weight of shape (experts, features, ...) by FSDP.
+
+    The weight is sharded within each expert (dimension 1) if that is divisible by `num_shards`, because a rank may have
+    fewer experts than there are shards; else by experts (dimension 0).
+    """
     return Shard(0 if parameter.shape[1] % num_shards else 1)
 
 
@@ -113,30 +119,32 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def reshard(root: nn.Module) -> None:
-    """Free parameters that a forward pass without backward left gathered; they would be stale after an optimizer
-    step."""
+    """Free the gathered parameters that a forward pass without backward pass left in memory.
+
+    Such parameters would be outdated after the next optimizer step.
+    """
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def full_tensors(tensors: nn.Module | Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield full tensors one at a time (of a model: its state dict), in the same order on every rank. This is a
-    collective: all ranks must iterate together.
+    """Yield name and full tensor for each of `tensors` (of a model: its state dict), in the same order on every rank.
 
-    A tensor that some ranks lack, such as a layer of another pipeline stage, is broadcast by the first rank with it. A
-    tensor that is not sharded is not copied: copy it before keeping it.
+    The function is collective: all ranks must iterate together. A tensor that some ranks lack, such as the weights of
+    another pipeline stage, is broadcast by the lowest rank that has it. A tensor that is not sharded is yielded without
+    a copy, so the caller copies it to keep its current values.
     """
-    own_tensors = tensors.state_dict(keep_vars=True) if isinstance(tensors, nn.Module) else tensors
+    local_tensors = tensors.state_dict(keep_vars=True) if isinstance(tensors, nn.Module) else tensors
     about: dict[str, tuple[torch.Size, torch.dtype]] = {}
     holders: dict[str, list[int]] = {}
-    for rank, metadata in enumerate(all_gather_object({name: (t.shape, t.dtype) for name, t in own_tensors.items()})):
+    for rank, metadata in enumerate(all_gather_object({name: (t.shape, t.dtype) for name, t in local_tensors.items()})):
         about |= metadata
         for name in metadata:
             holders.setdefault(name, []).append(rank)
-    device = next((local_shard(tensor).device for tensor in own_tensors.values()), torch.device("cpu"))
+    device = next((local_shard(tensor).device for tensor in local_tensors.values()), torch.device("cpu"))
     for name, (shape, dtype) in about.items():
-        tensor = own_tensors.get(name)
+        tensor = local_tensors.get(name)
         full = torch.empty(shape, dtype=dtype, device=device) if tensor is None else _full(tensor.detach())
         if len(holders[name]) < num_ranks():
             full = full.contiguous()
@@ -149,8 +157,10 @@ def _full(tensor: Tensor) -> Tensor:
 
 
 def copy_without_weights(model: ModuleT) -> ModuleT:
-    """Return a copy with parameters on the meta device. Call it before `apply_fsdp`, which changes the classes of
-    modules."""
+    """Return a copy of a model with parameters on the meta device, that is without memory for weights.
+
+    Call this function before `apply_fsdp`, which changes the classes of modules.
+    """
     memo: dict[int, object] = {
         id(p): nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad) for p in model.parameters()
     }
@@ -158,7 +168,10 @@ def copy_without_weights(model: ModuleT) -> ModuleT:
 
 
 def fill(skeleton: ModuleT, model: nn.Module) -> ModuleT | None:
-    """Return `skeleton` with the weights of the sharded `model` on the first rank's CPU; None on other ranks."""
+    """Return `skeleton`, a copy without weights, filled with the weights of the sharded `model`, on the CPU.
+
+    The function is collective; ranks other than the first return None.
+    """
     tensors = {name: tensor.to("cpu", copy=True) for name, tensor in full_tensors(model) if is_first()}
     return _load_tensors(skeleton, tensors) if is_first() else None
 
@@ -166,7 +179,7 @@ def fill(skeleton: ModuleT, model: nn.Module) -> ModuleT | None:
 def _load_tensors(skeleton: ModuleT, tensors: dict[str, Tensor]) -> ModuleT:
     names = names_in_one(skeleton)
     skeleton.load_state_dict(tensors, assign=True)
-    for first, *tied in names:  # not tie_weights(), which does not handle a head wrapped by an adapter
+    for first, *tied in names:  # tie_weights() is not used, because it does not handle a head wrapped by an adapter
         for name in tied:
             module, _, attribute = name.rpartition(".")
             skeleton.get_submodule(module)._parameters[attribute] = skeleton.get_parameter(first)
@@ -174,7 +187,7 @@ def _load_tensors(skeleton: ModuleT, tensors: dict[str, Tensor]) -> ModuleT:
 
 
 def names_in_one(model: nn.Module) -> list[list[str]]:
-    """Return the list of names of each parameter; tied weights have several names."""
+    """Return for each parameter of a model the list of its names; tied weights have several names."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -182,7 +195,7 @@ def names_in_one(model: nn.Module) -> list[list[str]]:
 
 
 def group_by_mesh(tensors: Iterable[T]) -> list[list[T]]:
-    """Return the tensors grouped by device mesh, because an operation cannot take tensors of different meshes."""
+    """Return the tensors in one list per device mesh, because an operation cannot take tensors of different meshes."""
     groups: dict[DeviceMesh | None, list[T]] = {}
     for tensor in tensors:
         groups.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
@@ -190,14 +203,18 @@ def group_by_mesh(tensors: Iterable[T]) -> list[list[T]]:
 
 
 def total_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """Return the 2-norm over all gradients, with each element counted once, on every rank with a shard of them."""
+    """Return the 2-norm over all elements of gradients; sharded gradients are reduced over their meshes, so that each
+    element counts once."""
     norms = [torch.nn.utils.get_total_norm(alike) for alike in group_by_mesh(gradients)]
     whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     return whole[0] if len(whole) == 1 else torch.nn.utils.get_total_norm(whole)
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
-    """Scale gradients with norm `norm` down to `max_norm`; do nothing if `max_norm` is 0 or the norm is not finite."""
+    """Scale the gradients of `parameters`, whose total norm is `norm`, down to `max_norm`.
+
+    Gradients are unchanged if `max_norm` is 0, or if the norm is smaller or not finite.
+    """
     if max_norm > 0 and torch.isfinite(norm):
         for alike in group_by_mesh(parameters):
             torch.nn.utils.clip_grads_with_norm_(alike, max_norm, norm)

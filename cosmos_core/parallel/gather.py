@@ -1,7 +1,8 @@
-"""Gathering of full tensors of a sharded model on every rank, several at a time.
+"""Gathering of full tensors of a sharded model on every rank, several tensors at a time.
 
-On the CPUs of one machine, ranks use shared memory: each writes its shards, and all read the full tensors. gloo would
-send the same bytes through TCP, at about a tenth of the speed (docs/benchmarks.md). Otherwise, ranks use collectives.
+If all tensors are on the CPUs of one machine, ranks use shared memory: each rank writes its shards, and all ranks read
+the full tensors. gloo would send the same bytes through TCP, at about a tenth of the speed (docs/benchmarks.md).
+Otherwise, ranks use collectives.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _ALIGNMENT = 64
 
 
 class FullTensor(NamedTuple):
-    """Shape and dtype of a full tensor, known before it is gathered."""
+    """Shape and dtype of a full tensor, known before the tensor is gathered."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -37,12 +38,16 @@ class FullTensor(NamedTuple):
 
 
 class Gatherer:
-    """Gatherer of full tensors; it is collective: all ranks create it together and call its methods in the same
-    order."""
+    """Gatherer of full tensors of a sharded model.
+
+    It is collective: all ranks create a gatherer together and call its methods in the same order.
+    """
 
     def __init__(self, tensors: Mapping[str, Tensor], most_bytes: int) -> None:
-        """Exchange which rank holds which of `tensors`, full or sharded; `most_bytes` is the maximum size of one
-        request."""
+        """Store this rank's `tensors`, full or sharded, and exchange with all ranks who holds which tensor.
+
+        `most_bytes` is the maximum total size of the full tensors of one call of `full`.
+        """
         self.tensors, self._most_bytes = tensors, most_bytes
         self._holders: dict[str, list[int]] = {}
         for rank, names in enumerate(all_gather_object(list(tensors))):
@@ -54,17 +59,17 @@ class Gatherer:
         self._memories: list[_SharedMemory | None] = [None, None]
 
     def full(self, requested: Mapping[str, FullTensor]) -> dict[str, Tensor]:
-        """Return full tensors. Their memory is reused once there are no references to them."""
+        """Return the requested full tensors by name; their memory is reused when no references to them remain."""
         if self._is_shared and (memory := self._shared_memory(requested)) is not None:
             return self._gather_through(memory, requested)
         tensors = dict(full_tensors({name: self.tensors[name] for name in requested if name in self.tensors}))
         return {name: tensors[name] for name in requested}
 
     def _shared_memory(self, requested: Mapping[str, FullTensor]) -> _SharedMemory | None:
-        """Return unreferenced shared memory for these tensors, or None if a rank cannot map it."""
+        """Return shared memory, without references to it, for the requested tensors; None if a rank cannot map it."""
         num_bytes = sum(_align(full.num_bytes) for full in requested.values())
         memory = self._memories.pop(0)
-        # Also a barrier, so that a fast rank does not overwrite data that a slow one still reads.
+        # The collective is also a barrier, so that a fast rank does not overwrite data that a slow rank still reads.
         if any_on_ranks(memory is None or memory.size < num_bytes or memory.is_in_use):
             memory = None  # free the old memory before allocating
             memory = _open_memory(max(num_bytes, self._most_bytes))
@@ -73,6 +78,7 @@ class Gatherer:
         return memory
 
     def _gather_through(self, memory: _SharedMemory, requested: Mapping[str, FullTensor]) -> dict[str, Tensor]:
+        """Return the requested full tensors as views of shared memory, into which all ranks write their shards."""
         tensors, start = {}, 0
         for name, full in requested.items():
             tensors[name] = memory.tensor(start, full)
@@ -84,7 +90,7 @@ class Gatherer:
         return tensors
 
     def _writes(self, name: str) -> bool:
-        """Return True if this rank is the first that holds its part of the tensor."""
+        """Return True if this rank writes its shard of the tensor: of equal replicas, the first rank writes."""
         tensor = self.tensors.get(name)
         if isinstance(tensor, DTensor):
             coordinate = tensor.device_mesh.get_coordinate() or ()
@@ -93,7 +99,7 @@ class Gatherer:
 
 
 class _SharedMemory:
-    """Anonymous memory that several processes map; the kernel frees it when the last mapping is gone."""
+    """Anonymous memory of `size` bytes that several processes map; the kernel frees it when the last mapping ends."""
 
     def __init__(self, descriptor: int, size: int) -> None:
         self.size = size
@@ -103,10 +109,10 @@ class _SharedMemory:
     @property
     def is_in_use(self) -> bool:
         """Return True if this rank still refers to a tensor in this memory."""
-        return sys.getrefcount(self._view) > self._num_references  # each storage on the view holds a reference
+        return sys.getrefcount(self._view) > self._num_references  # the storage of each tensor references the view
 
     def tensor(self, start: int, full: FullTensor) -> Tensor:
-        """Return a tensor at byte offset `start`."""
+        """Return the view of this memory from byte offset `start` as a tensor with the shape and dtype of `full`."""
         numel = full.shape.numel()
         if not numel:
             return torch.empty(full.shape, dtype=full.dtype, device="cpu")
@@ -114,7 +120,7 @@ class _SharedMemory:
 
 
 def _open_memory(size: int) -> _SharedMemory | None:
-    """Allocate memory that all ranks map; return None if there is not enough memory, or a rank may not open it."""
+    """Allocate `size` bytes of memory that all ranks map; return None if memory is short or a rank cannot open it."""
     descriptor = -1
     if rank_number() == 0:
         try:
@@ -139,6 +145,7 @@ def _open_memory(size: int) -> _SharedMemory | None:
 
 
 def _is_one_machine() -> bool:
+    """Return True if all ranks run on the same machine, according to its boot id and host name."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.is_file() and len(set(all_gather_object((boot.read_text(), os.uname().nodename)))) == 1
 

@@ -21,15 +21,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Mesh:
-    """Device meshes of a training, as seen from one rank; None: that kind of parallelism is not used."""
+    """Device meshes of a training, as seen from one rank; None for a kind of parallelism that is not used."""
 
     sizes: ParallelismConfig
-    """The configured size of each axis."""
+    """Configured size of each mesh axis."""
     data: DeviceMesh
     """Mesh of ranks with different samples: dp_replicate x dp_shard."""
     fsdp: DeviceMesh | None
-    """Mesh over which FSDP shards: dp_shard x cp, with dp_replicate as the outer axis if there are replicas; None: no
-    FSDP."""
+    """Mesh over which FSDP shards parameters: dp_shard x cp, with dp_replicate as the outer axis if there are replicas;
+    None: no FSDP."""
     context: DeviceMesh | None
     """Mesh of ranks that share each sequence; None: no context parallelism."""
     tensor: DeviceMesh | None
@@ -39,15 +39,18 @@ class Mesh:
     expert: DeviceMesh | None
     """Mesh of ranks that each hold some experts of a layer; None: no expert parallelism."""
     expert_fsdp: DeviceMesh | None
-    """Mesh over which FSDP shards the experts of one rank, as `fsdp`; None: not sharded."""
+    """Mesh over which FSDP shards the experts of one rank, with dp_replicate as the outer axis if there are replicas;
+    None: experts are not sharded."""
 
     def select_own(self, items: Sequence[T]) -> list[T]:
-        """Return the items of this data-parallel rank; consecutive items belong to different ranks."""
+        """Return the items of this data-parallel rank: every n-th item for n data-parallel ranks."""
         return list(items[self.data.get_local_rank() :: self.data.size()])
 
     def all_gather_object(self, value: T) -> list[T]:
-        """Return the values of all data-parallel ranks, in rank order; in a pipeline, the values of its last stage,
-        which computes the outputs."""
+        """Return the values of all data-parallel ranks, in rank order.
+
+        With pipeline parallelism these are the values of the last pipeline stage, which computes the outputs.
+        """
         values = exchange.all_gather(value, self.data.get_group())
         if self.pipeline:
             group = self.pipeline.get_group()
@@ -56,7 +59,7 @@ class Mesh:
 
 
 def open_mesh(sizes: ParallelismConfig, device_type: str) -> Mesh | None:
-    """Return the mesh of the process group; None if there is one rank."""
+    """Return the device meshes over all ranks of the process group; None if there is only one rank."""
     if is_single_rank():
         return None
     num_shards, num_stages = abs(sizes.dp_shard_size) * sizes.cp_size, sizes.pp_size
@@ -91,7 +94,7 @@ def open_mesh(sizes: ParallelismConfig, device_type: str) -> Mesh | None:
 
 
 def is_single_rank() -> bool:
-    """Return True if this is the only rank; a vLLM engine may have a process group of one."""
+    """Return True if this is the only rank, without a process group or, as in a vLLM engine, with a group of one."""
     return not dist.is_initialized() or dist.get_world_size() == 1
 
 
@@ -130,5 +133,5 @@ def any_on_ranks(flag: bool) -> bool:
 
 
 def first_problem(problem: str | None) -> str | None:
-    """Return the message of the lowest rank that has one, on all ranks."""
+    """Return on all ranks the error message of the lowest rank whose `problem` is not empty; None: no rank has one."""
     return next((each for each in all_gather_object(problem) if each), None)

@@ -1,9 +1,9 @@
 """Pipeline parallelism: each rank holds some layers of a model, and hidden states are sent from rank to rank.
 
-A pipeline stage is the transformers model itself, in which placeholders for modules of other stages return their input:
-names in the state dict, layer indices and the code around them stay those of the whole model. The plan of the model
-lists its modules; a model that computes anything outside its plan is refused. The schedules are torch's
-(`models/pipelined.py`).
+A pipeline stage is the transformers model itself, in which modules of other stages are replaced by placeholders that
+return their input. Names in the state dict, layer indices and the code that calls the modules stay those of the whole
+model. The pipeline plan in the config of the model lists the modules of the model; a model that computes anything
+outside its plan is refused. The schedules are torch's (`models/pipelined.py`).
 
 Shape legend: B rows, T tokens, H hidden size.
 """
@@ -31,14 +31,15 @@ _PROBE_TOKENS = 3
 
 
 class StagePlaceholder(nn.Module):
-    """Placeholder for a module of another stage: it returns its input, and has the attributes of the module."""
+    """Placeholder for a module of another pipeline stage: it returns its input and has the attributes of the module."""
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
-        self.__dict__["original"] = original  # not a child module: its weights belong to another stage
+        # Set without nn.Module's registration of child modules, because the weights belong to another stage.
+        self.__dict__["original"] = original
 
     def forward(self, hidden_BTH: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the input."""
+        """Return the hidden states unchanged."""
         return hidden_BTH
 
     def __getattr__(self, name: str) -> Any:
@@ -48,8 +49,10 @@ class StagePlaceholder(nn.Module):
 
 
 class _EmbeddingPlaceholder(StagePlaceholder):
-    """Placeholder for an embedding that returns deterministic hidden states per token, so that probes can run a stage
-    alone."""
+    """Placeholder for an embedding that returns deterministic hidden states for each token id.
+
+    With it the body of a model can be probed without weights.
+    """
 
     def forward(self, hidden_BTH: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         ids_BT, weight = hidden_BTH, self.weight
@@ -58,7 +61,7 @@ class _EmbeddingPlaceholder(StagePlaceholder):
 
 
 class _RecordingPlaceholder(StagePlaceholder):
-    """Placeholder for a layer that records the arguments in addition to hidden states."""
+    """Placeholder for a layer that records the arguments with which it is called, except the hidden states."""
 
     def __init__(self, original: nn.Module, recorded: list[dict[str, Any]]) -> None:
         super().__init__(original)
@@ -70,17 +73,17 @@ class _RecordingPlaceholder(StagePlaceholder):
 
 
 def layers_of(stage: int, num_stages: int, num_layers: int) -> range:
-    """Return the layers of a pipeline stage; if the layers are not divisible, the first stages have one more."""
+    """Return the indices of the layers of a pipeline stage; if layers are not divisible, first stages have one more."""
     size, more = divmod(num_layers, num_stages)
     start = stage * size + min(stage, more)
     return range(start, start + size + (stage < more))
 
 
 def num_stages(model: PreTrainedModel, sizes: ParallelismConfig) -> int:
-    """Return the number of pipeline stages; under `Interleaved1F1B`, a rank has several.
+    """Return the total number of pipeline stages; under the schedule `Interleaved1F1B`, a rank has several stages.
 
     Raises:
-        ModelError: there are more stages than layers.
+        ModelError: the settings make more stages than the model has layers.
     """
     layers = int(model.config.num_hidden_layers)
     count = sizes.num_stages(layers)
@@ -93,12 +96,12 @@ def num_stages(model: PreTrainedModel, sizes: ParallelismConfig) -> int:
 
 
 def stages_of_rank(model: PreTrainedModel, sizes: ParallelismConfig, rank: int) -> range:
-    """Return the indices of the stages of one pipeline rank."""
+    """Return the indices of the pipeline stages that one pipeline rank holds."""
     return range(rank, num_stages(model, sizes), sizes.pp_size)
 
 
 def apply_pp(model: PreTrainedModel, sizes: ParallelismConfig, rank: int) -> None:
-    """Keep the pipeline stages of one rank in the model, and free the weights of all others.
+    """Keep the pipeline stages of one rank in the model, and free the weights of the other stages.
 
     Weights may be on the meta device. A tied embedding and head are both kept on the first and on the last rank.
 
@@ -111,7 +114,7 @@ def apply_pp(model: PreTrainedModel, sizes: ParallelismConfig, rank: int) -> Non
 
 
 def stage_of(model: PreTrainedModel, stage: int, sizes: ParallelismConfig) -> PreTrainedModel:
-    """Return one stage of a model after `apply_pp`, sharing its modules and weights."""
+    """Return one pipeline stage of a model after `apply_pp`; the stage shares modules and weights with the model."""
     twin, body = _shallow_copy(model), _shallow_copy(model.base_model)
     twin._modules[model.base_model_prefix] = body
     _replace_other_stages(twin, body, [stage], num_stages(model, sizes), lambda module: module)
@@ -119,33 +122,32 @@ def stage_of(model: PreTrainedModel, stage: int, sizes: ParallelismConfig) -> Pr
 
 
 def is_tied(model: PreTrainedModel) -> bool:
-    """Return True if embedding and head share one weight."""
+    """Return True if the input embedding and the output head of a model share one weight."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     return bool(head.weight is embedding.weight)
 
 
 def sum_tied_gradients(model: PreTrainedModel, pipeline: DeviceMesh) -> None:
-    """Add the gradients of the two copies of a tied weight, so that both ranks have the total."""
+    """Sum the gradients of the two copies of a tied embedding and head, so that first and last rank have the total."""
     group, rank, last = pipeline.get_group(), pipeline.get_local_rank(), pipeline.size() - 1
     weight = model.get_output_embeddings().weight
     if not is_tied(model) or rank not in {0, last} or weight.grad is None:
         return
-    own_gradient = local_shard(weight.grad)
-    peer_gradient, peer = torch.empty_like(own_gradient), dist.get_global_rank(group, last - rank)
+    local_gradient = local_shard(weight.grad)
+    peer_gradient, peer = torch.empty_like(local_gradient), dist.get_global_rank(group, last - rank)
     works = dist.batch_isend_irecv([
-        dist.P2POp(dist.isend, own_gradient, peer, group), dist.P2POp(dist.irecv, peer_gradient, peer, group),
+        dist.P2POp(dist.isend, local_gradient, peer, group), dist.P2POp(dist.irecv, peer_gradient, peer, group),
     ])  # fmt: skip
     for work in works:
         work.wait()
-    own_gradient.add_(peer_gradient)
+    local_gradient.add_(peer_gradient)
 
 
 def clip_over_stages(model: PreTrainedModel, pipeline: DeviceMesh, max_norm: float) -> float:
-    """Clip the gradients of all stages by their total norm, as `clip_gradients` does; return the norm before
-    clipping."""
+    """Clip the gradients of all pipeline stages by their total norm to `max_norm`; return the norm before clipping."""
     trained = [p for p in model.parameters() if p.grad is not None]
     counted = trained
-    if is_tied(model) and pipeline.get_local_rank() > 0:  # only the copy on the first rank counts
+    if is_tied(model) and pipeline.get_local_rank() > 0:  # the norm counts only the first rank's copy of a tied weight
         counted = [p for p in trained if p is not model.get_output_embeddings().weight]
     norm = (
         total_norm(p.grad for p in counted if p.grad is not None) if counted else torch.zeros((), device=model.device)
@@ -158,14 +160,14 @@ def clip_over_stages(model: PreTrainedModel, pipeline: DeviceMesh, max_norm: flo
 
 
 def _shallow_copy(module: M) -> M:
-    """Return a shallow copy of a module, whose children can be replaced without changing the module."""
+    """Return a shallow copy of a module; replacing children of the copy does not change the module."""
     twin = copy.copy(module)
     twin._modules = dict(module._modules)
     return twin
 
 
 def _ends(model: PreTrainedModel) -> tuple[list[str], list[str]]:
-    """Return the names of the modules of the body before its layers, and after them."""
+    """Return the names of the modules before the layers in the pipeline plan, and of the modules after the layers."""
     names = list(model.config.base_model_pp_plan or ())
     return names[: names.index(_LAYERS)], names[names.index(_LAYERS) + 1 :]
 
@@ -173,12 +175,20 @@ def _ends(model: PreTrainedModel) -> tuple[list[str], list[str]]:
 def _replace_other_stages(
     model: PreTrainedModel, body: nn.Module, stages: Sequence[int], total: int, drop: Callable[[nn.Module], nn.Module]
 ) -> None:
-    """Replace modules of `model` and `body` that do not belong to these stages by placeholders; `drop` returns the
-    module whose attributes a placeholder exposes."""
+    """Replace the modules that do not belong to the pipeline stages `stages` by placeholders.
+
+    Args:
+        model: model whose output head may be replaced.
+        body: base model of `model`, whose embedding, layers and norm may be replaced.
+        stages: indices of the stages to keep.
+        total: total number of stages.
+        drop: function that is called with each replaced module, and returns the module whose attributes the placeholder
+            has; it may free the weights.
+    """
     before, after = _ends(model)
     is_first, is_last, tied = 0 in stages, total - 1 in stages, is_tied(model)
     layers = _layers(body)
-    own_layers = {layer for stage in stages for layer in layers_of(stage, total, len(layers))}
+    kept_layers = {layer for stage in stages for layer in layers_of(stage, total, len(layers))}
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     keeps_both = tied and (is_first or is_last)
     for holder, names, is_kept in ((body, before, is_first), (body, after, is_last), (model, _heads(model), is_last)):
@@ -187,10 +197,10 @@ def _replace_other_stages(
             assert module is not None
             if is_kept or (keeps_both and module in {head, embedding}):
                 continue
-            elsewhere = _EmbeddingPlaceholder if module is embedding else StagePlaceholder
-            holder._modules[name] = elsewhere(drop(module))
+            placeholder_class = _EmbeddingPlaceholder if module is embedding else StagePlaceholder
+            holder._modules[name] = placeholder_class(drop(module))
     body._modules[_LAYERS] = nn.ModuleList(
-        layer if i in own_layers else StagePlaceholder(drop(layer)) for i, layer in enumerate(layers)
+        layer if i in kept_layers else StagePlaceholder(drop(layer)) for i, layer in enumerate(layers)
     )
 
 
@@ -203,8 +213,14 @@ def _heads(model: PreTrainedModel) -> list[str]:
 
 
 def _check(model: PreTrainedModel, where: str) -> None:
-    """Refuse a model that computes something outside the modules of its plan, or passes values derived from tokens to
-    layers: later stages have no tokens."""
+    """Refuse a model that a pipeline cannot run.
+
+    Such a model computes something outside the modules of its plan, or passes values derived from token ids to layers,
+    which later stages do not have. The error message begins with `where`.
+
+    Raises:
+        ModelError: the model cannot be run as a pipeline.
+    """
     plan, config = getattr(model.config, "base_model_pp_plan", None), model.config
     body = model._modules.get(model.base_model_prefix)
     is_planned = plan and _LAYERS in plan and config.get_text_config() is config
@@ -226,8 +242,11 @@ def _check(model: PreTrainedModel, where: str) -> None:
 
 @torch.no_grad()
 def _difference(model: PreTrainedModel, body: nn.Module, before: Sequence[str], after: Sequence[str]) -> str:
-    """Return a description of what the body computes outside its modules, or an empty string. Weights are not used,
-    because they may be on the meta device."""
+    """Return a description of what `body` computes outside the modules of its plan; empty if it computes nothing there.
+
+    `before` and `after` are the names of the modules before and after the layers. The body runs with placeholders
+    instead of its modules, because weights may be on the meta device.
+    """
     device = next((buffer.device for buffer in body.buffers()), torch.device("cpu"))
     embedding = _EmbeddingPlaceholder(model.get_input_embeddings())
     ids_BT = torch.arange(_PROBE_TOKENS, device=device).unsqueeze(0)
@@ -251,6 +270,7 @@ def _difference(model: PreTrainedModel, body: nn.Module, before: Sequence[str], 
 
 
 def _same(one: Any, other: Any) -> bool:
+    """Return True if two arguments of a layer are equal, also if they are tensors or nested in tuples or lists."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return torch.equal(one, other)
     if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):

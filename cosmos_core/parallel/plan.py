@@ -11,15 +11,17 @@ from cosmos_core.errors import ModelError
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Return True if a pattern of a plan matches the name of a module."""
+    """Return True if a pattern of a parallel plan, with `*` for layer indices, matches the name of a module."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name) == pattern
 
 
 def check_heads(model: PreTrainedModel, key: str, size: int) -> None:
-    """Check that the attention heads are divisible by the number of ranks.
+    """Check that the number of attention heads is divisible by the number of ranks, `size`.
+
+    With `tp_size` as the `key` of the setting, the number of key-value heads must be divisible too.
 
     Raises:
-        ModelError: they are not divisible.
+        ModelError: a number of heads is not divisible.
     """
     config = model.config.get_text_config()
     for name in ("num_attention_heads", "num_key_value_heads"):
@@ -32,10 +34,11 @@ def check_heads(model: PreTrainedModel, key: str, size: int) -> None:
 
 
 def check_features(model: PreTrainedModel, name: str, module: nn.Module, style: str, size: int) -> None:
-    """Check that the split dimension of a matrix is divisible by the number of ranks.
+    """Check that the dimension of a linear layer's weight that `style` splits is divisible by `size`, the number of
+    ranks.
 
     Raises:
-        ModelError: it is not divisible.
+        ModelError: the dimension is not divisible.
     """
     axis = {"colwise": 0, "rowwise": 1}.get(style)
     if axis is not None and isinstance(module, nn.Linear) and module.weight.shape[axis] % size:

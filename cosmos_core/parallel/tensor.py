@@ -29,12 +29,17 @@ from cosmos_core.parallel.plan import check_features, check_heads, matches
 _EXPERTS = "moe_tp_experts"
 _PROBE_TOKENS = 8
 _PROBE_TOLERANCE = 1e-2
-"""Tolerance relative to the largest gradient: rounding is alike on all ranks, and a missing part is a half or more."""
+"""Tolerance of gradient differences between ranks in `check_split`, relative to the largest gradient.
+
+Rounding errors are far smaller, and a gradient that lacks the contribution of other ranks differs far more.
+"""
 
 
 class _PartialGradient(ParallelStyle):
-    """Style of a replicated module that receives this rank's heads only: gradients of its weights are summed over
-    ranks."""
+    """Parallel style of a replicated module that receives this rank's attention heads only.
+
+    The gradients of its weights are summed over ranks.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         forward, group = module.forward, device_mesh.get_group()
@@ -48,19 +53,24 @@ class _PartialGradient(ParallelStyle):
 
 
 class _SomeExperts(ParallelStyle):
-    """Style of experts of which each rank holds some, unsplit: all ranks see every token, and the summed outputs are
-    replicated. The plan would split the matrices of each expert, which are two in one; the memory is the same."""
+    """Parallel style in which each rank holds some of the experts of a layer, whole.
+
+    All ranks process every token, and the outputs are summed and replicated. The model's plan would split the matrices
+    of each expert instead, which takes the same memory but has to split two matrices that are stored as one.
+    """
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         forward, group = module.forward, device_mesh.get_group()
         count = module.num_experts
         first = count * device_mesh.get_local_rank()
-        module._is_expert_parallel = True  # the index `num_experts` means an expert on another rank
+        module._is_expert_parallel = (
+            True  # makes transformers skip the index `num_experts`, set for other ranks' experts
+        )
 
         def forward_local_experts(hidden_NH: Tensor, chosen_NK: Tensor, weights_NK: Tensor) -> Tensor:
             is_other_NK = (chosen_NK < first) | (chosen_NK >= first + count)
             hidden_NH, weights_NK = (_SummedBackward.apply(each, group) for each in (hidden_NH, weights_NK))
-            with _weights(module, local_shard):  # kernels do not support DTensor
+            with _weights(module, local_shard):  # expert kernels do not support DTensor
                 outputs_NH = forward(
                     hidden_NH,
                     (chosen_NK - first).masked_fill(is_other_NK, count),
@@ -86,12 +96,14 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
 
 
 def apply_tp(model: PreTrainedModel, mesh: DeviceMesh, *, with_experts: bool) -> None:
-    """Shard every matrix in the model's plan over the ranks; a tied head and embedding stay unsplit.
+    """Shard every matrix in the model's tensor-parallel plan over the ranks of `mesh`; tied embedding and head stay
+    whole.
 
-    With `with_experts`, also distribute the experts; otherwise, another axis shards them.
+    `with_experts`: whether to distribute the experts over the ranks too; False: expert parallelism shards them.
 
     Raises:
-        ModelError: the plan is missing, has an unsupported style, or a size is not divisible.
+        ModelError: the model has no plan, the plan has an unsupported style, or a size is not divisible by the number
+            of ranks.
     """
     plan = {pattern: style for pattern, style in (model.tp_plan or {}).items() if with_experts or style != _EXPERTS}
     where = f"policy.parallelism.tp_size = {mesh.size()}: {type(model).__name__}"
@@ -102,7 +114,8 @@ def apply_tp(model: PreTrainedModel, mesh: DeviceMesh, *, with_experts: bool) ->
     tied = {head, embedding} if head is not None and head.weight is embedding.weight else set()
     for name, module in list(model.named_modules()):
         style = next((plan[pattern] for pattern in plan if matches(pattern, name)), None)
-        if style is None or module in tied or next(module.parameters(), None) is None:  # of another pipeline stage
+        # A module without parameters is a placeholder for a module of another pipeline stage.
+        if style is None or module in tied or next(module.parameters(), None) is None:
             continue
         if style not in _STYLES or (style == _EXPERTS and not hasattr(module, "_is_expert_parallel")):
             raise ModelError(
@@ -120,10 +133,10 @@ def check_split(model: PreTrainedModel, roots: Sequence[Any], mesh: DeviceMesh) 
     """Run a few tokens forward and backward to check that the model computes nothing outside its plan.
 
     Each rank has the same gradient for a weight that the plan does not split. The gradients differ if a weight was
-    applied to this rank's heads or features only.
+    applied to this rank's heads or features only. `roots` are the modules whose `probe` is called.
 
     Raises:
-        ModelError: gradients differ, or the model raises an error.
+        ModelError: gradients differ between ranks, or the model raises an error.
     """
     device = torch.device(mesh.device_type)
     ids = torch.arange(1, _PROBE_TOKENS + 1, device=device).unsqueeze(0)
@@ -138,7 +151,7 @@ def check_split(model: PreTrainedModel, roots: Sequence[Any], mesh: DeviceMesh) 
                 waves_BTH = torch.arange(hidden_BTH.numel(), device=device).view_as(hidden_BTH).sin()
                 (hidden_BTH * waves_BTH).sum().backward()
     except (torch.OutOfMemoryError, dist.DistError):
-        raise  # not an error of the model
+        raise  # these errors do not mean that the model is unsupported
     except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
         raise ModelError(f"{where} ({' '.join(str(error).split())[:200]}); set it to 1") from error
     finally:
@@ -182,7 +195,10 @@ def _weights(module: Any, change: Callable[[nn.Parameter], Tensor]) -> Iterator[
 
 
 def _split_modules(module: nn.Module, style: str) -> list[nn.Module]:
-    """Return the modules to split: with an adapter, the base layer and the LoRA factor with the split dimension."""
+    """Return the modules to split for a module of the plan, which an adapter may wrap.
+
+    For a LoRA layer these are the base layer and the LoRA factor that has the split dimension.
+    """
     if isinstance(module, LoraLayer):
         return [module.base_layer, *(module.lora_A if style.startswith("rowwise") else module.lora_B).values()]
     if isinstance(module, ModulesToSaveWrapper):
@@ -191,7 +207,7 @@ def _split_modules(module: nn.Module, style: str) -> list[nn.Module]:
 
 
 class _SummedBackward(torch.autograd.Function):
-    """Identity whose gradient is summed over the ranks of a group."""
+    """Identity function whose gradient is summed over the ranks of a process group."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
