@@ -87,8 +87,10 @@ class Endpoint:
             seed=seed % (1 << 31),
             extra_body=_extensions(sampling),
         )
+        if not reply.choices:
+            raise OpenAIError("the reply has no choices")
         choice = reply.choices[0]
-        text = choice.message.content or ""
+        text = (choice.message.content or "").encode(errors="replace").decode()  # without halves of surrogate pairs
         ids = tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
         segment = Segment(ids, True, (0.0,) * len(ids), 0)  # a server need not tell log-probabilities
         return Completion((segment,), "stop" if choice.finish_reason == "stop" else "length", text)

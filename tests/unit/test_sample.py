@@ -260,6 +260,13 @@ def test_an_endpoint_gets_settings_beyond_the_api_only_if_they_are_set(task: Pat
     assert (extended["top_k"], extended["repetition_penalty"]) == (5, 1.5)
 
 
+def test_half_a_surrogate_pair_in_a_reply_is_replaced(task: Path, tmp_path: Path) -> None:
+    with chat_server(complete=lambda request: "5\ud83d") as (url, _):
+        stage = stage_of(task, tmp_path / "sample", endpoint=url, endpoint_model="m")
+        program.run(stage)
+    assert {row["conversations"][-1]["content"] for row in rows(stage.path)} == {"5?"}
+
+
 def test_an_endpoint_that_refuses_is_one_line(task: Path, tmp_path: Path) -> None:
     with (
         chat_server(status=404) as (url, requests),
