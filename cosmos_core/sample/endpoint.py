@@ -87,8 +87,8 @@ class Endpoint:
             seed=seed % (1 << 31),
             extra_body=_extensions(sampling),
         )
-        if not reply.choices:
-            raise OpenAIError("the reply has no choices")
+        if not getattr(reply, "choices", None):  # the client returns a reply that is not JSON as text
+            raise OpenAIError(f"the reply has no choices: {str(reply)[:100]}")
         choice = reply.choices[0]
         text = (choice.message.content or "").encode(errors="replace").decode()  # without halves of surrogate pairs
         ids = tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
