@@ -32,13 +32,13 @@ Status = Literal["waiting", "stale", "whole"]
 
 @dataclass
 class AsyncGroupSource:
-    """Group source that generates groups while others are trained on. All ranks call its methods together."""
+    """Group source whose engines generate groups while the ranks train on earlier ones; ranks call it together."""
 
     fleet: Fleet
     take: Callable[[int, int], Sequence[Prompt]]
-    """Returns `count` prompts from a position on, over all epochs; fewer at the end."""
+    """Function that returns `count` prompts from a position on, over all epochs; fewer at the end of the data."""
     score: ScoreGroups
-    """Scores groups; called in a thread of the first rank only."""
+    """Function that scores groups of completions; called in a thread of the first rank only."""
     sampling: Sampling
     progress: Progress
     steps: StepGroups
@@ -46,27 +46,27 @@ class AsyncGroupSource:
     allowed: int
     """Maximum number of steps by which the weights of a group may be older than the step that trains on it."""
     resync: Callable[[int], object]
-    """Sends the current weights, as the version of a step, to engines that have none."""
+    """Function that sends the current weights, as the version of a train step, to engines without weights."""
     between: Callable[[int], None] = lambda step: None
-    """Called with the step while the source waits; may raise to stop."""
+    """Function called with the train step while the source waits for groups; may raise to stop."""
     beyond: int = 0
     """Number of prompts that engines get in addition to those of the allowed steps, so that they stay busy.
 
-    Groups that turn out too old are generated again. With a filter, the number is limited to the groups that it is
-    expected to drop, judged by recent steps.
+    Groups that turn out too old are generated again. With a filter, the number is limited to the groups that the filter
+    is expected to drop, judged by recent steps.
     """
     most_steps: int | None = None
     """Maximum number of train steps whose prompts are in flight or waiting; None: unbounded."""
     filter: Filter | None = None
-    """Filter that drops groups without a learning signal, which others replace; None: all groups are kept."""
+    """Filter of groups without a learning signal, which are replaced by new groups; None: all groups are kept."""
     takes_turns: bool = False
     """Whether engines get prompts only while the training waits for groups, because they sleep while it trains."""
     _position: int = 0
-    """Position of the first prompt that no step has used."""
+    """Position, in the order of the data, of the first prompt that no train step has used."""
     _step: int = 0
-    """The train step that will use the prompt at `_position`."""
+    """Number of the train step that will use the first unused prompt."""
     _wanted: int | None = None
-    """Number of groups that the current step needs; None: the number in `steps`."""
+    """Number of groups that the current train step needs; None: the number that `steps` plans."""
     _next: int = 0
     """Position of the next prompt to send to an engine."""
     _pending: dict[int, Future[Group]] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class AsyncGroupSource:
     _thread: threading.Thread | None = None
     _is_closed: bool = False
     _is_awaited: bool = False
-    """Whether the training waits for groups."""
+    """Whether the training currently waits for groups."""
     _num_outdated: int = 0
     _told: tuple[int, int] = (0, 0)
     """Numbers of outdated groups and of engine restarts that metrics have already reported."""
@@ -85,7 +85,7 @@ class AsyncGroupSource:
 
     @property
     def is_over(self) -> bool:
-        """Return whether no prompt is left."""
+        """Return whether all prompts of all epochs were used."""
         return self.filter is not None and not self.take(self._position, 1)
 
     def next(self, step: int, num_groups: int | None = None) -> tuple[list[ScoredGroup], dict[str, float]]:
@@ -135,16 +135,16 @@ class AsyncGroupSource:
         return {"drawn": self._position}
 
     def load_state_dict(self, state: dict[str, JsonValue]) -> None:
-        """Continue after the prompts that were used."""
+        """Continue after the prompts that a checkpointed run has used."""
         self._position = self._next = int(str(state.get("drawn", 0)))
 
     def close(self) -> None:
-        """End the thread; nothing is scored afterwards."""
+        """End the thread that scores groups."""
         self._is_closed = True
         if self._thread is not None:
             self._thread.join()
 
-    # The methods below run on the first rank only.
+    # Only the first rank runs the methods below, because it alone communicates with the engines.
 
     def _start(self) -> None:
         if self._thread is None and is_first():
@@ -166,7 +166,7 @@ class AsyncGroupSource:
         return "whole", *groups
 
     def _groups_of(self, step: int) -> tuple[list[ScoredGroup], list[ScoredGroup]] | None:
-        """Return the kept and the sampled groups of `step`; None if some are missing."""
+        """Return the kept and the sampled groups of train step `step`; None if groups are missing."""
         kept_groups: list[ScoredGroup] = []
         sampled: list[ScoredGroup] = []
         num_needed = self.steps.count(step) if self._wanted is None else self._wanted
@@ -193,7 +193,7 @@ class AsyncGroupSource:
         """
         if self.fleet.version + self.allowed < step:
             return
-        for position in reversed(positions):  # urgent requests are queued first, so the one queued last is served first
+        for position in reversed(positions):  # urgent requests go to the front, so request the first position last
             scored = self._scored.get(position)
             if scored is not None and step - scored.group.version > self.allowed:
                 del self._scored[position]
@@ -222,7 +222,7 @@ class AsyncGroupSource:
                 self._ready.notify_all()
 
     def _hand_out(self) -> None:
-        """Send the engines all prompts that their weights are new enough for."""
+        """Send the engines the prompts of all steps for which their weights are new enough."""
         with self._ready:
             if self.takes_turns and not self._is_awaited:
                 return
@@ -240,7 +240,7 @@ class AsyncGroupSource:
             return int(min(num_kept + self.beyond, most))
         if num_kept <= 0:
             return 0
-        # Each dropped group must be replaced, or its step would never be complete.
+        # Engines may sample a further prompt for each dropped group, or its train step would never be complete.
         num_dropped = sum(not self.filter.keeps(scored) for scored in self._scored.values())
         num_expected = min(self.beyond, num_kept * (self._sampled_per_kept - 1))
         most_sampled = (
@@ -272,8 +272,8 @@ class AsyncGroupSource:
 
 
 def steps_of(order: Callable[[int], Sequence[Any]], num_groups: int, num_steps: int) -> Callable[[int, int], list[Any]]:
-    """Return a function that returns prompts by position, from a function `order` that returns the prompts of a
-    step."""
+    """Convert `order`, a function that returns the prompts of a train step, into a function that returns prompts by
+    position."""
 
     def take(start: int, count: int) -> list[Any]:
         end = min(start + count, num_steps * num_groups)

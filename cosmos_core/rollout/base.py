@@ -22,28 +22,28 @@ from cosmos_core.rollout.flow_source import FlowSource
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Segment
 
 Bucket = list[tuple[str, Tensor]]
-"""Some of the weights by name, each tensor complete.
+"""Part of a model's weights: pairs of name and complete (unsharded) tensor.
 
 The memory may be reused for the next bucket, so an engine copies what it keeps.
 """
 
 WeightFormat = Literal["checkpoint", "module", "adapter", "shared"]
-"""Weights that an engine loads.
+"""Format of the weights that an engine loads.
 
-`checkpoint`: names and shapes of a checkpoint; `module`: those of the transformers module; `adapter`: only the LoRA
-factors, because the engine has the base weights; `shared`: none, because it computes with the trainer's modules.
+`checkpoint`: names and shapes of a checkpoint; `module`: names and shapes of the transformers module; `adapter`: only
+the LoRA factors, because the engine has the base weights; `shared`: no weights, because the engine uses the trainer's.
 """
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Settings of an engine: the one argument of its class."""
+    """Settings of a rollout engine, the only argument of an engine class."""
 
     model: PreTrainedModel
     """The trainer's module. An engine with a weight format other than `shared` reads only its config and shapes."""
     tokenizer: PreTrainedTokenizerBase
     folder: str
-    """Folder or Hub id that the trainer loaded; the engine starts with these weights as version 0."""
+    """Folder or Hub id of the model that the trainer loaded; the engine starts with its weights as version 0."""
     rollout: RolloutConfig
     max_model_len: int
     """Maximum number of tokens in a sequence, prompt and completion together."""
@@ -56,7 +56,7 @@ class EngineSettings:
     vision: Vision | None = None
     """Processor for the images of prompts; None if no prompt has images."""
     flow: FlowSource | None = None
-    """What the engine of a diffusion model samples with; None for a text model."""
+    """Denoiser and named weights that the engine of a diffusion model samples with; None for a text model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,25 +84,25 @@ class Engine(Protocol):
     """Number of neighbouring ranks that form one engine and make the same calls; 1: each rank has its own engine."""
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
-        """Request `sampling.num_completions` completions of each prompt; may be called again before they are done.
+        """Request `sampling.num_completions` completions of each prompt, also while earlier requests are in flight.
 
         Raises:
-            DataError: a prompt leaves no room for a completion.
+            DataError: a prompt leaves no tokens of the maximum length for a completion.
             ConfigError: the engine does not support the sampling settings.
         """
         ...
 
     def completed(self) -> list[Group]:
-        """Return groups that are done and were not returned before, in any order.
+        """Return groups that are complete and were not returned before, in any order.
 
-        Waits until there is one; an empty list means that nothing is in flight.
+        Waits until a group is complete; an empty list means that no request is in flight.
         """
         ...
 
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
         """Replace all weights, bucket by bucket, and clear all caches.
 
-        Completions in flight continue with the new weights, whose tokens form a segment of their own.
+        Completions in flight continue with the new weights; tokens sampled with new weights form a separate segment.
 
         Raises:
             StageFailed: a tensor is missing, or the model has no such tensor.
@@ -138,19 +138,19 @@ class EngineWrapper:
         self.name, self.weight_format, self.ranks_per_engine = inner.name, inner.weight_format, inner.ranks_per_engine
 
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
-        """See `Engine.load_weights`."""
+        """Load weights into the wrapped engine; see `Engine.load_weights`."""
         return self._inner.load_weights(version, buckets)
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """See `Engine.logprobs`."""
+        """Return the log-probabilities that the wrapped engine computes; see `Engine.logprobs`."""
         return self._inner.logprobs(token_ids)
 
     def sleep(self, level: Literal[1, 2] = 1) -> None:
-        """See `Engine.sleep`."""
+        """Release memory of the wrapped engine; see `Engine.sleep`."""
         self._inner.sleep(level)
 
     def wake(self) -> None:
-        """See `Engine.wake`."""
+        """Reallocate memory of the wrapped engine; see `Engine.wake`."""
         self._inner.wake()
 
     @property
@@ -159,12 +159,12 @@ class EngineWrapper:
         return getattr(self._inner, "slept", 0)
 
     def close(self) -> None:
-        """See `Engine.close`."""
+        """Free the resources of the wrapped engine; see `Engine.close`."""
         self._inner.close()
 
 
 def generate(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:
-    """Return the groups of these prompts, in their order; the engine must have nothing else in flight."""
+    """Generate the groups of prompts with an engine that has no request in flight, in the order of the prompts."""
     engine.submit(prompts, sampling, step)
     groups_by_prompt: dict[int, Group] = {}
     while groups := engine.completed():
@@ -175,13 +175,13 @@ def generate(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, step
 def request_seed(seed: int, step: int, prompt_id: int, k: int) -> int:
     """Return the seed of completion `k` of a prompt at a step, which is the same in every process and every batch."""
     digest = hashlib.sha256(f"{seed}/{step}/{prompt_id}/{k}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1  # 63 bits: vLLM and torch take a signed 64-bit integer
+    return int.from_bytes(digest[:8], "big") >> 1  # 63 bits, since vLLM and torch take seeds as int64
 
 
 def reseed(sampling: Sampling, times: int) -> Sampling:
     """Return sampling settings for a prompt that its train step has sampled `times` times before.
 
-    The seed changes, because seeds otherwise depend only on step and prompt.
+    The settings get another seed, because the seed of a completion depends only on settings, step and prompt.
     """
     return replace(sampling, seed=request_seed(sampling.seed, -times, 0, 0)) if times else sampling
 
@@ -194,7 +194,7 @@ def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
 
 
 def check_prompts(prompts: Sequence[Prompt], max_model_len: int) -> None:
-    """Check that each prompt leaves room for a completion.
+    """Check that each prompt is shorter than the maximum sequence length, so that a completion fits.
 
     Raises:
         DataError: a prompt is empty or too long.
@@ -207,7 +207,7 @@ def check_prompts(prompts: Sequence[Prompt], max_model_len: int) -> None:
             )
 
 
-def completion(  # noqa: PLR0913 - what an engine knows of a completion
+def completion(  # noqa: PLR0913 - one parameter per property of a completion
     tokenizer: PreTrainedTokenizerBase,
     token_ids: Sequence[int],
     logprobs: Sequence[float],
@@ -255,7 +255,7 @@ class Receiver:
         self._names: set[str] = set()
 
     def tensors(self, buckets: Iterable[Bucket]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of all buckets; each bucket is created when the previous one is used up."""
+        """Yield the tensors of all buckets; a bucket is requested when the previous bucket's tensors were consumed."""
         for bucket in self.buckets(buckets):
             yield from bucket
 
@@ -270,7 +270,7 @@ class Receiver:
         """Return the acknowledgement of the load whose tensors `tensors` or `buckets` has yielded.
 
         Raises:
-            StageFailed: the tensors are not those of the first load.
+            StageFailed: the tensor names differ from those of the first load.
         """
         self._expected = self._expected or frozenset(self._names)
         if missing := self._expected - self._names:

@@ -13,7 +13,7 @@ class DataParallel(EngineWrapper):
     """`Engine` whose methods all ranks call together, with the same prompts and the same weights."""
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
-        """Submit this rank's prompts, see `Engine.submit`; random numbers do not depend on the rank."""
+        """Submit this rank's share of the prompts to its engine, see `Engine.submit`; the rank changes no seed."""
         num_engines = num_ranks() // self.ranks_per_engine
         local_prompts = prompts[rank_number() // self.ranks_per_engine :: num_engines]
         if local_prompts:

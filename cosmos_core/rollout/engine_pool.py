@@ -32,11 +32,11 @@ _OPEN_SECONDS = 1200.0
 engine."""
 _RETRY_SECONDS = 0.5
 _MOST_DEATHS = 3
-"""Maximum number of deaths of one engine without a group in between; more are treated as a permanent failure."""
+"""Maximum number of deaths of an engine between two groups that it returns; more are a permanent failure."""
 
 
 class LostWeights(StageFailed):
-    """Raised if no engine holds the weights any more that a request needs."""
+    """Error raised if no engine holds the version of the weights that a request needs any more."""
 
 
 class Handle(Protocol):
@@ -45,23 +45,23 @@ class Handle(Protocol):
     def ask(self, method: str, *arguments: Any, shared: Any = None, **keywords: Any) -> Future[Any]:
         """Call a method of the replica; a `ConnectionError` in the future means that its process has died.
 
-        `shared`: a value that `put` returned, passed as the last argument.
+        `shared` is a value that `put` returned, passed as the last argument of the method; None: no such argument.
         """
         ...
 
     def put(self, value: Any) -> Any:
-        """Return a reference to a value for `ask`, so that the value is transferred once instead of once per
+        """Return a reference to `value` for calls of `ask`, so that the value is transferred once instead of once per
         replica."""
         ...
 
     def kill(self) -> None:
-        """Kill the process; the process manager starts another one."""
+        """Kill the replica's process; the process manager starts another process."""
         ...
 
 
 @dataclass(frozen=True)
 class _Request:
-    """Request for one group."""
+    """Request for one group of completions."""
 
     prompt: Prompt
     sampling: Sampling
@@ -89,16 +89,16 @@ class PooledEngine:
     num_deaths: int = 0
     """Number of deaths since the engine last returned a group."""
     in_flight: dict[tuple[int, int, int], _Request] = field(default_factory=dict)
-    """Requests in flight, by key; a second request with the same key waits."""
+    """Requests that the engine is generating, by key; a second request with the same key waits in the queue."""
     reply: Future[Any] | None = None
     """Pending reply to `begin` or `completed`; None: the engine was unreachable and is contacted again later."""
     died: float = -math.inf
-    """Time when the engine was last seen dead."""
+    """Monotonic time in seconds when the engine was last seen dead; -inf: never."""
     lost: ConnectionError | None = None
     """Error by which another thread saw that the engine is dead; the engine is unused until it is open again."""
     passes: int = 0
     moved: float = 0.0
-    """Time of the last observed progress."""
+    """Monotonic time in seconds of the last observed progress of the engine."""
 
 
 class EnginePool:
@@ -120,14 +120,14 @@ class EnginePool:
         self._session = uuid.uuid4().hex
         self._waiting: deque[_Request] = deque()
         self._pinned: deque[_Request] = deque()
-        """Requests for one version of the weights; they come after all others."""
+        """Queue of requests for one version of the weights, which are sent after all other requests."""
         self._unheard: queue.SimpleQueue[tuple[PooledEngine, Description | None, ConnectionError]] = queue.SimpleQueue()
         """Members that did not receive a submission, with their description at that time and the error."""
         self._problem: Exception | None = None
         self.lock = threading.RLock()
         self.engines: dict[Handle, PooledEngine] = {}
         self.is_loading = False
-        """Whether engines are loading weights and so make no passes."""
+        """Whether engines are loading weights and therefore make no forward passes."""
         self.is_closed = False
         self.num_restarts = 0
         """Number of engines that died or hung since the start."""
@@ -137,7 +137,7 @@ class EnginePool:
         threading.Thread(target=self._run, daemon=True, name="fleet").start()
 
     def check(self) -> None:
-        """Raise the error that ended the thread, if any."""
+        """Raise the error that ended the communication thread, if any."""
         if self._problem is not None:
             raise self._problem
 
@@ -146,8 +146,8 @@ class EnginePool:
     ) -> Future[Group]:
         """Request one group, before all waiting requests or after them; may be called from any thread.
 
-        `version`: the version of the weights that must generate it; the future gets `LostWeights` if no engine has it
-        any more.
+        `version` is the version of the weights that must generate the group; the future raises `LostWeights` if no
+        engine holds that version any more.
         """
         new_request = _Request(prompt, sampling, step, Future(), version)
         with self.lock:
@@ -172,16 +172,16 @@ class EnginePool:
     def lose(self, member: PooledEngine, description: Description | None, error: ConnectionError) -> None:
         """Stop using a member whose death another thread saw first.
 
-        `description`: the member's description when the call was made, since the process may have been replaced since.
+        `description` identifies the process that the call was made to, because another process may have replaced it.
         """
         with self.lock:
             if member.description is description and description is not None:
                 member.lost = error
 
     def await_all(self, replies: Sequence[tuple[PooledEngine, Future[Any]]]) -> None:
-        """Wait until each engine has replied or failed, reporting that the stage is alive meanwhile.
+        """Wait until each engine has replied or failed, and report during the wait that the stage is alive.
 
-        An engine that neither replies nor makes a pass for `patience` seconds is killed.
+        An engine that neither replies nor makes a forward pass for `patience` seconds is killed.
         """
         start = time.monotonic()
         moved = {id(member): (start, member.passes) for member, _ in replies}
@@ -220,7 +220,7 @@ class EnginePool:
                         request.group.set_exception(error)
 
     def _adopt(self) -> None:
-        """Add new engines to the pool, and remove engines that were taken away."""
+        """Add engines with new handles to the pool, and remove engines whose handles were removed."""
         present = list(self._handles())
         for handle in present:
             if handle not in self.engines:
@@ -235,7 +235,7 @@ class EnginePool:
         member.reply = member.handle.ask("begin", self._session)
 
     def _requeue(self, member: PooledEngine) -> None:
-        """Put the requests of a member back at the front of their queues."""
+        """Return a member's requests in flight to the front of the queues that they came from."""
         requests = list(reversed(member.in_flight.values()))
         self._waiting.extendleft(each for each in requests if each.version is None)
         self._pinned.extendleft(each for each in requests if each.version is not None)
@@ -333,9 +333,10 @@ class EnginePool:
     def _refuse(
         self, member: PooledEngine, description: Description | None, batch: Sequence[_Request], reply: Future[Any]
     ) -> None:
-        """Pass on the error of a submission to its requests.
+        """Set the error of a failed submission on the futures of its requests.
 
-        Runs in a thread of Ray, for which `kill` waits while holding the lock, so it must not take the lock.
+        The function runs in a thread of Ray, for which `kill` waits while holding the pool's lock, so it must not take
+        the lock.
         """
         error = reply.exception()
         if isinstance(error, ConnectionError):
@@ -349,7 +350,7 @@ class EnginePool:
 def _take_batch(queue: deque[_Request], most: int, in_flight: dict[tuple[int, int, int], _Request]) -> list[_Request]:
     """Move requests that can be submitted together from the queue into `in_flight`, and return them.
 
-    All have one step and sampling, because some engines generate a submission as one batch.
+    All moved requests have the same step and sampling, because some engines generate a submission as one batch.
     """
     first = queue[0]
     batch: list[_Request] = []

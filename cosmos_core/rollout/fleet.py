@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Process(NamedTuple):
-    """A member, with the description of the process that it had when a load began."""
+    """Engine of the pool, with the description of its process at the start of a weight load."""
 
     member: PooledEngine
     description: Description | None
@@ -43,7 +43,8 @@ class _Reply(NamedTuple):
 
 
 class Fleet:
-    """`Engine` made of many. All ranks call its methods together, except `request`, `is_stale` and `check`.
+    """`Engine` that consists of several engines. All ranks call its methods together, except `request`, `is_stale` and
+    `check`.
 
     `handles` may grow and shrink at run time. `most_groups`: maximum number of groups in flight in one engine. An
     engine without a forward pass for `patience` seconds is killed.
@@ -64,7 +65,8 @@ class Fleet:
     ) -> None:
         """Wait until the first engine is open.
 
-        `swap`: see `rollout.async_r2r_sync`. `takes_turns`: engines share the trainer's GPUs and sleep while it trains.
+        `swap` is the value of `rollout.async_r2r_sync`. With `takes_turns`, engines share the trainer's GPUs and sleep
+        during training.
 
         Raises:
             CosmosError: an engine cannot be opened.
@@ -74,13 +76,13 @@ class Fleet:
         self._own: list[tuple[Prompt, Future[Group]]] = []
         self._loads_only_new = False
         self.has_new = False
-        """Whether the last load was the first load of some engine."""
+        """Whether the last weight load was the first load of at least one engine."""
         self.slept = 0
         """1 if engines that take turns with the trainer have slept since the last load, else 0."""
         self.version = -1
         """The lowest version of weights among the engines that have weights."""
         self.resync: Callable[[], object] = lambda: None
-        """Sends the last published weights to engines that have none; called on all ranks together."""
+        """Function that sends the last published weights to engines without weights; all ranks call it together."""
         if is_first():
             self._pool.start()
         name, self.weight_format, failed = broadcast_object(self._first_description() if is_first() else None)  # type: ignore[misc]
@@ -112,7 +114,7 @@ class Fleet:
 
     @contextmanager
     def loading_new_engines(self) -> Iterator[None]:
-        """Context manager in which loads reach only engines that have no weights yet."""
+        """Return a context manager in which weights are loaded only into engines that have no weights yet."""
         self._loads_only_new = True
         try:
             yield
@@ -124,12 +126,12 @@ class Fleet:
             self._own += [(prompt, self.request(prompt, sampling, step, is_urgent=True)) for prompt in prompts]
 
     def completed(self) -> list[Group]:
-        """Wait for all submitted groups, see `Engine.completed`; returning them at once synchronizes the ranks only
-        once.
+        """Wait for all submitted groups, and return them at once, so that ranks synchronize only once; see
+        `Engine.completed`.
 
-        An engine that is restarted meanwhile gets the weights again.
+        An engine that is restarted during the wait gets the weights again.
         """
-        while True:  # broadcast after each poll, so that no rank waits beyond the timeout of a collective
+        while True:  # each poll broadcasts, so that no rank exceeds a collective's timeout
             groups, failed, is_stale = broadcast_object(self._collect_submitted() if is_first() else None)  # type: ignore[misc]
             self._raise(failed)
             if groups is not None:
@@ -138,7 +140,7 @@ class Fleet:
                 self.resync()
 
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
-        """Load weights into every open engine, see `Engine.load_weights`; an engine that dies meanwhile is left out."""
+        """Load weights into every open engine, see `Engine.load_weights`; engines that die in the load are skipped."""
         self._leave_memory()
         num_sent, loads = 0, self._begin_load(version) if is_first() else []
         has_new = any(process.member.version is None for process in loads)
@@ -155,18 +157,18 @@ class Fleet:
         return LoadReceipt(version, num_sent)
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """Return the log-probabilities of one engine; see `Engine.logprobs`."""
+        """Return the log-probabilities that one of the engines computes; see `Engine.logprobs`."""
         return next(iter(self.logprobs_per_engine(token_ids)))
 
     def logprobs_per_engine(self, token_ids: Sequence[int], version: int | None = None) -> list[list[float]]:
-        """Return the log-probabilities of each engine that has weights, or that has weights of `version`."""
+        """Return the log-probabilities by each engine with weights, or with weights of `version` unless it is None."""
         logprobs: list[list[float]] = []
         if is_first():
             members = [member for member in self._pool.loaded_engines() if version in {None, member.version}]
             replies = [member.handle.ask("logprobs", member.version, token_ids) for member in members]
             self._pool.await_all(list(zip(members, replies, strict=True)))
             for reply in replies:
-                with suppress(ConnectionError):  # the communication thread sees the same error
+                with suppress(ConnectionError):  # the communication thread handles a lost engine
                     logprobs.append(reply.result())
         return broadcast_object(logprobs)
 
@@ -180,22 +182,22 @@ class Fleet:
         self._tell_all("wake")
 
     def _leave_memory(self) -> None:
-        """Release cached memory of torch on GPUs that the engines share."""
+        """Release torch's cached memory on GPUs that the trainer shares with engines."""
         if self._takes_turns:
             torch.cuda.empty_cache()
 
     def close(self) -> None:
-        """End the communication; the process manager ends the engine processes. See `Engine.close`."""
+        """End the communication with the engines, whose processes the process manager ends; see `Engine.close`."""
         self._pool.is_closed = True
 
     def _raise(self, failed: tuple[str, str] | None) -> None:
-        """Raise an error of the first rank on all ranks; on the first rank it is the original error if possible."""
+        """Raise an error of the first rank on all ranks; the first rank raises the original error if possible."""
         if failed is not None:
             self.check()
             name, message = failed
             raise BY_NAME[name](message)
 
-    # The methods below run on the first rank only.
+    # Only the first rank runs the methods below, because it alone communicates with the engines.
 
     def _collect_submitted(self) -> tuple[list[Group] | None, tuple[str, str] | None, bool]:
         """Return the submitted groups (None while some are missing), an error or None, and whether an engine needs
@@ -234,7 +236,7 @@ class Fleet:
         return members[0].description.name, members[0].description.weight_format, None
 
     def _ask(self, processes: Sequence[_Process], method: str, *arguments: Any, **keywords: Any) -> list[_Reply]:
-        """Call a method of each process, and return the replies; processes that have died are marked and left out."""
+        """Call a method of each engine process and return the replies; processes that died are marked as lost."""
         futures = [(process, process.member.handle.ask(method, *arguments, **keywords)) for process in processes]
         self._pool.await_all([(process.member, reply) for process, reply in futures])
         replies = []

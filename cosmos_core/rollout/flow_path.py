@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from cosmos_core.models.diffusion import DiffusionModel
 
 Velocity = Callable[[Tensor, Tensor], Tensor]
-"""Returns the velocity at latents and the noise level of each sample."""
+"""Function of latents and of the noise level of each sample that returns the flow velocity."""
 
 SHARED_NOISE = -1
 """Value that replaces the completion number in the seed of the initial noise that all completions of a group share."""
 _WINDOWS, _GIVEN = 0x77696E, 0x676976
-"""Offsets that separate the random numbers of windows and of conditioning frames from others with the same seed."""
+"""Seed offsets of the random numbers that choose step windows and numbers of conditioning frames."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +37,17 @@ class Path:
     """Sampling path of a batch, on the CPU in float32."""
 
     latents: Tensor
-    """The final, clean latents."""
+    """Clean latents at the end of the sampling path."""
     steps: tuple[int, ...]
-    """The stochastic steps that were recorded; each of the lists below has one entry per step."""
+    """Numbers of the recorded stochastic steps; each list of tensors of the path has one entry per recorded step."""
     before: list[Tensor]
     after: list[Tensor]
     means: list[Tensor]
-    """Means of the transitions; empty if they were not requested."""
+    """Means of the transitions of recorded steps; empty if means were not requested."""
     log_probs: list[Tensor]
     """Log-probability of each transition, shape B."""
     num_given_B: Tensor | None = None
-    """Number of conditioning frames of each sample, or None."""
+    """Number of conditioning frames of each sample, shape B; None: no conditioning frames."""
 
     def to_sample(self, b: int, pixels: Tensor, sigmas_N: Tensor, version: int) -> DiffusionSample:
         """Return sample `b` of the path in the form that a completion holds."""
@@ -78,7 +78,8 @@ def table_of(model: DiffusionModel, settings: FlowSampling) -> Tensor:
 
 
 def stochastic_steps(sampling: FlowSampling, seed: int, step: int) -> range:
-    """Return the stochastic sampling steps of train step `step`; never the last one, whose noise would remain."""
+    """Return the stochastic sampling steps of train step `step`, without the last sampling step, whose noise would
+    remain in the sample."""
     last = sampling.num_steps - 1
     if not sampling.kernel:
         return range(0)
@@ -97,7 +98,7 @@ def _first(window: Window, seed: int, step: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ConditioningFrames:
-    """Conditioning frames: the first frames of each sample, which are clean from the start and not trained on."""
+    """Conditioning frames: the first frames of each video, which are clean from the start and not trained on."""
 
     latents: Tensor
     num_B: Tensor
@@ -118,7 +119,7 @@ def num_conditioning_frames(bounds: tuple[int, int], most: int, seed: int, step:
     return low + int(shuffled(high - low + 1, seed, step, prompt_id, _GIVEN)[0])
 
 
-def denoise(  # noqa: PLR0913 - the parameters of a sampler
+def denoise(  # noqa: PLR0913 - a sampler has this many parameters
     velocity: Velocity,
     noise: Tensor,
     sigmas_N: Tensor,
@@ -136,7 +137,7 @@ def denoise(  # noqa: PLR0913 - the parameters of a sampler
         sampling: solver, kernel, and which steps to record.
         generators: one generator per sample, for the noise of stochastic steps.
         stochastic: the stochastic steps.
-        given: conditioning frames; None: none.
+        conditioning: clean first frames that are inserted at each step; None: no conditioning frames.
     """
     put = conditioning.insert if conditioning else lambda x: x
     x, solver = put(noise.float()), Dpm2(sigmas_N)

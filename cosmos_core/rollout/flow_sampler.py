@@ -85,7 +85,8 @@ class FlowSamplerEngine:
         ]
 
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
-        """Record the version, see `Engine.load_weights`; no tensors are sent, because the modules are the trainer's."""
+        """Record the version of the weights, see `Engine.load_weights`; no tensors are sent, because the engine uses
+        the trainer's modules."""
         self._version = version
         return LoadReceipt(version, 0)
 
@@ -107,10 +108,10 @@ class FlowSamplerEngine:
         return self._source.mesh.data.size() if self._source.mesh else 1
 
     def _sample_by_form(self, rows: Sequence[_Row], sampling: Sampling, step: int) -> list[DiffusionSample]:
-        """Return the samples of these rows on all ranks, in their order.
+        """Return the samples of `rows` on all ranks, in the order of the rows.
 
         Rows are grouped by the shapes of their embeddings, because embeddings from a dataset may differ in their number
-        of tokens. All ranks have all rows, so all form the same groups.
+        of tokens. All ranks have all rows, so all ranks form the same groups.
         """
         forms: dict[tuple[Any, ...], list[int]] = {}
         for i, row in enumerate(rows):
@@ -121,9 +122,9 @@ class FlowSamplerEngine:
         return [samples[i] for i in range(len(rows))]
 
     def _sample_on_ranks(self, rows: Sequence[_Row], sampling: Sampling, step: int) -> list[DiffusionSample]:
-        """Return the samples of these rows on all ranks, in their order.
+        """Distribute rows with embeddings of equal shape over the ranks, and return all samples on all ranks, in order.
 
-        A rank without a row of its own samples the first row, so that all ranks take part in each call of the denoiser.
+        A rank without an assigned row samples the first row, so that all ranks take part in each call of the denoiser.
         """
         mesh = self._source.mesh
         if mesh is None:
@@ -137,10 +138,10 @@ class FlowSamplerEngine:
     def _conditioning_frames(
         self, rows: Sequence[_Row], sampling: Sampling, step: int, shape: Sequence[int]
     ) -> ConditioningFrames | None:
-        """Return the conditioning frames of the samples, or None.
+        """Return the conditioning frames of the samples; None if the rows have no conditioning frames.
 
         Raises:
-            DataError: a clip has another size than the samples.
+            DataError: the size of a conditioning clip differs from the size of the samples.
         """
         assert sampling.flow is not None
         most_frames = min(self._source.model.max_given, shape[1] - 1) if len(shape) == 4 else 0
@@ -194,8 +195,8 @@ class FlowSamplerEngine:
 
 
 def decode_latents(model: Any, latents: Tensor) -> Tensor:
-    """Decode latents to uint8 pixels, see `to_bytes`; on a GPU one by one, because a VAE needs gigabytes for each
-    sample."""
+    """Decode latents to uint8 pixels, see `to_bytes`; on a GPU one sample at a time, because a VAE needs gigabytes of
+    memory for each sample."""
     size = 1 if latents.is_cuda else len(latents)
     return torch.cat([to_bytes(model.decode(each)) for each in latents.split(size)])
 

@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FlowSource:
-    """What an engine of a diffusion model samples with."""
+    """Denoiser and named weights that the engine of a diffusion model samples with."""
 
     model: DiffusionModel
     predict: Callable[..., Tensor]
-    """Returns the velocity of the trainer's denoiser, `(latents, sigma_B, text, num_given_B)`; 0 in conditioning
-    frames."""
+    """Function `(latents, sigma_B, text, num_given_B)` that returns the velocity of the trainer's denoiser, which is 0
+    in conditioning frames."""
     weights: Callable[[str], AbstractContextManager[None]]
-    """Returns a context manager in which the denoiser computes with named weights, without dropout and gradients."""
+    """Function that returns a context manager in which the denoiser uses named weights, no dropout and no gradients."""
     device: torch.device
     mesh: Mesh | None = None
     null_text: dict[str, Tensor] | None = None
-    """The embedding of the empty prompt; None: guidance is unavailable."""
+    """Embedding of the empty prompt, used for classifier-free guidance; None: guidance is unavailable."""

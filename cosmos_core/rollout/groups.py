@@ -1,7 +1,7 @@
 """Sources of the scored groups of a train step.
 
-`SyncGroupSource` generates them with the newest weights at each step; `FilteredGroupSource` drops groups without a
-learning signal and generates others. `async_groups.AsyncGroupSource` generates them while other groups are trained on.
+`SyncGroupSource` generates groups with the newest weights at each step; `FilteredGroupSource` drops groups without a
+learning signal and generates replacements. `async_groups.AsyncGroupSource` generates groups during training.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ class GroupSource(Protocol):
 
     @property
     def is_over(self) -> bool:
-        """Return whether there will be no more groups."""
+        """Return whether the source has no more groups."""
         ...
 
     def next(self, step: int, num_groups: int | None = None) -> tuple[list[ScoredGroup], dict[str, float]]:
         """Return the groups of train step `step`, counted from 0, and metrics about them.
 
-        `num_groups`: number of groups; None: those of one train step.
+        `num_groups` is the number of groups to return; None: the number that one train step needs.
         """
         ...
 
     def state_dict(self) -> dict[str, JsonValue]:
-        """Return the state that a checkpoint needs, so that no prompt is lost or trained on twice."""
+        """Return the source's state for a checkpoint, so that no prompt is lost or trained on twice."""
         ...
 
     def load_state_dict(self, state: dict[str, JsonValue]) -> None:
-        """Restore the state that `state_dict` returned."""
+        """Restore the source's state that `state_dict` returned."""
         ...
 
 
@@ -58,12 +58,12 @@ class StepGroups:
     """
 
     batch: int
-    """Completions in a train step."""
+    """Number of completions in a train step."""
     size: int = 1
-    """Completions in a group."""
+    """Number of completions in a group."""
 
     def first(self, step: int) -> int:
-        """Return the position of the first group that no step before `step` needs."""
+        """Return the position of the first group that no train step before `step` needs."""
         return -(-step * self.batch // self.size)
 
     def count(self, step: int) -> int:
@@ -80,7 +80,7 @@ class SyncGroupSource:
     """Group source that alternates generation and training, so that the newest weights generate every group."""
 
     prompts: Callable[[int], Sequence[Prompt]]
-    """Returns the prompts of a train step, in order."""
+    """Function that returns the prompts of a train step, in order."""
     engine: Engine
     score: ScoreGroups
     sampling: Sampling
@@ -88,11 +88,11 @@ class SyncGroupSource:
     batch_size: int
     """Number of prompts that an engine processes at a time."""
     between: Callable[[int], None] = lambda step: None
-    """Called with the step after each batch; may raise to stop, because nothing of the step has been trained on."""
+    """Function called with the train step after each generated batch; may raise to stop before the step is trained."""
     publish_every: int = 1
-    """Train steps between two loads of weights."""
+    """Number of train steps between two weight loads into the engine."""
     is_over: ClassVar[bool] = False
-    """False: the number of steps is fixed, so the caller knows when to end."""
+    """Whether the source has no more groups: always False, because the caller plans a fixed number of steps."""
 
     def next(self, step: int, num_groups: int | None = None) -> tuple[list[ScoredGroup], dict[str, float]]:
         """Generate and score the groups of train step `step`, or the first `num_groups` of them."""
@@ -106,7 +106,7 @@ class SyncGroupSource:
         return scored, group_metrics(scored) | times | lag_metrics(scored, step)
 
     def generate_groups(self, prompts: Sequence[Prompt], step: int, sampling: Sampling) -> list[Group]:
-        """Generate the groups of these prompts, and return them in the order of the prompts."""
+        """Generate the groups of `prompts`, and return the groups in the order of the prompts."""
         num_prompts = self.batch_size * num_ranks()
         self.progress.phase("generate")
         groups: list[Group] = []
@@ -117,11 +117,11 @@ class SyncGroupSource:
         return groups
 
     def rest(self, step: int) -> None:
-        """Let the engine sleep while step `step` is trained; it also frees its weights if an update of them follows."""
+        """Let the engine sleep while step `step` is trained; free its weights if new weights are loaded afterwards."""
         self.engine.sleep(level=1 if (step + 1) % self.publish_every else 2)
 
     def scored(self, groups: Sequence[Group]) -> list[ScoredGroup]:
-        """Return the groups with their scores."""
+        """Return groups of completions with the scores of their completions."""
         self.progress.phase("score")
         return self.score(groups)
 
@@ -130,7 +130,7 @@ class SyncGroupSource:
         return {}
 
     def load_state_dict(self, state: dict[str, JsonValue]) -> None:
-        """Do nothing; see `state_dict`."""
+        """Do nothing, because the source has no state; see `state_dict`."""
 
 
 @dataclass(frozen=True)
@@ -139,9 +139,9 @@ class Filter:
     rewards."""
 
     metrics: Sequence[str] = ()
-    """Reward metrics that must differ; empty: the total reward."""
+    """Names of reward metrics that must differ between the completions of a group; empty: the total reward."""
     max_retries: int = 0
-    """Maximum number of further rounds of generation in one train step; 0: until the prompts end."""
+    """Maximum number of further rounds of generation in a train step; 0: generate until the prompts end."""
 
     def keeps(self, group: ScoredGroup) -> bool:
         """Return whether the filtered metrics differ between valid completions of a group."""
@@ -151,7 +151,7 @@ class Filter:
         return len(values) > 1
 
     def max_sampled_groups(self, num_groups: int) -> float:
-        """Return how many groups a train step of `num_groups` groups may sample."""
+        """Return the maximum number of groups that a train step may sample to keep `num_groups` groups."""
         return num_groups * (1 + self.max_retries) if self.max_retries else float("inf")
 
 
@@ -159,13 +159,13 @@ class Filter:
 class FilteredGroupSource:
     """Group source that drops groups without a learning signal and samples other prompts until the train step is full.
 
-    A group is judged after all its completions have ended. Prompts are taken in their order over all epochs and none
-    twice in an epoch; the number of prompts taken is the state.
+    The filter decides about a group after all its completions have ended. Prompts are taken in order over all epochs,
+    each once per epoch; the number of taken prompts is the source's state.
     """
 
     sync: SyncGroupSource
     take: Callable[[int, int], Sequence[Prompt]]
-    """Returns `count` prompts from a position on, over all epochs; fewer at the end."""
+    """Function that returns `count` prompts from a position on, over all epochs; fewer at the end of the data."""
     num_groups: int
     """Number of groups in a train step, unless the caller of `next` sets another."""
     filter: Filter | None = Filter()
@@ -174,13 +174,14 @@ class FilteredGroupSource:
 
     @property
     def is_over(self) -> bool:
-        """Return whether no prompt is left."""
+        """Return whether all prompts of all epochs were taken."""
         return not self.take(self._drawn, 1)
 
     def next(self, step: int, num_groups: int | None = None) -> tuple[list[ScoredGroup], dict[str, float]]:
         """Return the groups of train step `step`, and metrics about them.
 
-        There are fewer groups than requested if prompts or rounds have ended, and none if no group was kept.
+        Fewer groups than requested are returned if prompts or rounds of generation are exhausted, and none if the
+        filter dropped all groups.
         """
         num_requested = self.num_groups if num_groups is None else num_groups
         most_rounds = self.filter.max_retries if self.filter else 0
@@ -188,7 +189,7 @@ class FilteredGroupSource:
         sampled: list[ScoredGroup] = []
         num_rounds, seconds, start = 0, 0.0, time.perf_counter()
         times = Counter[int]()
-        # saved at the end of the step: a run that stops within the step takes the same prompts again
+        # `_drawn` changes only at the end of the step, so a run that stops within the step takes the same prompts again
         num_taken = self._drawn
         self.sync.engine.wake()
         while len(kept_groups) < num_requested and not 0 < most_rounds < num_rounds:
@@ -223,10 +224,10 @@ class FilteredGroupSource:
         }
 
     def _generate_groups(self, prompts: Sequence[Prompt], step: int, times: Counter[int]) -> list[Group]:
-        """Return the groups of these prompts, in their order.
+        """Generate the groups of `prompts`, and return the groups in the order of the prompts.
 
-        `times` counts how often the step has sampled each prompt, as at a boundary of epochs; a repeated prompt gets
-        other seeds.
+        `times` counts how often the step has sampled each prompt, which may repeat at a boundary of epochs; a repeated
+        prompt gets other seeds.
         """
         batches: dict[int, list[int]] = {}
         for i, prompt in enumerate(prompts):
@@ -241,18 +242,18 @@ class FilteredGroupSource:
         return [groups_by_index[i] for i in range(len(prompts))]
 
     def state_dict(self) -> dict[str, JsonValue]:
-        """Return the number of prompts that were taken."""
+        """Return the number of prompts that were taken, as the source's state."""
         return {"drawn": self._drawn}
 
     def load_state_dict(self, state: dict[str, JsonValue]) -> None:
-        """Continue after the prompts that were taken."""
+        """Continue after the prompts that the saved state counts as taken."""
         self._drawn = int(str(state["drawn"]))
 
 
 def check_scores(step: int, groups: Sequence[ScoredGroup], metrics: Sequence[str] = ()) -> None:
-    """Check that the rewards of train step `step` are usable; other prompts would not be scored any better.
+    """Check that the rewards of train step `step` are usable, before further prompts are sampled in vain.
 
-    `metrics`: the reward metrics that groups are filtered by.
+    `metrics` are the names of the reward metrics by which groups are filtered.
 
     Raises:
         RewardError: no completion has a valid reward because a reward function raises, or no reward reports a metric.
@@ -270,8 +271,8 @@ def check_scores(step: int, groups: Sequence[ScoredGroup], metrics: Sequence[str
 
 
 def turn_metrics(completions: Sequence[Completion]) -> dict[str, float]:
-    """Return the mean assistant turns and tool calls per completion, and the fraction of failed calls; empty without
-    turns."""
+    """Return the mean numbers of assistant turns and tool calls per completion, and the fraction of failed calls; empty
+    for completions without turns."""
     turns = [turn for completion in completions for turn in completion.turns]
     if not turns:
         return {}
@@ -284,8 +285,8 @@ def turn_metrics(completions: Sequence[Completion]) -> dict[str, float]:
 
 
 def filtered_metrics(filter: Filter, sampled: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Return the number of sampled groups, and the fractions dropped with equal rewards above 0 and with equal rewards
-    up to 0."""
+    """Return the number of sampled groups, and the fractions of groups that the filter dropped with equal rewards above
+    0 and with equal rewards of at most 0."""
     equal = [max(valid) for group in sampled if (valid := _valid(group)) and not filter.keeps(group)]
     return {
         "rollout/sampled_groups": float(len(sampled)),
@@ -336,7 +337,7 @@ def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     if len(values):
         metrics |= {"reward/mean": float(values.mean()), "reward/std": float(values.std())}
     metrics |= turn_metrics(completions)
-    # A reward function named `mean` must not overwrite the mean of all rewards.
+    # `metrics` comes last, so that a reward function named `mean` cannot overwrite the mean of all rewards.
     return {f"reward/{name}": mean for name, mean in reward_means(groups).items()} | metrics
 
 

@@ -86,8 +86,8 @@ class HfEngine:
         return [groups_by_index[i] for i in range(len(prompts))]
 
     def _generate_batch(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:
-        """Return the groups of prompts, generated as one batch or with a limited number of completions per group at a
-        time."""
+        """Generate the groups of `prompts` as one batch, or in several batches that each have a limited number of
+        completions per group."""
         count, chunk_size = sampling.num_completions, self._most_of_group or sampling.num_completions
         chunks = [
             self._rows(prompts, sampling, step, range(k, min(k + chunk_size, count)))
@@ -96,7 +96,7 @@ class HfEngine:
         return [Group(p, tuple(row for chunk in chunks for row in chunk[i]), step) for i, p in enumerate(prompts)]
 
     def _rows(self, prompts: Sequence[Prompt], sampling: Sampling, step: int, ks: range) -> list[list[Completion]]:
-        """Return completions `ks` of each prompt."""
+        """Return the completions with the numbers `ks` of each prompt."""
         with self._inference():
             tokens_RT, logprobs_RT, lengths_R = self._sample(prompts, sampling, step, ks)
         rows = []
@@ -119,8 +119,8 @@ class HfEngine:
         self._waiting.clear()
 
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
-        """Copy weights into the replica, see `Engine.load_weights`; no tensors are sent if the module is the
-        trainer's."""
+        """Copy weights into the replica of the model, see `Engine.load_weights`; no tensors are sent if the engine uses
+        the trainer's module."""
         self._version = version
         if self.weight_format == "shared":
             return LoadReceipt(version, 0)
@@ -150,7 +150,7 @@ class HfEngine:
 
     @contextmanager
     def _inference(self) -> Iterator[None]:
-        """Context manager without dropout and gradients, and without gradient checkpointing, which excludes a cache."""
+        """Return a context manager without dropout, gradients and gradient checkpointing, which forbids a cache."""
         model, was_training = self._model, self._model.training
         model.eval()
         try:
@@ -172,7 +172,7 @@ class HfEngine:
         cache = _preallocate_layers(DynamicCache(config=self._model.config))
         placed = {"attention_mask": mask_PT, **(shown or {"position_ids": positions_PT})}
         logits_PV = self._forward(input_ids_PT, cache, placed)
-        cache.batch_repeat_interleave(k)  # the prompt of a group is computed once
+        cache.batch_repeat_interleave(k)  # the completions of a group share one pass over the prompt
         logits_BV, mask_BT = logits_PV.repeat_interleave(k, 0), mask_PT.repeat_interleave(k, 0)
         positions_B = positions_PT[:, -1].repeat_interleave(k)
         seen_BV = _token_mask(input_ids_PT, mask_PT, logits_PV.shape[-1]).repeat_interleave(k, 0)
@@ -182,7 +182,7 @@ class HfEngine:
         tokens_RT = torch.zeros(len(rows_B), int(budget_B.max()), dtype=torch.long, device=device)
         logprobs_RT, lengths_R = torch.zeros_like(tokens_RT, dtype=torch.float32), budget_B.clone()
         alive_B = torch.ones_like(budget_B, dtype=torch.bool)
-        # A model that computes positions of images itself keeps state for each row.
+        # Finished rows stay in a batch with images, because the model keeps image positions for each row.
         may_shrink = not shown and all(type(layer) is _PreallocatedLayer for layer in cache.layers)
         for t in range(tokens_RT.shape[1]):
             logprobs_BV = process_logits(logits_BV, seen_BV, sampling)
@@ -197,7 +197,7 @@ class HfEngine:
                 break
             seen_BV.scatter_(-1, tokens_B.unsqueeze(-1), True)
             mask_BT = torch.cat([mask_BT, mask_BT.new_ones(len(mask_BT), 1)], dim=-1)
-            # a finished row keeps its position, which must not exceed the position table
+            # the position of a finished row stops growing, because it must not exceed the model's position table
             positions_B = positions_B + alive_B
             if may_shrink and 2 * alive_B.sum() <= len(alive_B):
                 kept_B = alive_B.nonzero().squeeze(-1)
@@ -206,7 +206,7 @@ class HfEngine:
                     each[kept_B] for each in (tokens_B, seen_BV, mask_BT, positions_B)
                 )
                 rows_B, budget_B, alive_B = rows_B[kept_B], budget_B[kept_B], alive_B[kept_B]
-            # A model with images continues its positions itself; such batches have no padding.
+            # A model with images computes the positions of new tokens itself; batches with images have no padding.
             placed = {} if shown else {"attention_mask": mask_BT, "position_ids": positions_B.unsqueeze(-1)}
             logits_BV = self._forward(tokens_B.unsqueeze(-1), cache, placed)
         return tokens_RT, logprobs_RT, lengths_R
@@ -220,7 +220,7 @@ class HfEngine:
         return torch.tensor(rows, device=device), torch.tensor(mask, device=device)
 
     def _image_inputs(self, prompts: Sequence[Prompt], input_ids_PT: Tensor) -> dict[str, Tensor]:
-        """Return the images of prompts as model inputs; the model computes the positions of such rows itself."""
+        """Return the images of prompts as model inputs; the model computes the positions of rows with images itself."""
         if not prompts[0].images:
             return {}
         assert self._vision is not None, "opened without a processor"
@@ -242,12 +242,12 @@ class HfEngine:
 
 
 class _PreallocatedLayer(DynamicLayer):
-    """Cache layer with preallocated room, so that appending a token does not copy the earlier keys and values."""
+    """Cache layer with preallocated memory, so that appending a token does not copy the earlier keys and values."""
 
     _rooms: tuple[Tensor, Tensor] | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """See `DynamicLayer.update`."""
+        """Append keys and values, and return all of the layer; see `DynamicLayer.update`."""
         length, more = self.get_seq_length(), key_states.shape[-2]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -260,18 +260,18 @@ class _PreallocatedLayer(DynamicLayer):
         return keys, values
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """See `DynamicLayer.batch_repeat_interleave`."""
+        """Repeat each row of the cache `repeats` times; see `DynamicLayer.batch_repeat_interleave`."""
         super().batch_repeat_interleave(repeats)
         self._rooms = None
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """See `DynamicLayer.batch_select_indices`."""
+        """Keep only the rows `indices` of the cache; see `DynamicLayer.batch_select_indices`."""
         super().batch_select_indices(indices)
         self._rooms = None
 
 
 def _allocate(before: Tensor | None, states: Tensor, size: int) -> Tensor:
-    """Return a tensor for `size` tokens that begins with the tokens of `before`."""
+    """Return a cache tensor with memory for `size` tokens, which begins with a copy of `before` unless that is None."""
     room = states.new_empty(*states.shape[:-2], size, states.shape[-1])
     if before is not None and before.numel():
         room[..., : before.shape[-2], :] = before
@@ -279,7 +279,7 @@ def _allocate(before: Tensor | None, states: Tensor, size: int) -> Tensor:
 
 
 def _preallocate_layers(cache: DynamicCache) -> DynamicCache:
-    """Replace the plain attention layers of a cache; sliding windows and fixed-size states stay."""
+    """Replace the plain attention layers of a cache by preallocated layers; keep sliding windows and fixed states."""
     cache.layers = [_PreallocatedLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
 
@@ -300,7 +300,7 @@ def _group_batchable(prompts: Sequence[Prompt]) -> list[list[int]]:
 def _replica(settings: EngineSettings) -> PreTrainedModel:
     """Load a complete model as a replica of the trainer's sharded model.
 
-    It has an adapter if only an adapter is trained; else it is the plain model, and adapters are sent merged.
+    The replica has an adapter if only an adapter is trained; else it is the plain model, and adapters are sent merged.
     """
     trained = settings.model
     replica = load_model(settings.folder, revision=getattr(trained.config, "_commit_hash", None), dtype=trained.dtype)
@@ -331,7 +331,7 @@ def process_logits(logits_BV: Tensor, seen_BV: Tensor, sampling: Sampling) -> Te
     if sampling.top_p < 1.0:
         ascending_BV, order_BV = logits_BV.sort(-1)
         dropped_BV = ascending_BV.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
-        dropped_BV[:, -1] = False  # the most likely token always stays
+        dropped_BV[:, -1] = False  # top-p keeps at least the most likely token
         logits_BV = logits_BV.masked_fill(dropped_BV.scatter(-1, order_BV, dropped_BV), -torch.inf)
     return logits_BV.log_softmax(-1)
 

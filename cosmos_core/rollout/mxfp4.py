@@ -18,10 +18,10 @@ FORMAT = "mxfp4"
 _BLOCK = 32
 _EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 _LARGEST_EXPONENT = 2
-"""Exponent of the largest values, 4 and 6."""
+"""Exponent of the largest 4-bit (E2M1) values, 4 and 6."""
 _BIAS = 127
 _MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-"""Midpoints between the values 0, 0.5, 1, 1.5, 2, 3, 4 and 6; a midpoint is rounded to the even neighbour."""
+"""Midpoints between the 4-bit values 0, 0.5, 1, 1.5, 2, 3, 4 and 6; a midpoint is rounded to the even neighbour."""
 
 
 def has_mxfp4(config: PretrainedConfig) -> bool:
@@ -32,7 +32,7 @@ def has_mxfp4(config: PretrainedConfig) -> bool:
 
 
 def quantize_bucket(bucket: Bucket) -> Bucket:
-    """Return a bucket whose experts are stored as in such a checkpoint: `NAME_blocks`, `NAME_scales`."""
+    """Return a bucket whose experts are stored as in an MXFP4 checkpoint: `NAME_blocks`, `NAME_scales`."""
     quantized_bucket: Bucket = []
     for name, tensor in bucket:
         if name.endswith(_EXPERTS):
@@ -49,7 +49,7 @@ def quantize(weight_EOI: Tensor) -> tuple[Tensor, Tensor]:
     Blocks are uint8 E x O x N x 16 with two values in each byte, the first in the lower half. Scales are uint8 E x O x
     N, the exponents plus 127.
     """
-    # one expert at a time, since intermediate codes are as large as floats
+    # quantize one expert at a time, since the intermediate codes need as much memory as the float weights
     experts = [_quantize_expert(weight_OI) for weight_OI in weight_EOI]
     return torch.stack([blocks for blocks, _ in experts]), torch.stack([scales for _, scales in experts])
 
@@ -61,7 +61,7 @@ def _quantize_expert(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     exponents_ON = torch.where(largest_ON > 0, exponents_ON, -_BIAS).clamp(-_BIAS, _BIAS)
     scaled = torch.ldexp(values, -exponents_ON.unsqueeze(-1))
     middles = torch.tensor(_MIDDLES, device=scaled.device)
-    # round these midpoints up, to the even neighbour
+    # every second midpoint has its even neighbour above, so it is rounded up
     middles[1::2] = torch.nextafter(middles[1::2], torch.zeros_like(middles[1::2]))
     codes = torch.bucketize(scaled.abs().contiguous(), middles, out_int32=True) + 8 * torch.signbit(scaled)
     codes = codes.to(torch.uint8)

@@ -25,9 +25,9 @@ from cosmos_core.rollout.base import Bucket, Engine, WeightFormat, storage_of
 from cosmos_core.rollout.fleet import Fleet
 
 BUCKET_BYTES = 256 << 20
-"""Size of a bucket in the trainer's dtype; on several ranks it consists of two halves.
+"""Size of a bucket of weights in bytes, in the trainer's dtype; on several ranks a bucket consists of two halves.
 
-A module whose weights are larger, such as an embedding, is a bucket of its own.
+A module whose weights are larger, such as an embedding, is a separate bucket.
 """
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
 """Mean absolute difference of log-probabilities that rounding can cause, by the dtype of the engine.
@@ -49,20 +49,20 @@ class WeightPublisher:
 
     engine: Engine
     model: PreTrainedModel
-    """The trainer's model; with sharding this rank holds a part."""
+    """The trainer's model, of which this rank may hold only shards."""
     probe_logprobs: Callable[[Sequence[int]], Tensor]
-    """Returns the log-probability of each token after the first, at temperature 1, by the trainer's forward pass."""
+    """Function that returns the trainer's log-probability of each token after the first, at temperature 1."""
     dtype: torch.dtype
     """Dtype that the engine computes in."""
     whole: PreTrainedModel | None = None
     """The same model on the meta device before it was sharded; None: `model` is complete."""
     probe_interval: int = 50
-    """Versions between two probes; the first load, and the first load after each level of sleep, are probed too."""
+    """Number of versions between two probes; the first load, and the first after each sleep level, are probed too."""
     transfer_dtype: torch.dtype | None = None
     """Dtype that weights are cast to before they are sent; None: no cast."""
     bucket_bytes: int = BUCKET_BYTES
     _proven: set[int] = field(default_factory=set)
-    """Levels of sleep after which a load was probed; 0: a load without sleep."""
+    """Levels of engine sleep after which a weight load was probed; 0: a load without sleep."""
     _weights: _Weights | None = None
 
     def publish(self, version: int) -> dict[str, float]:
@@ -78,7 +78,7 @@ class WeightPublisher:
             nonlocal num_sent, num_bytes
             assert self._weights is not None
             for bucket in self._weights.buckets():
-                cast = {storage_of(tensor): self._cast(tensor) for _, tensor in bucket}  # tied weights once
+                cast = {storage_of(tensor): self._cast(tensor) for _, tensor in bucket}  # cast tied weights once
                 num_sent += len(bucket)
                 num_bytes += sum(tensor.nbytes for tensor in cast.values())
                 yield [(name, cast[storage_of(tensor)]) for name, tensor in bucket]
@@ -97,7 +97,7 @@ class WeightPublisher:
                 f"{num_sent} of version {version}"
             )
         has_new = isinstance(self.engine, Fleet) and self.engine.has_new
-        is_due = version % self.probe_interval == 0  # by version, so that a resumed run does the same
+        is_due = version % self.probe_interval == 0  # depends on the version, so a resumed run probes the same
         if slept not in self._proven or has_new or is_due:
             self._probe(version)
         self._proven.add(slept)
@@ -113,7 +113,7 @@ class WeightPublisher:
         return tolerance_of(self.dtype, self.transfer_dtype)
 
     def _probe(self, version: int) -> None:
-        """Compare the log-probabilities of the trainer with those of each engine that has these weights."""
+        """Compare the trainer's log-probabilities with those of each engine that has weights of `version`."""
         token_ids = probe_tokens(self.model.config.get_text_config().vocab_size)
         expected = self.probe_logprobs(token_ids).detach().cpu().float()
         engine_logprobs = (
@@ -124,7 +124,7 @@ class WeightPublisher:
 
     def _compare(self, expected: Tensor, actual: Tensor, version: int) -> None:
         difference = (expected - actual).abs().mean().item()
-        if not difference <= self._tolerance:  # written so that NaN fails too
+        if not difference <= self._tolerance:  # `not <=` also rejects a difference of NaN
             raise StageFailed(
                 f"weight sync: engine and trainer differ by {difference:.3g} nats per token, more than "
                 f"{self._tolerance} in {str(self.dtype).removeprefix('torch.')}; the engine did not take all "
@@ -140,15 +140,15 @@ def tolerance_of(dtype: torch.dtype, transfer_dtype: torch.dtype | None) -> floa
 
 def probe_tokens(vocab_size: int) -> list[int]:
     """Return a short sequence of tokens over the vocabulary, to be scored by trainer and engine."""
-    return [(7919 * (i + 1)) % vocab_size for i in range(_PROBE_TOKENS)]  # a prime stride: no token twice in a row
+    return [(7919 * (i + 1)) % vocab_size for i in range(_PROBE_TOKENS)]  # a prime stride avoids equal neighbours
 
 
 @dataclass
 class _Unit:
-    """Weights that must be in one bucket: those of one module and its neighbours.
+    """Weights of a module and its neighbours, which must be sent in one bucket.
 
     Engines fuse neighbours (query, key and value) and keep the first until the last arrives. Merging adapters and
-    splitting fused experts also needs several tensors.
+    splitting fused experts also need several tensors at once.
     """
 
     tensors: dict[str, FullTensor] = field(default_factory=dict)
@@ -156,7 +156,7 @@ class _Unit:
     plain: dict[str, str] = field(default_factory=dict)
     """State-dict key of each name without an adapter; tied weights have two names and one key."""
     adapted: dict[str, Any] = field(default_factory=dict)
-    """Layers whose adapter is merged, by name."""
+    """Layers whose adapter is merged before sending, by module name."""
 
     @property
     def num_bytes(self) -> int:
@@ -164,14 +164,14 @@ class _Unit:
 
 
 class _Weights:
-    """The weights of a model in buckets, under the names that engines use."""
+    """Weights of a model, divided into buckets, under the names that engines use."""
 
     def __init__(
         self, model: PreTrainedModel, whole: PreTrainedModel | None, form: WeightFormat, bucket_bytes: int
     ) -> None:
         self._model, self._form = model, form
         units = _factors(whole or model) if form == "adapter" else _units(whole or model)
-        # On a mesh, one half of a bucket is read while the other half is gathered.
+        # Halve the bucket on a mesh, because one half is read while the other half is gathered.
         self._units = _pack_buckets(units, bucket_bytes if whole is None else bucket_bytes // 2)
         most_bytes = max(sum(unit.num_bytes for unit in units) for units in self._units)
         self._gatherer = Gatherer(model.state_dict(keep_vars=True), most_bytes) if whole is not None else None
@@ -209,7 +209,7 @@ def _units(whole: PreTrainedModel) -> list[_Unit]:
         name = names.get(key, "")
         layer = next((layer for layer in layers if key.startswith(f"{layer}.")), "")
         first = first_keys.setdefault(state[key], key)
-        if first != key:  # tied: belongs to the unit of the first name
+        if first != key:  # a tied weight belongs to the unit of its first name
             unit = unit_of[first]
         else:
             unit = units.setdefault(layer.rpartition(".")[0] if layer else _parent(name or key), _Unit())
@@ -250,7 +250,7 @@ def _pack_buckets(units: Sequence[_Unit], bucket_bytes: int) -> list[list[_Unit]
 def _merge_layer(name: str, layer: Any, full: dict[str, Tensor] | None) -> dict[str, Tensor]:
     """Return the weights of a layer with its adapter merged.
 
-    `full`: gathered tensors, if the layer itself is on the meta device.
+    `full` holds the gathered tensors if the layer is on the meta device; None: the layer has its tensors.
     """
     if full is not None:
         layer = copy.deepcopy(layer)

@@ -28,7 +28,7 @@ def make_engine(settings: EngineSettings) -> Engine:
     Raises:
         ConfigError: there is no such engine, or it does not support the model or the settings.
     """
-    if settings.flow is not None:  # the engine distributes samples over the ranks itself
+    if settings.flow is not None:  # a diffusion engine distributes samples over ranks itself
         name = settings.rollout.backend
         return _make(name if is_import_path(name) else _path(name), settings)
     text_config = settings.model.config.get_text_config()

@@ -26,10 +26,10 @@ from cosmos_core.types import Group, Prompt, Sampling
 logger = logging.getLogger(__name__)
 
 _LOAD_SECONDS = 600.0
-"""Minimum time limit for the next bucket of a load; the trainer may have died."""
+"""Minimum time limit in seconds for the next bucket of a weight load, in case the trainer has died."""
 _PATIENCES = 4
-"""Time limit for the next bucket as a multiple of the trainer's engine timeout, which other engines may use up
-first."""
+"""Time limit for the next bucket as a multiple of the trainer's engine timeout, because the trainer may wait that long
+for other engines first."""
 
 
 class Description(NamedTuple):
@@ -41,16 +41,16 @@ class Description(NamedTuple):
 
 
 class PackedBucket(NamedTuple):
-    """A bucket as one array, which processes share without a copy."""
+    """Bucket of weights as one array, which processes share without a copy."""
 
     data: np.ndarray[Any, np.dtype[np.uint8]]
     layout: list[tuple[str, str, tuple[int, ...], int, int]]
-    """Name, dtype, shape, first byte and end byte of each tensor."""
+    """Name, dtype, shape, first byte and end byte of each tensor in the array."""
 
 
 _ABANDONED = PackedBucket(np.empty(0, np.uint8), [])
-"""Placeholder for a bucket: no further bucket will come."""
-_ALIGNMENT = 16  # bytes; a view of a byte array as a wider dtype must be aligned to the element size
+"""Placeholder that ends the queue of buckets of an abandoned weight load."""
+_ALIGNMENT = 16  # bytes of alignment of each tensor, since a view as a wider dtype needs an aligned offset
 
 
 @dataclass
@@ -58,16 +58,16 @@ class _Load:
     """A weight load in progress."""
 
     buckets: queue.Queue[PackedBucket | None]
-    """Buckets to load; None: the load is complete."""
+    """Queue of the buckets to load; an entry of None marks the end of the load."""
     done: Future[LoadReceipt]
     seconds: float
     """Time limit for the next bucket to arrive or to be loaded."""
     is_taken: bool = False
-    """Whether the engine loads the buckets now, or will do so after the commands before it."""
+    """Whether the engine's thread has been told to load the buckets, now or after earlier commands."""
 
 
 class Replica:
-    """An engine and the thread that it runs on."""
+    """Rollout engine with the thread that runs it."""
 
     def __init__(self, open_engine: Callable[[], Engine]) -> None:
         self._commands: queue.Queue[Callable[[Engine], None]] = queue.Queue()
@@ -98,7 +98,7 @@ class Replica:
             with self._ended:
                 self._session, self._groups = session, []
 
-        if self._load is not None and not self._load.done.done():  # a load of a trainer that has died
+        if self._load is not None and not self._load.done.done():  # the trainer of the unfinished load died
             if self._load.is_taken:
                 self._load.buckets.put(_ABANDONED, timeout=self._load.seconds)
             self._load = None
@@ -106,7 +106,7 @@ class Replica:
         return description
 
     def submit(self, session: str, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
-        """Submit prompts to the engine, see `Engine.submit`; invalid prompts raise here.
+        """Submit prompts to the engine, and raise its error for invalid prompts; see `Engine.submit`.
 
         Raises:
             ConnectionError: see `completed`.
@@ -140,8 +140,8 @@ class Replica:
     def begin_load(self, version: int, *, background: bool, patience: float) -> None:
         """Prepare to receive the buckets of a version.
 
-        `background`: continue generating until the last bucket has arrived, then load all. `patience`: seconds after
-        which the trainer kills an engine that does not reply.
+        With `background`, the engine continues generating until the last bucket has arrived, and then loads all.
+        `patience` is the number of seconds after which the trainer kills an engine that does not reply.
         """
         assert self._load is None or self._load.done.done(), "one load at a time"
         seconds = max(_LOAD_SECONDS, _PATIENCES * patience)
@@ -150,14 +150,14 @@ class Replica:
             self._commands.put(lambda engine: self._take(engine, load, version))
 
     def bucket(self, packed: PackedBucket) -> None:
-        """Receive the next bucket."""
+        """Receive the next bucket of the weight load in progress."""
         load = self._current_load()
         load.buckets.put(packed, timeout=load.seconds)
 
     def end_load(self, version: int, *, background: bool, waits: bool) -> LoadReceipt:
         """End the load after the last bucket, and wait until all weights are loaded.
 
-        `waits`: load only when no request is in flight any more.
+        With `background`, loading begins only now. With `waits`, it begins only when no request is in flight any more.
 
         Raises:
             StageFailed: see `Engine.load_weights`.
@@ -170,7 +170,7 @@ class Replica:
         return load.done.result()
 
     def _current_load(self) -> _Load:
-        """Return the load in progress.
+        """Return the weight load in progress.
 
         Raises:
             ConnectionError: the load began in an earlier process, which has died.
@@ -190,11 +190,11 @@ class Replica:
         return self._do(lambda engine: engine.logprobs(token_ids))
 
     def sleep(self) -> None:
-        """See `Engine.sleep`."""
+        """Release the engine's memory between two passes; see `Engine.sleep`."""
         self._do(lambda engine: engine.sleep())
 
     def wake(self) -> None:
-        """See `Engine.wake`."""
+        """Reallocate the engine's memory between two passes; see `Engine.wake`."""
         self._do(lambda engine: engine.wake())
 
     def _do(self, call: Callable[[Engine], Any]) -> Any:
@@ -238,7 +238,7 @@ class Replica:
 
     def _take(self, engine: Engine, load: _Load, version: int, *, drained: bool = False) -> None:
         """Load the buckets of `load`; with `drained`, first generate until no request is in flight."""
-        while drained and self._in_flight:  # the trainer sees progress by the number of passes
+        while drained and self._in_flight:  # each pass counts as progress for the trainer
             self._generate(_step_of(engine))
         try:
             loaded = engine.load_weights(version, _buckets(load))
@@ -276,7 +276,7 @@ def unpack(bucket: PackedBucket) -> Bucket:
 
 
 def _step_of(engine: Engine) -> Callable[[], list[Group]]:
-    """Return the method that runs an engine for the shortest time: `step`, or else `completed`."""
+    """Return the method that runs an engine for the shortest time: `step`, or `completed` if it has no `step`."""
     step: Callable[[], list[Group]] = getattr(engine, "step", engine.completed)
     return step
 

@@ -42,14 +42,14 @@ class _Unfinished:
 
 @dataclass
 class _Conversation:
-    """Completion `k` of a group, as far as it was generated."""
+    """Conversation of one completion of a group, up to its newest turn."""
 
     group: _Unfinished
     k: int
     segments: list[Segment] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     num_turns: int = 0
-    """Number of turns of the policy."""
+    """Number of turns that the policy has sampled."""
     calls: list[ToolCall] = field(default_factory=list)
     """Tool calls of the policy's newest turn."""
 
@@ -60,7 +60,7 @@ class _Conversation:
 
     @property
     def room(self) -> int:
-        """Return how many more tokens the completion may have."""
+        """Return the number of tokens that the completion may still grow by."""
         return self.group.sampling.max_tokens - sum(len(segment.token_ids) for segment in self.segments)
 
     def end(self, reason: Literal["stop", "length"]) -> None:
@@ -72,7 +72,7 @@ class _Conversation:
 class Turns(EngineWrapper):
     """Multi-turn `Engine`, with `step` and `abort` if the inner engine has them.
 
-    Conversations continue with new weights, also within a turn.
+    Conversations continue with new weights after each weight load, also within a turn.
     """
 
     def __init__(self, inner: Any, settings: EngineSettings) -> None:
@@ -123,7 +123,7 @@ class Turns(EngineWrapper):
         self._continued.clear()
 
     def _add_turns(self, group: Group) -> list[tuple[_Conversation, bool]]:
-        """Return the conversations whose turns are in `group`, with these turns added, and whether each has ended."""
+        """Add the turns in `group` to their conversations; return each conversation and whether it has ended."""
         conversation = self._continued.pop(group.prompt.id, None)
         if conversation is not None:
             return [(conversation, self._add_turn(conversation, group.completions[0]))]
@@ -140,7 +140,7 @@ class Turns(EngineWrapper):
         is_cut = turn.finish_reason == "length" or turn.num_sampled > room
         segments = _first_tokens(turn.segments, room)
         text = turn.text
-        if turn.num_sampled > room:  # other conversations of the submission had room for more
+        if turn.num_sampled > room:  # the turn was sampled with the largest token limit of its submission
             ids = [token for segment in segments for token in segment.token_ids]
             text = str(self._tokenizer.decode(ids, skip_special_tokens=True))
         conversation.segments += segments
@@ -153,12 +153,12 @@ class Turns(EngineWrapper):
         return True
 
     def _calls(self, turn: Sequence[Segment]) -> list[ToolCall]:
-        """Return the tool calls in a turn; decoded with special tokens, since some tokenizers mark calls with them."""
+        """Return the tool calls in a turn, decoded with special tokens, which some chat templates use to mark calls."""
         ids = [token for segment in turn for token in segment.token_ids]
         return parse_calls(str(self._tokenizer.decode(ids, skip_special_tokens=False)))
 
     def _submit_next_turns(self, conversations: Sequence[_Conversation]) -> None:
-        """Call the tools of these conversations, and submit their next turns."""
+        """Call the tools that `conversations` request, and submit the next turns of the conversations."""
         results = iter(self._runner.results([call for each in conversations for call in each.calls]))
         prompts_by_settings: dict[tuple[Sampling, int], list[tuple[Prompt, int]]] = defaultdict(list)
         for conversation in conversations:
@@ -171,13 +171,13 @@ class Turns(EngineWrapper):
                 (prompt, conversation.room)
             )
         for (sampling, step), prompts in prompts_by_settings.items():
-            # One submission, since it may be one batch; a turn with less room is truncated when it comes back.
+            # One submission with the largest token limit, since it may be one batch; longer turns are truncated later.
             longest = max(room for _, room in prompts)
             each = replace(sampling, num_completions=1, max_tokens=longest)
             self._inner.submit([prompt for prompt, _ in prompts], each, step)
 
     def _next_prompt(self, conversation: _Conversation, results: Sequence[tuple[str, ToolResult]]) -> Prompt | None:
-        """Add the results of tools, and return the prompt of the next turn; None if no room is left for a turn."""
+        """Add tool results to a conversation, and return the next turn's prompt; None if no tokens are left for it."""
         conversation.turns += [Turn("tool", result.text, result.is_error) for _, result in results]
         ids = self._text.ids(results)
         group = conversation.group
@@ -195,8 +195,8 @@ class Turns(EngineWrapper):
 def turn_id(prompt_id: int, step: int, k: int, turn: int, attempt: int = 0) -> int:
     """Return the prompt id of a later turn in the inner engine.
 
-    Seeds are derived from it (`request_seed`), so they are a function of run seed, step, prompt, completion and turn.
-    `attempt`: number of requests in flight with the same values, as when a prompt is submitted twice for one step.
+    Seeds are derived from the id (`request_seed`), so they are a function of run seed, step, prompt, completion and
+    turn. `attempt` counts the requests in flight with equal values, such as a prompt submitted twice for one step.
     """
     digest = hashlib.sha256(f"turn/{prompt_id}/{step}/{k}/{turn}/{attempt}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1

@@ -48,16 +48,16 @@ logger = logging.getLogger(__name__)
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings at each start concern servers and kernels, not recipes
+    "VLLM_LOGGING_LEVEL": "ERROR",  # vLLM's startup warnings concern servers and kernels, not recipes
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
 }
 _CPU_ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding would also affect the trainer's threads
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB of host memory
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding threads to cores would affect the trainer's threads
 }
 _OWN_GPU_ENVIRONMENT = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
-"""For ranks that see one GPU each: these features expect to see the GPUs of their peers."""
+"""Environment of ranks that see one GPU each: it disables vLLM features that need to see the GPUs of other ranks."""
 _WEIGHTS, _KV_CACHE = "weights", "kv_cache"
 _CPU_PASS_TOKENS = 4096
 """Maximum number of tokens in one forward pass on CPU."""
@@ -65,14 +65,14 @@ _CPU_PASS_TOKENS = 4096
 
 @dataclass
 class _Unfinished:
-    """A group in which some completions are not done."""
+    """Group of which some completions are not finished yet."""
 
     prompt: Prompt
     num_completions: int
     step: int
     completions: dict[int, Completion] = field(default_factory=dict)
     earlier: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    """Per completion, the number of tokens sampled by the end of each earlier version of the weights, and the
+    """Earlier versions of the weights for each completion: number of tokens sampled by the end of a version, and the
     version."""
 
 
@@ -90,9 +90,9 @@ class VllmEngine:
         self._vision, self._is_apart = settings.vision, settings.is_apart
         self._version = 0
         self._asleep: list[str] = []
-        """vLLM's names of the allocations that are released until they are woken."""
+        """Names of vLLM's allocations that are released until `wake`."""
         self.slept: Literal[0, 1, 2] = 0
-        """Level of the deepest sleep since the last load; 0: none."""
+        """Level of the deepest sleep since the last weight load; 0: no sleep."""
         self._receiver = Receiver()
         self._as_held: Callable[[Bucket], Bucket] = quantize_bucket if _holds_mxfp4(settings) else list
         self._in_flight: dict[str, tuple[_Unfinished, int]] = {}
@@ -133,7 +133,7 @@ class VllmEngine:
         ]
         with restore_process():
             if not self._in_flight:
-                self._llm.reset_prefix_cache()  # earlier requests must not influence which kernels run
+                self._llm.reset_prefix_cache()  # cached prefixes would make kernels depend on earlier requests
             ids = self._llm.enqueue(tokens, parameters, lora_request=self._request, use_tqdm=False)
         # Outputs carry the request's number without the random suffix that vLLM appends to ids internally.
         self._in_flight |= {id_.partition("-")[0]: request for id_, request in zip(ids, requests, strict=True)}
@@ -145,10 +145,10 @@ class VllmEngine:
         return done
 
     def step(self) -> list[Group]:
-        """Run one forward pass if anything is in flight; return the groups that are done."""
+        """Run one forward pass if a request is in flight, and return the groups that are complete."""
         done, self._ended_aside = self._ended_aside, []
         if self._in_flight and not done:
-            # In a separate process there is nothing to preserve, and this code runs once per token.
+            # A separate process has no trainer state to restore, and restoring costs time for every token.
             with nullcontext() if self._is_apart else restore_process():
                 done = [group for output in self._llm.llm_engine.step() for group in self._add_completion(output)]
         return done
@@ -162,7 +162,7 @@ class VllmEngine:
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
         """Load weights, see `Engine.load_weights`; tied weights must be sent under both names.
 
-        vLLM keeps the tensors of a layer until it has all of them. Keys and values of requests in flight are computed
+        vLLM keeps the tensors of a layer until all have arrived. Keys and values of requests in flight are computed
         again, so that each token is sampled from the distribution of one version.
         """
         self._wake(_WEIGHTS)
@@ -171,7 +171,7 @@ class VllmEngine:
                 self._reload(buckets)
             else:
                 self._adapter.load(self._llm, self._receiver.tensors(buckets))
-        self._wake(_KV_CACHE)  # not earlier: a load needs memory in addition to the weights
+        self._wake(_KV_CACHE)  # reallocated after the load, which needs memory besides the weights
         with restore_process():
             self._llm.reset_prefix_cache(reset_running_requests=bool(self._in_flight))
             for state in self._llm.llm_engine.output_processor.request_states.values():
@@ -181,7 +181,7 @@ class VllmEngine:
         return self._receiver.receipt(version)
 
     def _reload(self, buckets: Iterable[Bucket]) -> None:
-        """Replace all weights; a failed load is discarded, since vLLM would treat the next load as its remainder."""
+        """Replace all weights, and discard a failed load, which vLLM would continue with the next load's tensors."""
         try:
             received = map(self._as_held, self._receiver.buckets(buckets))
             if self._has_ranks:
@@ -194,7 +194,7 @@ class VllmEngine:
             raise
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """Return the log-probabilities of tokens, see `Engine.logprobs`; requests in flight continue meanwhile."""
+        """Return the log-probabilities of tokens while requests in flight continue; see `Engine.logprobs`."""
         parameters = self._vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         prompt = self._vllm.TokensPrompt(prompt_token_ids=list(token_ids))
         with restore_process():
@@ -226,7 +226,7 @@ class VllmEngine:
         self._wake(_KV_CACHE)
 
     def _wake(self, name: str) -> None:
-        """Reallocate the memory of `name`; torch's cache is emptied first, since vLLM allocates from the device."""
+        """Reallocate vLLM's allocation `name` after emptying torch's cache, because vLLM allocates from the device."""
         if name in self._asleep:
             torch.cuda.empty_cache()
             self._llm.wake_up(tags=[name])
@@ -239,7 +239,7 @@ class VllmEngine:
 
     @property
     def _request(self) -> Any:
-        """Return the adapter request that generation requests carry, or None."""
+        """Return the LoRA request that each generation request carries; None: the engine has no adapter."""
         return self._adapter.request if self._adapter else None
 
     def _add_completion(self, request: Any) -> Iterator[Group]:
@@ -263,7 +263,7 @@ class VllmEngine:
             yield Group(group.prompt, ordered, group.step)
 
     def _tokens_prompt(self, prompt: Prompt) -> Any:
-        """Return a prompt in vLLM's format; since vLLM expands images itself, the ids are those before expansion."""
+        """Return a prompt in vLLM's format, with the token ids before image expansion, which vLLM does itself."""
         if not prompt.images:
             return self._vllm.TokensPrompt(prompt_token_ids=list(prompt.token_ids))
         ids = self._tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
@@ -296,10 +296,10 @@ def import_vllm() -> Any:
         import vllm
         from vllm.platforms import current_platform
 
-    # vLLM does not read this variable once logging is configured.
+    # vLLM ignores VLLM_LOGGING_LEVEL if logging is configured already, so set the level of its logger.
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
     if not torch.cuda.is_available():
-        # Computing token ranks, which are unused, would be compiled: 10 s and a C++ compiler.
+        # Compiling vLLM's computation of token ranks, which are unused, would take 10 s and a C++ compiler.
         current_platform.simple_compile_backend = "eager"
     return vllm
 
@@ -335,10 +335,10 @@ def _engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "max_model_len": settings.max_model_len,
         "tensor_parallel_size": rollout.parallelism.tp_size,
         "enforce_eager": rollout.enforce_eager or not has_gpu,  # CUDA graphs need a GPU
-        # If the trainer has a process group, the engine of each rank creates groups of its own.
+        # If the trainer has a process group, the engine of each rank creates its own process groups.
         "distributed_executor_backend": "uni" if is_single_rank() else "external_launcher",
-        "logprobs_mode": "processed_logprobs",  # of the distribution that tokens are sampled from
-        "generation_config": "vllm",  # else the model's sampling defaults would apply where the recipe sets nothing
+        "logprobs_mode": "processed_logprobs",  # log-probabilities after temperature, top-k and top-p
+        "generation_config": "vllm",  # not the model's own sampling defaults
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
@@ -366,7 +366,7 @@ def _engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     if has_gpu:
         arguments |= {"gpu_memory_utilization": rollout.gpu_memory_utilization, "enable_sleep_mode": True}
     else:
-        # After a chunked prefill vLLM rewinds the request's generator, which CPU generators do not support.
+        # Avoid chunked prefill, after which vLLM rewinds the request's generator; CPU generators do not support that.
         arguments |= {
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(_CPU_PASS_TOKENS, settings.max_model_len),

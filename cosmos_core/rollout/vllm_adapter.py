@@ -22,18 +22,18 @@ _NAME, _ID = "policy", 1
 _LAYERS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 """Suffixes of layer names to which vLLM applies adapters in every family of decoders."""
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Maximum ranks that vLLM supports, one of which is chosen when it starts."""
+"""Values of the maximum LoRA rank that vLLM supports; one value is chosen when the engine starts."""
 
 
 class VllmAdapter:
-    """The adapter of one engine."""
+    """LoRA adapter of one vLLM engine."""
 
     def __init__(self, settings: EngineSettings) -> None:
         self._scales = scales_of(settings.model)
         self._rank = _rank(settings)
         self.request: Any = None
-        """vLLM's request object for the adapter; None until a version is loaded, while the policy equals the base
-        weights."""
+        """Object by which vLLM requests name the adapter; None until a version is loaded, while the policy equals the
+        base weights."""
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -41,7 +41,7 @@ class VllmAdapter:
         return {"enable_lora": True, "max_loras": 1, "max_lora_rank": next(r for r in _RANKS if r >= self._rank)}
 
     def load(self, llm: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace the factors by those of a new version; vLLM reads them from a temporary file."""
+        """Replace the LoRA factors by those of a new version, which vLLM reads from a temporary file."""
         from vllm.lora.request import LoRARequest
 
         weights = {}
@@ -59,7 +59,7 @@ class VllmAdapter:
 
 
 def adapter_of(settings: EngineSettings) -> VllmAdapter | None:
-    """Return the adapter of an engine that loads only the factors; None: no adapter, or it is sent merged."""
+    """Return the adapter of an engine that loads only LoRA factors; None: no adapter, or an adapter sent merged."""
     if not is_adapter_alone(settings.model) or settings.vision is not None:
         return None
     if settings.rollout.parallelism.tp_size > 1 or settings.rollout.quantization != "none":

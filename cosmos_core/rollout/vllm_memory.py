@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 @contextmanager
 def unique_names() -> Iterator[None]:
-    """Context manager that gives the shared memory of the ranks' engine a unique name while the engine starts."""
+    """Return a context manager in which an engine that starts gives its ranks' shared memory a unique name."""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
     token = [secrets.token_hex(8)]

@@ -25,11 +25,11 @@ def keep_process_group() -> Iterator[None]:
 
 @contextmanager
 def restore_process() -> Iterator[None]:
-    """Undo what vLLM does to its process: random states, threads, signal handlers, environment.
+    """Undo what vLLM changes in its process: random states, threads, signal handlers, environment.
 
-    It seeds every generator at the start and advances torch's global generator in each step. It replaces
+    vLLM seeds every generator at the start and advances torch's global generator in each step. It replaces
     `torch.set_num_threads` by a function that refuses calls. It adds libraries to LD_PRELOAD for its children, which
-    would affect the trainer's children. Its own variables stay, because vLLM reads them again.
+    would affect the trainer's children. Variables named VLLM_* stay, because vLLM reads them again.
     """
     python_state, numpy_state = random.getstate(), np.random.get_state()
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()

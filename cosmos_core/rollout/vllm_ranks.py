@@ -18,15 +18,15 @@ from cosmos_core.rollout.replica import PackedBucket, pack, unpack
 from cosmos_core.rollout.vllm_memory import drop_name
 
 _ENVIRONMENT = {
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked child of a process with threads may deadlock on a lock
-    "GLOO_SOCKET_IFNAME": "lo",  # all ranks are on one machine
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked child may deadlock on a lock of another thread
+    "GLOO_SOCKET_IFNAME": "lo",  # all ranks are on one machine, so loopback suffices
 }
 _CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
-"""Disables compilation in ranks, which do not call `vllm._import_vllm`."""
+"""Environment that disables compilation in the child processes of ranks on CPU."""
 
 
 def has_ranks(settings: EngineSettings) -> bool:
-    """Return whether the engine has ranks of its own; on the ranks of a stage, it is spread over neighbouring ones."""
+    """Return whether a vLLM engine starts ranks as child processes; in a stage with ranks, it uses these instead."""
     return settings.is_apart and settings.rollout.parallelism.tp_size > 1 and is_single_rank()
 
 
@@ -44,7 +44,7 @@ def end_together(llm: Any) -> None:
 
 
 def load_on_ranks(llm: Any, buckets: Iterable[Bucket]) -> None:
-    """Replace the weights of all ranks; each rank loads its shards of them."""
+    """Replace the weights of all ranks, each of which loads its shards."""
     llm.collective_rpc("begin_weights")
     for bucket in buckets:
         llm.collective_rpc("take_weights", args=(pack(bucket),))
@@ -52,7 +52,7 @@ def load_on_ranks(llm: Any, buckets: Iterable[Bucket]) -> None:
 
 
 def forget_weights(worker: Any) -> None:
-    """Discard an incomplete load, of which vLLM would treat the next load as the remainder; called in each rank."""
+    """Discard an incomplete weight load on a rank, since vLLM would continue it with the next load's tensors."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
@@ -67,7 +67,7 @@ class RankExtension:
     model_runner: Any
 
     def end_with(self, pid: int) -> None:
-        """Let the kernel end this process with its parent, and unlink its shared memory so that none remains."""
+        """Let the kernel end this process with its parent `pid`, and unlink the name of its shared memory."""
         die_with_parent(pid)
         drop_name()
 
@@ -80,13 +80,13 @@ class RankExtension:
             initialize_layerwise_reload(self.model_runner.get_model())
 
     def take_weights(self, bucket: PackedBucket) -> None:
-        """Load the next bucket."""
+        """Load the next bucket of weights into this rank."""
         from vllm.config import set_current_vllm_config
 
         with set_current_vllm_config(self.vllm_config):
             self.model_runner.get_model().load_weights(unpack(bucket))
 
     def end_weights(self) -> None:
-        """Finish the load."""
+        """Finish the weight load of this rank."""
         forget_weights(self)
         self.model_runner.reset_encoder_cache()
