@@ -10,6 +10,7 @@ from typing import Any
 
 from openai import APIStatusError, OpenAI, OpenAIError
 
+from cosmos_core.environment import hide
 from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.models.hf import load_tokenizer
 from cosmos_core.rewards.process import wait_for
@@ -26,6 +27,7 @@ class Endpoint:
 
     def __init__(self, stage: Stage, sampling: Sampling) -> None:
         self._config, self._sampling, self._beat = stage.recipe.sample, sampling, stage.progress.beat
+        hide((self._config.endpoint_key_env,))
         key = os.environ.get(self._config.endpoint_key_env) or "none"
         self._client = OpenAI(
             base_url=self._config.endpoint, api_key=key, timeout=_TIMEOUT_SECONDS, max_retries=_MOST_RETRIES
