@@ -32,14 +32,15 @@ class RewardService(Block):
     token: SecretStr = Field(default=SecretStr(""), description="Its bearer token; empty: it asks for none.")
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variables with which a client finds the service."""
+        """Return the environment variables that tell a client the address and token of the service."""
         urls = [url.strip().rstrip("/") for url in self.url.split(",") if url.strip()]
         paths = {name: ",".join(f"{url}/api/reward/{path}" for url in urls) for name, path in _PATHS.items()}
         return {**paths, TOKEN: self.token.get_secret_value()}
 
 
 def service_in_block(name: str) -> dict[str, str]:
-    """Return the environment variables with which clients find the service in the block `block:NAME`.
+    """Return the environment variables that tell clients the address and token of the service in the block
+    `block:NAME`.
 
     Raises:
         ConfigError: the block, the server or the address is missing, or the server refuses the request.
@@ -54,7 +55,7 @@ def service_in_block(name: str) -> dict[str, str]:
     try:
         with get_client(sync_client=True) as client:
             variables = read_service(client, block_name)
-    except Exception as error:  # any error of the client's transport, also wrapped in RuntimeError
+    except Exception as error:  # the client raises many types, some wrapped in RuntimeError
         cause = error.__cause__ if isinstance(error, RuntimeError) else error
         is_refusal = isinstance(cause, httpx.HTTPStatusError) and cause.response.is_client_error
         kind = StageFailed if isinstance(cause, httpx.HTTPError) and not is_refusal else ConfigError
@@ -70,7 +71,8 @@ def service_in_block(name: str) -> dict[str, str]:
 
 
 def read_service(client: Any, name: str) -> dict[str, str] | None:
-    """Return the environment variables of the service in a block; None if there is no block of this name."""
+    """Return the environment variables for clients of the reward service in a Prefect block; None if there is no block
+    of this name."""
     from prefect.exceptions import ObjectNotFound
 
     try:
@@ -81,7 +83,7 @@ def read_service(client: Any, name: str) -> dict[str, str] | None:
 
 
 def forget_service(client: Any, name: str) -> None:
-    """Delete the block of this name if it exists."""
+    """Delete the reward service block of this name if it exists."""
     from prefect.exceptions import ObjectNotFound
 
     try:

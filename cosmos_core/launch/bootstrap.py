@@ -1,4 +1,4 @@
-"""Setup of a Prefect server: work pools, an automation that detects dead flow runs, and the block types of pipelines.
+"""Set up a Prefect server: work pools, an automation that detects dead flow runs, and the block types of pipelines.
 
 Existing objects are kept, and objects of an older version are updated. The concurrency limit of a work pool limits the
 GPUs in use, because it only delays the start of runs; a limit that a run holds as a lease would end a training that
@@ -23,10 +23,10 @@ HEARTBEAT_SECONDS = 30
 """Heartbeat interval of flow runs in the deployments, which is the minimum in Prefect."""
 _MISSED = 3
 OUTCOMES = ("NothingNew", "StillTraining", "NotPromoted", "Declined", "Outdated", "Refused")
-"""Names of final states that the flows of this project return."""
+"""Names of the final states that the flows of this project return, in addition to Prefect's."""
 _ENDS = ("Completed", "Failed", "Cancelled", "Crashed", "TimedOut")
 _WITHOUT_PROCESS = ("Suspended", "Paused", "Resuming", "Scheduled", "AwaitingRetry", "AwaitingConcurrencySlot", "Late")
-"""States of a flow run without a process, which therefore sends no heartbeat."""
+"""Names of the states in which a flow run has no process and therefore sends no heartbeat."""
 _RESERVED = "prefect"
 _NO_NAME = set("/%&<>")  # characters that Prefect refuses in names
 
@@ -38,13 +38,13 @@ class Pool:
     name: str
     type: str = "process"
     limit: int | None = None
-    """Maximum number of concurrent runs; None: no limit."""
+    """Maximum number of concurrent flow runs of the work pool; None: no limit."""
     template: Path | None = None
-    """JSON file with the base job template; None: the default of the type."""
+    """JSON file with the base job template of the work pool; None: the default template of its type."""
 
 
 def bootstrap(pools: Sequence[Pool]) -> Iterator[str]:
-    """Create missing objects on the Prefect server; yield one line of text per object.
+    """Create missing objects on the Prefect server and update outdated ones; yield one line of text per object.
 
     Raises:
         ConfigError: there is no server, a template is no JSON, or the name or type of a pool is invalid.
@@ -60,7 +60,7 @@ def bootstrap(pools: Sequence[Pool]) -> Iterator[str]:
     with get_client(sync_client=True) as client:
         try:
             client.hello()
-        except Exception as error:  # any error of its transport
+        except Exception as error:  # httpx and Prefect raise many types
             raise ConfigError(f"the Prefect server at {url} does not respond: {error}") from error
         for pool in pools:
             yield _pool(client, pool)
@@ -80,7 +80,7 @@ def _check_name(name: str) -> None:
 def _check_type(client: Any, pool: Pool) -> None:
     """Check that Prefect knows the type of a pool without its own template."""
     if pool.type == Pool.type:
-        return  # part of Prefect; other types need a lookup
+        return  # the default type is part of Prefect; other types need a lookup
     collections = client.read_worker_metadata().values()
     types = sorted({str(worker["type"]) for collection in collections for worker in collection.values()})
     if pool.type not in types:
@@ -133,7 +133,7 @@ def _limit(limit: int | None) -> str:
 
 
 def _automation(client: Any) -> str:
-    """Create the automation, or update one of an older version; keep whether it is enabled."""
+    """Create or update the automation that detects dead flow runs; whether it is enabled does not change."""
     from prefect.events.actions import ChangeFlowRunState
     from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 
@@ -159,7 +159,8 @@ def _automation(client: Any) -> str:
         return f"automation {AUTOMATION!r}: made"
     if all(getattr(existing[0], key) == getattr(automation, key) for key in ("description", "trigger", "actions")):
         return f"automation {AUTOMATION!r}: there"
-    content = automation.model_dump(mode="json", exclude={"owner_resource"})  # Prefect's own update omits types
+    # The client's method for updates omits types.
+    content = automation.model_dump(mode="json", exclude={"owner_resource"})
     client.request("PUT", "/automations/{id}", path_params={"id": existing[0].id}, json=content).raise_for_status()
     return f"automation {AUTOMATION!r}: changed"
 

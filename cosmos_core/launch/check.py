@@ -1,4 +1,4 @@
-"""`cosmos check`: validation of models, tokenizers, all rows, masks, lengths and rewards in workers before a run."""
+"""Run `cosmos check`: validate models, tokenizers, all rows, masks, lengths and rewards in workers before a run."""
 
 from __future__ import annotations
 
@@ -113,13 +113,13 @@ def look_at_rows(pipeline: Pipeline) -> None:
             look(pipeline, stage, _FIRST_ROWS, data=stage.data)
         except DataError as error:
             raise DataError(f"{pipeline.source}: stage {stage.name!r}: {error}") from error
-        except StageFailed:  # a crash of the check says nothing about the rows, which the stage itself reads
+        except StageFailed:  # a crash of the check is no error of the rows; the stage reads them itself
             continue
 
 
 def _is_made(pipeline: Pipeline, stage: StageConfig) -> bool:
-    """Return True if a stage without upstream stages has run before on the same rows; False if it has upstream
-    stages."""
+    """Return True if a stage has already run on the same rows; False if it depends on other stages, whose results its
+    fingerprint would need."""
     output_dir = pipeline.output_dir.expanduser().absolute()
     if stage.after:
         return False
@@ -141,8 +141,8 @@ def look(  # noqa: PLR0913 - a stage, and the inputs that differ between callers
     recipe: Recipe | None = None,
     prompts: JsonValue = None,
 ) -> Result:
-    """Run a check program for a stage in a worker with a temporary folder, and return its result; `prompts` are the
-    first prompts of rows that another stage prepares.
+    """Run a check program for a stage in a worker with a temporary folder, and return its result. `prompts` are the
+    first prompts of the rows that another stage prepares.
 
     Raises:
         ConfigError, DataError, ModelError, RewardError: the first mistake.
@@ -184,8 +184,9 @@ def look(  # noqa: PLR0913 - a stage, and the inputs that differ between callers
 
 
 def _base(pipeline: Pipeline, stage: StageConfig) -> StageConfig | None:
-    """Return the stage, or the upstream stage whose external model it descends from, because training keeps
-    architecture and tokenizer; None if the model may be of another architecture or is not in one local folder."""
+    """Return the first upstream stage from whose external model the stage descends (the stage itself if it has no
+    upstream model), because training keeps architecture and tokenizer. None if the model may have another architecture
+    or is not in one local folder."""
     first = stage
     while name := source_of(stage.model):
         stage = pipeline.stage(name)

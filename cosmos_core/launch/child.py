@@ -1,4 +1,4 @@
-"""A supervised child process from the launcher's side; the other side is `launch.supervisor`."""
+"""Supervised child process, from the launcher's side; the program of the supervisor is `launch.supervisor`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from cosmos_core.run.process import start_time
 
 
 class Child:
-    """Command under a supervisor in its own session, with its output in a file and a folder for temporary files.
+    """Command under a supervisor in a separate session, with its output in a file and with a folder for temporary
+    files.
 
     It ends by itself, after `stop` or `kill`, or when this process ends for any reason.
     """
@@ -74,7 +75,7 @@ class Child:
         """Send SIGTERM to the command, then SIGKILL after the grace period; None: the initial grace period."""
         if self._process.poll() is None:
             if grace_seconds is not None and self._writer >= 0:
-                with suppress(OSError):  # the supervisor has ended, and the command with it
+                with suppress(OSError):  # the supervisor and its command have ended
                     os.write(self._writer, f"{grace_seconds}\n".encode())
             self._process.send_signal(signal.SIGTERM)
 
@@ -85,7 +86,8 @@ class Child:
         self.poll()
 
     def _let_go(self) -> None:
-        """Close the descriptors of this process, and remove the temporary files."""
+        """Close this process's descriptors of the supervisor's pipe and of the scratch lock, and remove the temporary
+        files."""
         os.close(self._writer)
         os.close(self._scratch_lock)
         self._writer = self._scratch_lock = -1

@@ -1,4 +1,4 @@
-"""`cosmos clean`: selection of runs that can be removed, and their removal.
+"""Run `cosmos clean`: select runs that can be removed, and remove them.
 
 A run is kept while it is running, while a kept run refers to it, and while its model is published. A run is first moved
 out of the folder atomically, so that no other process sees an incomplete run.
@@ -34,14 +34,14 @@ _READ_BY_PEOPLE = ("run.json", PIPELINE)
 
 @dataclass(frozen=True)
 class Verdict:
-    """Decision whether to keep a run, with its age and size."""
+    """Decision whether to keep a run, with the age and size of the run."""
 
     path: Path
     pipeline: str
     age_seconds: float
     """Seconds since the last activity of the run."""
     size: int
-    """Total size of its files in bytes."""
+    """Total size of the files of the run in bytes."""
     kept_because: str
     """Reason to keep the run; empty: the run can be removed."""
 
@@ -89,14 +89,14 @@ def remove(output_dir: Path, found: Iterable[Verdict]) -> Iterator[Verdict]:
         gone.append(verdict.path.name)
         yield verdict
     _put_aside_fetched(output_dir, trash)
-    for folder in trash.iterdir():  # also from earlier calls that were killed
+    for folder in trash.iterdir():  # includes folders of earlier calls that were killed
         shutil.rmtree(folder, ignore_errors=True)
     _forget(output_dir, set(gone))
 
 
 def _put_aside_fetched(output_dir: Path, aside: Path) -> None:
-    """Move downloads from stores that no remaining run names to the trash, because each retraining may download a new
-    model."""
+    """Move downloads from stores that no remaining run names to the trash folder `aside`, because each retraining may
+    download a new model."""
     fetched = output_dir / SHARED / FETCHED
     for folder in fetched.iterdir() if fetched.is_dir() else ():
         if not folder.is_dir():
@@ -105,13 +105,14 @@ def _put_aside_fetched(output_dir: Path, aside: Path) -> None:
         with Lock(fetched / f"{digest}.lock") as lock:
             if not lock.try_acquire():
                 continue  # the download is in progress
-            pipelines = output_dir.glob(f"*/{PIPELINE}")  # read now, because a later run downloads it again
+            # Read under the lock: a run that starts later downloads it again.
+            pipelines = output_dir.glob(f"*/{PIPELINE}")
             if not any(digest in file.read_text(encoding="utf-8", errors="replace") for file in pipelines):
                 os.rename(folder, aside / f"{folder.name}.{os.getpid()}")
 
 
 def _last_sign(path: Path) -> float:
-    """Return the time at which the run started, or of the last activity of a stage, whichever is later."""
+    """Return the time of the last activity of a run: its start, or the last heartbeat or end of a stage."""
     states = [read_state(stage) for stage in (path / "stages").glob("*")]
     facts = read_facts(path)
     times = [moment for state in states for moment in (state.ended, state.heartbeat) if moment]
@@ -154,7 +155,7 @@ def _continued_or_published(output_dir: Path, paths: list[Path]) -> Iterator[tup
 
 
 def _targets(paths: list[Path]) -> dict[str, list[Path]]:
-    """Return the targets to which models were published, each with the runs that published there."""
+    """Return the publication targets to which models were published, each with the runs that published there."""
     targets: dict[str, list[Path]] = {}
     for path in paths:
         for stage in _stages_of(path):
@@ -166,7 +167,8 @@ def _targets(paths: list[Path]) -> dict[str, list[Path]]:
 
 
 def _versions(target: str) -> list[dict[str, Any]]:
-    """Return the records of the published version and of the version before it, to which a rollback returns."""
+    """Return the records of the published version of a target and of the version before, to which a rollback would
+    return."""
     store: Any = open_target(target)
     records = [store.published() or {}]
     history = getattr(store, "history", None)
@@ -185,7 +187,7 @@ def _stages_of(path: Path) -> list[dict[str, Any]]:
 
 
 def _keep_what_is_referred_to(paths: list[Path], reasons: dict[Path, str]) -> None:
-    """Add reasons to keep the runs that settings and manifests of kept runs name, transitively."""
+    """Add reasons to keep the runs that are named in settings and manifests of kept runs, transitively."""
     waiting = [path for path in paths if path in reasons]
     while waiting:
         keeper = waiting.pop()
@@ -205,7 +207,7 @@ def _spellings(path: Path) -> set[str]:
 
 
 def _forget(output_dir: Path, gone: set[str]) -> None:
-    """Remove the shared notes about removed runs."""
+    """Remove the notes about removed runs from the folder that all runs share."""
     shared = output_dir / SHARED
     for entry in shared.glob("fingerprints/*/*.json"):
         if str(read_object(entry).get("stage", "")).partition("/")[0] in gone:

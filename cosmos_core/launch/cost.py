@@ -1,4 +1,4 @@
-"""`cosmos plan --estimate`: duration, GPU hours, price and memory of each stage.
+"""Estimate duration, GPU hours, price and memory of each stage for `cosmos plan --estimate`.
 
 The duration comes from an earlier run of the pipeline if there is one. For a training that was never run it is computed
 from the floating-point operations of its tokens and the rate of this or another machine (`launch.machine`).
@@ -26,7 +26,7 @@ from cosmos_core.run.plan import Decision
 _GIB = 2**30
 _TERA = 1e12
 _MOST_RUNS = 20
-_FORWARD, _FOR_INPUTS, _FOR_WEIGHTS = 2, 2, 2  # operations per parameter and token, as in 6 N D
+_FORWARD, _FOR_INPUTS, _FOR_WEIGHTS = 2, 2, 2  # FLOPs per parameter and token, as in 6 N D
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Cost:
     seconds: float | None
     gpus: int
     fits: str
-    """Whether the peak is below the memory of the GPU, or of the host; empty: unknown."""
+    """Whether the peak memory is below that of the GPU, or of the host: `yes`, `no: N GiB` or `?`; empty: unknown."""
     known_from: str
     disk: int | None = None
     """Bytes that the stage leaves on disk; None: unknown."""
@@ -77,7 +77,8 @@ def costs(
 
 
 def cost_table(pipeline: Pipeline, found: Sequence[Cost], machine: Machine | None) -> Table:
-    """Return the costs as a table with totals; the total duration is that of the longest chain of stages."""
+    """Return the costs of all stages as a table with totals; the total duration is that of the longest chain of
+    stages."""
     price = pipeline.config.gpu_hour_price
     table = Table("stage", title="time and cost")
     for column in ("GPUs", "time", "GPU hours", *(["cost"] if price is not None else [])):
@@ -112,7 +113,7 @@ def _size(num_bytes: int | None) -> str:
 
 
 def wall_seconds(pipeline: Pipeline, found: Sequence[Cost]) -> float:
-    """Return the time at which the last stage ends, if each stage starts once its inputs and a slot of its sweep are
+    """Return the duration of the whole run in seconds, if each stage starts once its inputs and a slot of its sweep are
     available; unknown durations count as 0."""
     seconds = {cost.name: cost.seconds or 0.0 for cost in found}
     ends: dict[str, float] = {}

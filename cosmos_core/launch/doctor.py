@@ -1,4 +1,4 @@
-"""Diagnosis of a cluster: Prefect server, work pools and their workers, deployments, Ray, reward services, disk.
+"""Diagnose a cluster: Prefect server, work pools and their workers, deployments, Ray, reward services, disk.
 
 The checks query the Prefect server, the services that the environment names, and this machine. Properties of the
 machine of a worker, such as its disk and clock, are reported in the logs of stages instead.
@@ -43,7 +43,7 @@ def findings(output_dir: Path, client: Any) -> Iterator[Finding]:
     for name, check in {"server": _server, "pools": _pools, "cancellation": _cancelling, "deployments": _paths}.items():
         try:
             yield from check(client)
-        except Exception as error:  # noqa: BLE001 - any error of the transport is the result
+        except Exception as error:  # noqa: BLE001 - any error of a request is the finding
             yield Finding(name, masked(f"{type(error).__name__}: {' '.join(str(error).split())}")[:300], is_well=False)
     yield from _ray()
     yield from _rewards()
@@ -55,7 +55,7 @@ def _server(client: Any) -> Iterator[Finding]:
     from prefect import __version__
 
     response = client.hello()
-    server_version = client.api_version()  # unlike `hello`, it needs credentials
+    server_version = client.api_version()  # unlike `hello`, this request needs credentials
     is_same = server_version.split(".")[:2] == __version__.split(".")[:2]
     yield Finding("server", f"Prefect {server_version} there, {__version__} here", is_same)
     if "Date" in response.headers:

@@ -1,4 +1,4 @@
-"""`cosmos plan --estimate`: parameters, memory per GPU, tokens, steps and GPUs of every training stage, before a run.
+"""Estimate parameters, memory per GPU, tokens, steps and GPUs of every training stage for `cosmos plan --estimate`.
 
 The estimates come from workers (`cosmos_core.train.estimate`). This module selects the model and the rows of a stage,
 and formats the table.
@@ -25,7 +25,8 @@ _PROGRAM = "cosmos_core.train.estimate:run"
 _GIB = 2**30
 
 Found = dict[str, Any] | str
-"""The fields of `cosmos_core.train.estimate.Estimate`, or the reason why there is no estimate."""
+"""Estimate of a training stage: the fields of `cosmos_core.train.estimate.Estimate`, or the reason why there is
+none."""
 
 
 def estimate_in_worker(pipeline: Pipeline, decisions: Mapping[str, Decision]) -> Iterator[tuple[str, Found]]:
@@ -111,7 +112,7 @@ def _short(count: int) -> str:
 
 
 def _model(pipeline: Pipeline, stage: StageConfig, decisions: Mapping[str, Decision]) -> str:
-    """Return the model that the stage starts from, or an upstream model of the same architecture, which training and
+    """Return the model from which the stage starts, or an upstream model of the same architecture, which training and
     export keep; empty if the model does not exist yet."""
     while (name := source_of(model := pipeline.starts_from(stage))) is not None:
         if folder := _made(model, "model", decisions):
@@ -123,8 +124,8 @@ def _model(pipeline: Pipeline, stage: StageConfig, decisions: Mapping[str, Decis
 
 
 def _made(reference: str, key: str, decisions: Mapping[str, Decision]) -> str:
-    """Return the output folder of the stage in `stage:NAME`, or a plain path unchanged; empty if that stage has not
-    run."""
+    """Return the output `key` of the stage in a reference `stage:NAME`, as a path; return any other path unchanged.
+    Empty if that stage has not run."""
     name = source_of(reference)
     if name is None:
         return reference

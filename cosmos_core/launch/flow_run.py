@@ -1,4 +1,4 @@
-"""Restart of flow runs that died before their run had a directory, so that only the Prefect server knows them.
+"""Restart flow runs that died before their run had a directory, so that only the Prefect server knows them.
 
 This happens to a process that starts while the server restarts.
 """
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun
 
 _FLOW = "post-train"
-_MOST = 200  # the maximum of one response of the server
+_MOST = 200  # maximum number of flow runs in one response of the server
 _POLL_SECONDS = 1.0
 _UNTAKEN_SECONDS = 60.0
 _UNHEARD_SECONDS = 600.0
 
 
 def find_unbegun(run_id: str) -> FlowRun | None:
-    """Return the newest flow run of a deployment that was to create this run and failed before its first task; None if
-    there is none, or no server."""
+    """Return the newest flow run of a deployment that was started to create the run `run_id` and failed before its
+    first task; None if there is no such flow run or no server."""
     if not run_id or not os.environ.get("PREFECT_API_URL"):
         return None
     from prefect.client.orchestration import get_client
@@ -84,7 +84,8 @@ def begin_again(flow_run: FlowRun) -> Iterator[str]:
 
 
 def _followed(client: SyncPrefectClient, flow_run: FlowRun) -> Iterator[FlowRun]:
-    """Yield the flow run from the server once per second until it has ended; tolerate a restart of the server."""
+    """Yield the state of a flow run on the server once per second until it has ended; tolerate a restart of the
+    server."""
     last_response, is_over = time.monotonic(), False
     while not is_over:
         time.sleep(_POLL_SECONDS)

@@ -1,4 +1,4 @@
-"""Allocation of the GPUs of this machine to the stages that run at the same time.
+"""Allocate the GPUs of this machine to the stages that run at the same time.
 
 A stage holds a lock for each of its GPUs, and its worker inherits the lock: a GPU is free again when the last process
 of the stage has ended for any reason. Stages without a mesh (prepare, export, custom) see all GPUs and hold none. Other
@@ -38,7 +38,8 @@ def num_gpus(kind: StageKind, recipe: Recipe) -> int:
 def of_stage(
     kind: StageKind, recipe: Recipe, path: Path
 ) -> AbstractContextManager[tuple[dict[str, str], Sequence[int]]]:
-    """Hold the GPUs that a stage needs, and write to its state what it waits for; see `held`.
+    """Return a context manager that holds the GPUs of a stage; while it waits, the reason is in the state of the stage.
+    See `held`.
 
     Raises:
         Preempted: the run was stopped while waiting.
@@ -48,7 +49,8 @@ def of_stage(
         update_state(path, state="waiting", error=reason)
         sleep_unless_stopping(1)
 
-    more = kind.feed == "rollouts" and recipe.mode == "disaggregated"  # `cosmos scale` may start engines on them
+    # `cosmos scale` may start engines on the other free GPUs.
+    more = kind.feed == "rollouts" and recipe.mode == "disaggregated"
     return held(num_gpus(kind, recipe), wait, takes_more=more)
 
 
@@ -56,8 +58,8 @@ def of_stage(
 def held(
     count: int, while_waiting: Callable[[str], None], *, takes_more: bool = False
 ) -> Iterator[tuple[dict[str, str], Sequence[int]]]:
-    """Hold `count` GPUs, or all if there are fewer; yield the environment variable that selects them and the lock
-    descriptors that the worker inherits.
+    """Hold `count` GPUs (all GPUs if there are fewer) during the block; yield the environment variable that selects
+    them and the lock descriptors that the worker inherits.
 
     With `takes_more`, hold all free GPUs. On a machine without GPUs, yield empty values. `while_waiting` is called with
     the reason, repeatedly, and may raise to stop waiting.
@@ -79,7 +81,8 @@ def held(
 
 
 def _locks(entries: Mapping[str, str], least: int, most: int) -> dict[str, Lock]:
-    """Lock the first free GPUs, at most `most`; return no locks if fewer than `least` are free."""
+    """Lock the first free GPUs, at most `most`; return the lock of each GPU, or no locks if fewer than `least` GPUs are
+    free."""
     locks: dict[str, Lock] = {}
     for entry, uuid in entries.items():
         if len(locks) == most:
@@ -97,7 +100,7 @@ def _locks(entries: Mapping[str, str], least: int, most: int) -> dict[str, Lock]
 
 
 def _refusal() -> str:
-    """Return the reason why this user cannot hold locks here, or an empty string."""
+    """Return the reason why this user cannot lock files in the cache folder; empty if locks work."""
     try:
         with Lock(user_cache() / "gpus" / "tried.lock") as lock:
             lock.try_acquire()

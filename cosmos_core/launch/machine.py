@@ -10,7 +10,7 @@ from typing import Any
 from cosmos_core.config.schema.pipeline import PipelineConfig
 from cosmos_core.errors import ConfigError
 
-# Dense matrix products in bfloat16, in TFLOP/s, and memory in GiB, from the vendors' data sheets.
+# By type of GPU, from the vendors' data sheets: rate of dense matrix products in bfloat16 in TFLOP/s, memory in GiB.
 _CARDS = {
     "a100": (312.0, 80.0), "b200": (2250.0, 179.0), "gh200": (989.0, 95.0), "h100": (989.0, 80.0),
     "h20": (148.0, 96.0), "h200": (989.0, 140.0), "l4": (121.0, 22.5), "l40s": (362.0, 45.0), "mi300x": (1307.0, 192.0),
@@ -27,26 +27,26 @@ class Machine:
     """Compute rate and memory of a rank."""
 
     name: str
-    """Name as in "counted at 0.1 TFLOP/s on NAME"; empty if the pipeline sets the rate."""
+    """Name of the machine, as in "counted at 0.1 TFLOP/s on NAME"; empty if the pipeline sets the rate."""
     tflops: float
     """Sustained rate of a training in TFLOP/s."""
     memory: float | None
     """Memory of a GPU, or of the host if there is no GPU, in GiB; None: unknown."""
     is_shared: bool = False
-    """Whether all ranks share the device, the CPU of this machine."""
+    """Whether all ranks share one device, the CPU of this machine."""
     card: str = ""
-    """The GPU that `--on` names."""
+    """Type of GPU that `--on` names, in lower case; empty if `--on` is not used."""
 
     @property
     def rate(self) -> str:
-        """Return the rate as text."""
+        """Return the compute rate as text, such as `395 TFLOP/s per GPU on h100`."""
         per = "" if self.is_shared else " per GPU"
         return f"{self.tflops:.3g} TFLOP/s{per}{f' on {self.name}' if self.name else ''}"
 
 
 def machine_of(config: PipelineConfig, on: str, estimates: Iterable[Any]) -> Machine | None:
-    """Return the machine to estimate for: the GPU `on`, or else the machine that was measured with the estimates;
-    settings of the pipeline take precedence. None: unknown.
+    """Return the machine for which costs are estimated: the GPU `on`, otherwise the machine that was measured with the
+    estimates; settings of the pipeline take precedence. None: unknown.
 
     Raises:
         ConfigError: `on` is not a known GPU.
@@ -59,8 +59,8 @@ def machine_of(config: PipelineConfig, on: str, estimates: Iterable[Any]) -> Mac
             raise ConfigError(
                 f"--on {on}: known are {card_names}; for another GPU set pipeline.gpu_tflops and pipeline.gpu_memory"
             )
-        peak, room = _CARDS[card]
-        machine = Machine(on, peak * _SHARE_OF_CARD, room, card=card)
+        peak, memory_gib = _CARDS[card]
+        machine = Machine(on, peak * _SHARE_OF_CARD, memory_gib, card=card)
     elif measured := next((each["machine"] for each in estimates if isinstance(each, dict)), None):
         name, rate = f"this machine ({measured['device']})", measured["flops"] / _TERA * _SHARE_OF_MEASURED
         machine = Machine(name, rate, measured["memory"] / _GIB, is_shared=measured["is_cpu"])

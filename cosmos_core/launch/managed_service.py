@@ -42,8 +42,8 @@ def managed_service(
     environment: Mapping[str, str] = {},
     host: str = "127.0.0.1",
 ) -> Iterator[dict[str, str]]:
-    """Run the reward service of a configuration during the block; yield the environment variables with which clients
-    find it.
+    """Run the reward service of a configuration file during the block; yield the environment variables that tell
+    clients its address and token.
 
     `check` is called while the service loads, and may raise. A configuration `block:NAME` names a service that is
     already running. Without a configuration, `environment` may name the service that the stage uses. `host` is the
@@ -77,7 +77,8 @@ def managed_service(
 
 
 def service_named(config: str) -> dict[str, str]:
-    """Return the environment variables of the service in a Prefect block; empty if the configuration is not a block.
+    """Return the environment variables for clients of the reward service in a Prefect block; empty if the configuration
+    is not a block.
 
     Raises:
         ConfigError: the block does not exist.
@@ -90,13 +91,13 @@ def service_named(config: str) -> dict[str, str]:
 
 
 class _Service:
-    """Reward service in a child process, with a thread that restarts it."""
+    """Reward service in a child process, with a thread that restarts the process when it ends."""
 
     def __init__(self, config: Path, folder: Path, python: str, host: str) -> None:
         self._config, self._python, self._host = config, python, host
         self._log, self._ready = folder / "logs" / "reward_service.log", folder / "reward_service.url"
         self.token = secrets.token_hex(32)
-        self._queue = uuid.uuid4().hex  # name of the queue, which a restart keeps
+        self._queue = uuid.uuid4().hex  # the same queue of requests after a restart
         self.restarts = 0
         self._port = "0"
         self._is_ending = threading.Event()
@@ -165,8 +166,8 @@ class _Service:
         )  # fmt: skip
 
     def _token_name(self) -> str:
-        """Return the name of the environment variable from which the service reads its token; the service itself
-        reports an invalid file."""
+        """Return the name of the environment variable from which the service reads its token. An invalid configuration
+        file is ignored here, because the service reports it."""
         with contextlib.suppress(ConfigError):
             return str(read_toml(self._config).get("token_env", TOKEN))
         return TOKEN

@@ -1,4 +1,4 @@
-"""Duration of a stage from earlier runs, scaled to another number of steps."""
+"""Compute the duration of a stage from earlier runs, scaled to another number of steps."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from cosmos_core.observe.record import RunRecord, StageRecord
 def measured_seconds(
     stage: StageConfig, steps: int | None, earlier: Sequence[RunRecord], card: str
 ) -> tuple[float, str] | None:
-    """Return the duration of a stage for `steps` steps, from the newest run that recorded it, with a description of the
-    source.
+    """Return the duration of a stage in seconds for `steps` steps, from the newest run that recorded it, with a
+    description of the source; None if no earlier run recorded it.
 
     A training that was stopped or killed counts if it completed a step. `card`: the GPU that its ranks must have used.
     """
@@ -38,7 +38,7 @@ class _Pace:
     validations: int
     validation: float
     rest: float
-    """Time for loading, compiling, checkpoints and export in one attempt."""
+    """Time in seconds for loading, compiling, checkpoints and export in one attempt."""
 
     def total(self, steps: int) -> float:
         """Return the duration of a training with this number of steps."""
@@ -50,7 +50,8 @@ class _Pace:
 
 
 def _pace(record: StageRecord) -> _Pace | None:
-    """Return the pace of a training; None if it has not completed a step or did not record step times."""
+    """Return the time per step, per validation and for the rest of a recorded training; None if it has not completed a
+    step or did not record step times."""
     steps, checks = _times(record, "time/step"), _times(record, "time/validate")
     if not steps:
         return None
@@ -66,6 +67,6 @@ def _times(record: StageRecord, name: str) -> list[float]:
 
 
 def _ran_on(record: StageRecord, card: str) -> bool:
-    """Return True if every rank of a training used this GPU."""
+    """Return True if every rank of a training used a GPU of the type `card`."""
     names = [name.lower().replace(" ", "").replace("-", "") for rank in record.ranks for name in rank.gpus]
     return bool(names) and all(card in name for name in names)

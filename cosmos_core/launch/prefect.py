@@ -23,7 +23,8 @@ _LIBRARIES = (
 
 
 def _wait_for_orders(descriptor: int) -> None:
-    """Read command line, environment and log from the descriptor; exit if its other end is closed without data."""
+    """Import libraries, then read command line, environment and log path from the descriptor; exit if its other end is
+    closed without data."""
     for name in _LIBRARIES:
         with suppress(ImportError):
             importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""Processes of an attempt on this machine: finding and killing them, and their temporary files. Linux only."""
+"""Find and kill the processes of an attempt on this machine, and remove their temporary files. Linux only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import psutil
 
 from cosmos_core.run.process import is_running
 
-SILENT_SECONDS = 600.0  # a stage on another machine counts as running for so long after its last heartbeat
+SILENT_SECONDS = 600.0  # time after its last heartbeat for which a stage elsewhere counts as running
 _KILL_SECONDS = 5.0
 ATTEMPT = "COSMOS_ATTEMPT"  # environment variable that marks every process of one attempt
 LOOK = "cosmos-look-"  # prefix of folders of temporary files, followed by the pid
@@ -31,7 +31,7 @@ def marked(attempt: str) -> list[psutil.Process]:
         try:
             if process.pid != os.getpid() and process.environ().get(ATTEMPT, "").startswith(attempt):
                 processes.append(process)
-        except psutil.Error:  # of another user, a zombie, or ended meanwhile
+        except psutil.Error:  # a process of another user, a zombie, or an ended process
             continue
     return processes
 
@@ -74,7 +74,7 @@ def sweep() -> None:
 
 
 def _is_held(folder: Path) -> bool:
-    """Return True if a process holds the lock of a folder, or the folder is not readable for this user."""
+    """Return True if a process holds the lock of a folder, or if this user cannot read the folder."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:

@@ -1,4 +1,5 @@
-"""`cosmos reap`: cleanup after flows that died on this machine: remaining processes are killed and states corrected."""
+"""Run `cosmos reap`: clean up after flows that died on this machine. Their remaining processes are killed and states
+are corrected."""
 
 from __future__ import annotations
 
@@ -45,8 +46,8 @@ def reap(output_dir: Path) -> Iterator[str]:
 
 
 def cancelled_flow_run(output_dir: Path, run_id: str) -> str:
-    """Return the name of the newest flow run of a run if the server has it as cancelled; else an empty string, also if
-    no server responds."""
+    """Return the name of the newest flow run of a run if it was cancelled on the server; otherwise, or if no server
+    responds, an empty string."""
     import httpx
 
     newest = _newest(output_dir, run_id)
@@ -58,7 +59,7 @@ def cancelled_flow_run(output_dir: Path, run_id: str) -> str:
 
 
 def _is_abandoned(run: Path) -> bool:
-    """Return True if no process has claimed the run."""
+    """Return True if no live process has claimed the run."""
     with Lock(run / "locks" / ".run") as lock:
         return lock.try_acquire()
 
@@ -104,7 +105,7 @@ def _newest(output_dir: Path, run: str) -> UUID | None:
 
 
 def _flow_runs(output_dir: Path) -> Iterator[tuple[str, Any]]:
-    """Yield each run id with the flow run that worked on it, as read from the server."""
+    """Yield (run id, flow run) for each flow run of this output folder that the server has."""
     from prefect.client.orchestration import get_client
     from prefect.exceptions import ObjectNotFound
 

@@ -69,14 +69,14 @@ def prefect_server(folder: Path, standby: Standby | None = None) -> Iterator[Cal
 
 
 def _expect_server(url: str) -> None:
-    """Wait for an external server, which may be restarting; wait longer for one that is busy."""
+    """Wait until the Prefect server at `url` responds: it may be restarting, and gets more time if it is busy."""
     began = time.monotonic()
     while True:
         try:
             urllib.request.urlopen(f"{url}/health", timeout=5).close()
             return
         except urllib.error.HTTPError:
-            return  # a server responds; Prefect reports authentication errors
+            return  # a server responds; Prefect reports errors of authentication
         except (OSError, ValueError) as error:
             is_busy = isinstance(error, TimeoutError) or isinstance(getattr(error, "reason", None), TimeoutError)
             wait = _BUSY_SECONDS if is_busy else _RESPONSE_SECONDS
@@ -89,8 +89,8 @@ def _expect_server(url: str) -> None:
 
 
 def _own_home(folder: Path) -> tuple[Path, Lock]:
-    """Return a `PREFECT_HOME` that no other server uses, because SQLite allows one writer; prefer the first, whose
-    database exists."""
+    """Return a `PREFECT_HOME` that no other server uses, with its lock, because SQLite allows one writer. Homes are
+    numbered; the first free one is used, whose database is likely to exist."""
     number = 1
     while True:
         home = folder / f"server-{number}"
@@ -102,7 +102,7 @@ def _own_home(folder: Path) -> tuple[Path, Lock]:
 
 
 def _template() -> Path:
-    """Return the path of a cached empty database for this release of Prefect, whose migrations take five seconds."""
+    """Return the path of the cached empty database for this release of Prefect; creating one takes five seconds."""
     return user_cache() / f"prefect-{version('prefect')}.db"
 
 
@@ -160,7 +160,7 @@ class _Server:
             "PREFECT_PROFILES_PATH": str(home.absolute() / "profiles.toml"),
             "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
             "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
-            # The status of a server without disk space; clients retry for a minute.
+            # HTTP status of a server without disk space; with it in this list, clients retry for a minute.
             "PREFECT_CLIENT_RETRY_EXTRA_CODES": "500",
             # This server has no schedules, and the run directory determines which runs are late or lost.
             "PREFECT_SERVER_SERVICES_SCHEDULER_ENABLED": "false",
@@ -190,7 +190,7 @@ class _Server:
         assert child is not None
         deadline = time.monotonic() + _START_SECONDS
         num_starts = 1
-        # Check for its end first: another process may use the port and respond in its place.
+        # Check first whether the server has ended: another process may use the port and respond in its place.
         while (has_ended := child.poll() is not None) or not self._is_up():
             if time.monotonic() > deadline or (has_ended and num_starts == _MAX_STARTS):
                 child.kill()
@@ -208,7 +208,7 @@ class _Server:
         if self._watcher.is_alive():
             self._watcher.join()
         if self._child is not None:
-            self._child.kill()  # its database only repeats the content of the run directory
+            self._child.kill()  # the database only repeats the content of the run directory
 
     def _spawn(self) -> Child:
         arguments = ["server", "start", "--host", "127.0.0.1", "--port", str(self._port)]

@@ -1,4 +1,5 @@
-"""Health of a reward service at the end of a stage, from its `/health` and `/metrics`, for the report of the run.
+"""Record the health of a reward service at the end of a stage, from its `/health` and `/metrics`, for the report of the
+run.
 
 A service of Cosmos-RL has neither endpoint, and is reported as such. Errors here never fail a stage.
 """

@@ -1,4 +1,4 @@
-"""Limit on the number of stages in a sweep's branches that run at once."""
+"""Limit the number of stages in a sweep's branches that run at once."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _POLL_SECONDS = 0.2
 
 
 def branch_slots(pipeline: Pipeline) -> dict[str, threading.Semaphore]:
-    """Return the semaphore that a stage in a branch acquires while it runs, by stage name; stages without a limit are
-    left out."""
+    """Return the semaphore that each stage in a branch acquires while it runs, by stage name; stages without a limit
+    are left out."""
     slots: dict[str, threading.Semaphore] = {}
     for choice in pipeline.stages:
         if choice.sweep is None:
             continue
         names = [name for branch in choice.sweep.branches for name in branch.stages]
-        if choice.sweep.max_parallel is None:  # a work pool limits its stages itself
+        if choice.sweep.max_parallel is None:  # a work pool limits the number of its stages
             names = [name for name in names if not pipeline.stage(name).work_pool]
         slots |= dict.fromkeys(names, threading.Semaphore(choice.sweep.max_parallel or 1))
     return slots
@@ -28,7 +28,7 @@ def branch_slots(pipeline: Pipeline) -> dict[str, threading.Semaphore]:
 
 @contextmanager
 def held(slot: threading.Semaphore | None) -> Iterator[None]:
-    """Acquire a slot for the block; None: there is no limit.
+    """Hold the semaphore `slot` during the block; None: there is no limit.
 
     Raises:
         Preempted: the run was stopped while waiting.

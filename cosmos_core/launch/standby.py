@@ -15,7 +15,7 @@ GRACE_SECONDS = 3.0
 
 
 class Standby:
-    """Process that waits for the command line of a server; its program is `launch.prefect`."""
+    """Standby process that waits for the command line of a Prefect server; its program is `launch.prefect`."""
 
     def __init__(self) -> None:
         reader, self._writer = os.pipe()
@@ -28,8 +28,8 @@ class Standby:
             os.close(reader)
 
     def become(self, arguments: Sequence[str], *, log: Path, environment: Mapping[str, str]) -> Child | None:
-        """Let the process run Prefect's command line with these arguments, and return it to the caller, who then owns
-        it.
+        """Let the standby process run Prefect's command line with these arguments; return it to the caller, who then
+        owns it.
 
         Return None if the process has ended or was already used.
         """
@@ -40,7 +40,8 @@ class Standby:
         settings = {name: value for name, value in os.environ.items() if name.startswith("PREFECT_")}
         orders = {"arguments": list(arguments), "log": str(log.absolute()), "environment": {**settings, **environment}}
         try:
-            os.write(self._writer, json.dumps(orders).encode())  # less than the capacity of a pipe
+            # Never blocks: the text is shorter than the capacity of a pipe.
+            os.write(self._writer, json.dumps(orders).encode())
         except BrokenPipeError:
             return None
         self._child = None
@@ -48,7 +49,7 @@ class Standby:
         return child
 
     def close(self) -> None:
-        """Kill the process unless it was used."""
+        """Kill the standby process unless it became a server."""
         if self._child is not None:
             self._child.kill()
         self._let_go()

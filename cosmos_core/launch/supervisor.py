@@ -28,7 +28,7 @@ import time
 from cosmos_core.parent import adopt_orphans, die_with_parent
 
 _POLL_SECONDS = 0.05
-_ORPHAN_GRACE_SECONDS = 10.0  # the launcher has ended, and the next attempt needs the machine
+_ORPHAN_GRACE_SECONDS = 10.0  # shorter than the normal grace period, because the next attempt needs the machine
 
 
 class Supervisor:
@@ -45,7 +45,7 @@ class Supervisor:
         """Start the command, wait for its end, then kill its descendants and remove its temporary files."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: self.stop())
-        for number in (signal.SIGUSR1, signal.SIGUSR2):  # warning of a scheduler to the group, which the worker handles
+        for number in (signal.SIGUSR1, signal.SIGUSR2):  # a scheduler's warning to the process group, for the worker
             signal.signal(number, lambda number, _: self.pass_on(number))
         me = os.getpid()
         adopt_orphans()
@@ -80,7 +80,7 @@ class Supervisor:
             self.child.send_signal(number)
 
     def _bury(self) -> None:
-        """Reap ended processes that this process has adopted; `poll` reaps the command."""
+        """Reap ended processes that the supervisor has adopted; `poll` reaps the command itself."""
         assert self.child is not None
         while (dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and dead.si_pid != self.child.pid:
             os.waitpid(dead.si_pid, 0)
@@ -94,7 +94,7 @@ class Supervisor:
             return
         if content := os.read(self.pipe, 4096):
             self.grace_seconds = float(content.split()[-1])
-            if self.kill_at is not None:  # SIGTERM came first
+            if self.kill_at is not None:  # SIGTERM was sent before the new grace period arrived
                 self.kill_at = time.monotonic() + self.grace_seconds
         else:
             self.is_orphaned = True

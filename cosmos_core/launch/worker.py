@@ -1,4 +1,4 @@
-"""Execution of one stage in a worker process, from its start to its end.
+"""Execute one stage in a worker process, from its start to its end.
 
 The process of the flow never trains. It starts `python -m cosmos_core.worker <stage_dir>` under a supervisor, reads the
 heartbeat of the worker, forwards its log at a bounded rate, and turns its exit code into a result or an error.
@@ -49,7 +49,7 @@ class _Live:
     def stoppable(self) -> Iterator[None]:
         """Mark the duration of one run: `stop_all` stays in effect until the next run of this process begins."""
         with self._lock:
-            if self._num_runs == 0:  # cleared at the start only, so that threads of a cancelled run still see it
+            if self._num_runs == 0:  # only the first run clears it: threads of a cancelled run must still see it
                 self.stopping.clear()
             self._num_runs += 1
         try:
@@ -60,7 +60,8 @@ class _Live:
 
     @contextmanager
     def following(self, child: Child, grace: Callable[[], float]) -> Iterator[None]:
-        """Register a child for `stop_all` during the block; `grace` returns the seconds until SIGKILL after a stop."""
+        """Register a child process for `stop_all` during the block; `grace` returns the number of seconds from a stop
+        to SIGKILL."""
         with self._lock:
             self._children[child] = grace
             if self.stopping.is_set():
@@ -84,7 +85,7 @@ class _Live:
             return max((grace() for grace in self._children.values()), default=0.0)
 
     def sleep_unless_stopping(self, seconds: float) -> None:
-        """Sleep; raise `Preempted` if a stop is requested meanwhile."""
+        """Sleep for some seconds; raise `Preempted` if a stop is requested meanwhile."""
         if self.stopping.wait(seconds):
             raise Preempted("asked to stop")
 
@@ -105,14 +106,15 @@ class Launch:
     grace_seconds: float = 10.0
     timeout_seconds: float | None = None
     locks: Sequence[int] = ()
-    """Descriptors that the worker inherits, so that the locks last as long as the worker."""
+    """Descriptors of file locks that the worker inherits, so that the locks last as long as the worker."""
     on_progress: Callable[[Position], None] = lambda progress: None
     on_line: Callable[[str], None] = lambda line: None
     must_end: Callable[[], str] = lambda: ""
-    """Function that is polled; the worker is killed for the first reason that it returns."""
+    """Function that is polled for a reason to end the worker; an empty string means none. The worker is killed for the
+    first reason."""
     environment: Mapping[str, str] = field(default_factory=dict)
     inherited: Mapping[str, str] = field(default_factory=lambda: os.environ)
-    """Environment of this process that the worker inherits."""
+    """Environment variables that the worker inherits, by default those of this process."""
     secrets: Sequence[str] = ()
     """Environment variables whose values are masked in the log, in addition to those with a secret-like name."""
 
@@ -152,7 +154,7 @@ def run(launch: Launch) -> Result:
             code, reason = _follow(launch, child, log)
     finally:
         child.kill()
-        mask_file(log, launch.secrets)  # child processes of the worker may write secrets directly
+        mask_file(log, launch.secrets)  # child processes of the worker may write secrets to the log
         ended = time.time()
         with room_may_be_missing(f"the end of attempt {attempt} of {path.name}"):
             update_state(path, spans=[*spans, (began, ended)], ended=ended, **_position(path))
@@ -186,9 +188,11 @@ def _environment(launch: Launch) -> dict[str, str]:
         "MKL_NUM_THREADS": threads,
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONHASHSEED": "0",
-        # Kept for other attempts and runs, unlike files in TMPDIR.
+        # Compiled kernels are kept for other attempts and runs, unlike files in TMPDIR.
         "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(compiled)),
-        **dict.fromkeys(("PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING"), ""),  # hidden from user code
+        **dict.fromkeys(
+            ("PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING"), ""
+        ),  # empty, so that user code cannot read these passwords
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it torch refuses deterministic matrix products on a GPU
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -198,8 +202,8 @@ def _environment(launch: Launch) -> dict[str, str]:
 
 
 def _follow(launch: Launch, child: Child, log: Path) -> tuple[int, str]:
-    """Wait for the end of the worker; return its exit code, and the reason if the launcher ended it, else an empty
-    string."""
+    """Wait for the end of the worker; return its exit code and the reason for which the launcher ended it, which is
+    empty if the worker ended by itself."""
     reason = ""
     began = time.monotonic()
     lines, pulse = _LogLines(log), _Pulse()
@@ -233,7 +237,7 @@ class Refusal(Document):
     """Content of `error.json`: the error with which a worker ended."""
 
     type: str
-    """Name of a class in `cosmos_core.errors`."""
+    """Name of the error class in `cosmos_core.errors`."""
     message: str
 
 
@@ -250,14 +254,14 @@ class _Pulse:
         self._since = time.monotonic()
 
     def feel(self, progress: Position) -> None:
-        """Update the pulse with the content of `progress.json`."""
+        """Compare the content of `progress.json` with that of the last call, and restart the time if it has changed."""
         if progress != self._seen:
             self._seen, self._since = progress, time.monotonic()
             self.phase, self._deadline_seconds = progress.phase, progress.deadline_seconds
 
     @property
     def silent_seconds(self) -> float:
-        """Return the number of seconds since the last change."""
+        """Return the number of seconds since the worker's progress last changed."""
         return time.monotonic() - self._since
 
     def has_stopped(self) -> bool:
@@ -306,7 +310,7 @@ def _outcome(path: Path, code: int, reason: str, log: Path) -> Result:
 
 
 class _LogLines:
-    """Reader of new lines of a log at a bounded rate; skipped lines stay in the file."""
+    """Reader that forwards new lines of a log at a bounded rate; lines beyond the rate remain only in the file."""
 
     def __init__(self, path: Path) -> None:
         self._tail = Tail(path)
@@ -314,7 +318,8 @@ class _LogLines:
         self._last = time.monotonic()
 
     def forward(self, receiver: Callable[[str], None], *, is_last: bool = False) -> None:
-        """Pass the new lines to a callback."""
+        """Pass the new lines of the log to a callback, as far as the rate allows; with `is_last`, also a last line
+        without a line break."""
         now = time.monotonic()
         self._allowance = min(_MAX_LINES_PER_SECOND, self._allowance + (now - self._last) * _MAX_LINES_PER_SECOND)
         self._last = now
