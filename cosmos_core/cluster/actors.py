@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 SHARED = 0.5
 """Fraction of a GPU for a rank, and for an actor on the same GPU."""
 _CALLS_AT_ONCE = 32
-"""Maximum number of concurrent calls per actor; some calls wait for others to end."""
+"""Maximum number of concurrent calls per actor; it is large because a call may wait for another call to end."""
 
 
 @dataclass(frozen=True)
@@ -35,26 +35,30 @@ class ActorGroup:
     name: str = "Actor"
     """Name of the processes: `ray::NAME`."""
     shares_gpus: bool = False
-    """Whether each actor shares the GPUs of as many ranks as it has processes, instead of using other GPUs."""
+    """Whether an actor with n processes shares the GPUs of n ranks, instead of using GPUs of its own."""
     processes: int = 1
-    """Number of compute processes per actor, including itself if it computes; one GPU each, all on one machine."""
+    """Number of compute processes per actor, with one GPU each, all on one machine; an actor that computes counts."""
     overlaps: bool = True
     """Whether the actors compute while the ranks compute, and not only while the ranks wait."""
 
 
 class _Host:
-    """Ray actor that holds one object."""
+    """Ray actor that holds one object, made by `make`, and calls its methods.
+
+    `threads`: number of CPU threads of the process, 0: the default. `gpus`: value of `CUDA_VISIBLE_DEVICES`, empty: the
+    value that Ray sets.
+    """
 
     def __init__(self, make: Callable[[], Any], threads: int, gpus: str = "") -> None:
-        if gpus:  # GPUs that Ray has allocated to ranks
+        if gpus:  # Ray has allocated these GPUs to ranks, so it does not make them visible to this process
             os.environ["CUDA_VISIBLE_DEVICES"] = gpus
         if threads:
-            os.environ["OMP_NUM_THREADS"] = str(threads)  # for child processes
+            os.environ["OMP_NUM_THREADS"] = str(threads)  # child processes inherit the number
             torch.set_num_threads(threads)
         self._object = make()
 
     def call(self, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any], shared: Any = None) -> Any:
-        """Call a method of the object with the arguments, and with `shared` as the last one if it is not None."""
+        """Call a method of the object with `arguments` and `keywords`; `shared`, if not None, is the last argument."""
         return getattr(self._object, method)(*arguments, *([] if shared is None else [shared]), **keywords)
 
 
@@ -83,9 +87,9 @@ class ActorHandle:
             if error is None:
                 reply.set_result(done.result())
             elif isinstance(error, RayTaskError):
-                error.cause.add_note(str(error))  # the traceback in the other process
+                error.cause.add_note(str(error))  # the text has the traceback of the actor's process
                 reply.set_exception(error.cause)
-            elif isinstance(error, RayError):  # also killed for memory, or a reply lost with its machine
+            elif isinstance(error, RayError):  # the actor died, was killed for lack of memory, or its machine is lost
                 kind = ConnectionRefusedError if isinstance(error, ActorUnavailableError) else ConnectionError
                 reply.set_exception(kind(first_line(error)))
             else:
@@ -100,15 +104,18 @@ class ActorHandle:
         return ray.put(value)
 
     def kill(self) -> None:
-        """Kill the process; Ray restarts it."""
+        """Kill the actor's process; Ray then restarts the actor."""
         ray.kill(self.actor, no_restart=False)
 
 
 def _gpus_of(rooms: Sequence[Any], count: int) -> list[str]:
-    """Return the `count` free GPUs of each bundle as values of `CUDA_VISIBLE_DEVICES`."""
+    """Return for each bundle its `count` free GPUs as a value of `CUDA_VISIBLE_DEVICES`.
+
+    `rooms` are Ray's scheduling strategies, each for one reserved bundle of resources.
+    """
     remote: Any = ray.remote
     visible = remote(num_cpus=0, num_gpus=count)(lambda: os.environ["CUDA_VISIBLE_DEVICES"])
-    visible_gpus: list[str] = ray.get([visible.options(scheduling_strategy=room).remote() for room in rooms])
+    visible_gpus: list[str] = ray.get([visible.options(scheduling_strategy=strategy).remote() for strategy in rooms])
     return visible_gpus
 
 
@@ -116,10 +123,14 @@ class Actors:
     """The actors of a group, managed by the process that starts them."""
 
     def __init__(self, group: ActorGroup, *, is_embedded: bool, threads: int = 0, rooms: Sequence[Any] = ()) -> None:
-        """Start the actors.
+        """Start the actors that `group` describes.
 
-        `threads` is the number of threads per process; 0: the default of the process. `rooms` are Ray's scheduling
-        strategies of the first actors, or of all actors if they share the GPUs of ranks.
+        Args:
+            group: description of the actors.
+            is_embedded: whether the Ray cluster was started by this process.
+            threads: number of CPU threads per process; 0: the default of the process.
+            rooms: Ray's scheduling strategies of the first actors, which place them in reserved bundles of resources;
+                of all actors if they share the GPUs of ranks.
         """
         self._group, self._threads = group, threads
         has_gpus = ray.cluster_resources().get("GPU", 0) > 0
@@ -130,10 +141,11 @@ class Actors:
         self._most = len(rooms) if has_gpus and group.shares_gpus else math.inf
         self._gpus = [""] * len(rooms)
         if has_gpus and group.shares_gpus and group.processes > 1:
-            # Ray allocates fractions of one GPU only, so ranks get whole GPUs; actors see them by environment variable.
+            # Ray cannot allocate fractions of several GPUs to an actor. So ranks get whole GPUs, and an environment
+            # variable makes the same GPUs visible to the actors.
             gpus, self._gpus = 0.0, _gpus_of(rooms, group.processes)
-        remote: Any = ray.remote  # its type annotations cover functions only
-        # On an embedded cluster, actors reserve no cores, so that more actors can start later.
+        remote: Any = ray.remote  # Any, because the type annotations of ray.remote cover functions only
+        # On an embedded cluster actors reserve no CPU cores, so that more actors can start later.
         self._actor = remote(
             num_cpus=0 if is_embedded else group.processes,
             num_gpus=gpus,
@@ -145,10 +157,10 @@ class Actors:
         self.adjust(lambda handles: None)
 
     def adjust(self, tell: Callable[[list[ActorHandle]], object]) -> None:
-        """Start or kill actors until their number is the target number.
+        """Start or kill actors until their number is the target number of the group.
 
-        After a change, `tell` passes the new handles to the ranks, and returns before the first surplus actor is
-        killed.
+        If the number changes, `tell` is called to pass the new handles to the ranks. Surplus actors are killed after
+        `tell` has returned.
         """
         requested, previous_count = max(0, self._group.target_size()), len(self.handles)
         target = int(min(requested, self._most))

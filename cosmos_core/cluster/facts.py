@@ -1,7 +1,7 @@
 """`python -m cosmos_core.cluster.facts LIBRARY ...`: print the properties of the Ray cluster at `RAY_ADDRESS` as one
 line of JSON.
 
-They are measured on a machine that a rank could get: one with a GPU if the cluster has GPUs.
+The properties are measured on a machine on which a rank could run: one with a GPU if the cluster has GPUs.
 """
 
 from __future__ import annotations
@@ -26,14 +26,17 @@ _PREFIXES = ("GLOO_", "NCCL_", "TORCH", "VLLM_")
 
 
 def measure_cluster(libraries: Sequence[str]) -> Facts:
-    """Return the properties of one machine of the cluster, with the GPUs of all machines."""
+    """Return the properties of one machine of the cluster, with the GPUs of all machines of the cluster.
+
+    `libraries`: names of the Python packages whose versions are measured.
+    """
     import ray
 
     with join_cluster():
         ray.init(logging_level=logging.ERROR, log_to_driver=False, runtime_env={"env_vars": variables_of_ranks()})
         try:
             num_gpus = int(ray.cluster_resources().get("GPU", 0))
-            remote: Any = ray.remote  # its type annotations cover functions only
+            remote: Any = ray.remote  # Any, because the type annotations of ray.remote cover functions only
             ask = remote(num_cpus=1, num_gpus=1 if num_gpus else 0)(measure)
             facts: Facts = ray.get(ask.remote(list(libraries)))
         finally:
@@ -43,8 +46,10 @@ def measure_cluster(libraries: Sequence[str]) -> Facts:
 
 
 def variables_of_ranks() -> dict[str, str]:
-    """Return the environment variables that processes on other machines need: those that a worker sets for its stage,
-    and user settings of numeric libraries."""
+    """Return the environment variables that ranks and actors on other machines need, with their values.
+
+    These are variables that a worker sets for its stage, and user settings of numeric libraries.
+    """
     return {name: value for name, value in os.environ.items() if name in _NAMES or name.startswith(_PREFIXES)}
 
 

@@ -1,7 +1,7 @@
 """Execution of one function on several ranks, each a process in a torch process group, as if it were a single call.
 
-Ranks are Ray actors in a placement group, on an embedded cluster or on the cluster at `RAY_ADDRESS`; or local
-processes. An error on one rank ends all ranks, and is raised in the caller with its class.
+Ranks are Ray actors in a placement group, or local processes. The Ray cluster is the one at `RAY_ADDRESS`, or an
+embedded cluster that this process starts. An error on one rank ends all ranks, and is raised in the caller.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _REPLY_SECONDS = 10.0
-"""Seconds between polls whether ranks have ended, because the reply of `run` can be lost with a connection."""
+"""Seconds between polls of whether ranks have ended; needed because a lost connection can lose the reply of `run`."""
 _STORE_BYTES = 1 << 30
-"""Size of Ray's shared memory: two buckets of weights in transit to engines, and values not read yet."""
+"""Size of Ray's object store in bytes: two buckets of weights in transit to engines, and values not read yet."""
 _MOST_RESTARTS = 3
-"""Maximum number of restarts of ranks after one of them has died, if actors run alongside them."""
+"""Maximum number of restarts of all ranks after a rank has died, if actors run alongside the ranks."""
 _SLOW_TO_IMPORT = ["torch.distributed.fsdp", "torch.distributed.pipelining", "cosmos_core.train.setup"]
-"""Modules that the fork server of local ranks imports in advance."""
+"""Modules that the fork server of local ranks imports before it forks the ranks."""
 _DEATH_SECONDS = 10.0
-"""Seconds until Ray reports a dead rank; its peers may report a broken connection before."""
+"""Seconds within which Ray reports a dead rank; other ranks may report a broken connection before."""
 
 
 class RankFailed(StageFailed):
-    """Error of a rank that died or raised an error from outside this package."""
+    """Failure of a rank that died or raised an error from outside this package."""
 
 
 class RankRaised(RankFailed, ProgramError):
-    """Error of a rank that raised an error that is not transient."""
+    """Failure of a rank that raised an error that is not transient, so that a retry does not help."""
 
 
 class RanksMustRestart(RankFailed):
@@ -65,13 +65,12 @@ class RanksMustRestart(RankFailed):
 
 @dataclass(frozen=True)
 class WorkerGroup:
-    """Group of `size` ranks, on GPUs if there are any, or on the CPU with gloo."""
+    """Group of `size` ranks that run one program, on GPUs if there are any, or on the CPU with gloo."""
 
     size: int
     launcher: Literal["ray", "local"] = "ray"
     actors: ActorGroup | None = None
-    """Actors alongside the ranks, with Ray only; if a rank dies, the ranks are restarted and the actors keep
-    running."""
+    """Actors that run alongside the ranks, with Ray only; they keep running if ranks are restarted. None: no actors."""
 
     def run(
         self,
@@ -79,12 +78,13 @@ class WorkerGroup:
         should_stop: Callable[[], bool] = lambda: False,
         while_waiting: Callable[[], None] = lambda: None,
     ) -> Any:
-        """Return the value of `program` on the first rank; values of other ranks are dropped. `while_waiting` is called
-        while the cluster lacks free resources.
+        """Run `program` on all ranks and return its value on the first rank.
+
+        `should_stop` returns True when ranks must stop; `while_waiting` is called while the cluster lacks resources.
 
         Raises:
             CosmosError: the first error of this package that a rank raised.
-            StageFailed: a rank raised another error or died.
+            StageFailed: a rank died or raised an error from outside this package.
         """
         if self.launcher == "local":
             return _local_ranks(self.size, program, should_stop)
@@ -93,12 +93,12 @@ class WorkerGroup:
 
 @contextmanager
 def process_group(rendezvous: Rendezvous) -> Iterator[None]:
-    """Open a process group over all ranks for the duration of the block."""
+    """Open torch's default process group over all ranks for the duration of the block."""
     os.environ |= {
         "RANK": str(rendezvous.rank), "WORLD_SIZE": str(rendezvous.size), "LOCAL_RANK": str(rendezvous.device),
         "MASTER_ADDR": rendezvous.address, "MASTER_PORT": str(rendezvous.port),
     }  # fmt: skip
-    # By default, both resolve the host name, which many images map to an address that other machines cannot reach.
+    # By default gloo and NCCL resolve the host name, which many container images map to an unreachable address.
     if interface := interface_to(rendezvous.address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if not ip_address(rendezvous.address).is_loopback:
@@ -110,15 +110,15 @@ def process_group(rendezvous: Rendezvous) -> Iterator[None]:
     store = dist.TCPStore(rendezvous.address, rendezvous.port, rendezvous.size)
     dist.init_process_group(backend, store=store, rank=rendezvous.rank, world_size=rendezvous.size)
     yield
-    dist.destroy_process_group()  # not after an error: other ranks would fail and hide the original error
+    dist.destroy_process_group()  # not after an error, because the other ranks would fail and hide the original error
 
 
 def interface_to(address: str) -> str | None:
-    """Return the network interface of this machine that routes to an address; None if it cannot be determined."""
+    """Return the name of this machine's network interface that routes to an address; None: it cannot be determined."""
     family = socket.AF_INET6 if ip_address(address).version == 6 else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((address, 9))  # nothing is sent
+            probe.connect((address, 9))  # connecting a UDP socket sends nothing
         except OSError:
             return None
         source_address = probe.getsockname()[0]
@@ -130,8 +130,8 @@ def interface_to(address: str) -> str | None:
 
 
 def open_store(address: str, size: int) -> dist.TCPStore:
-    """Return the store of the ranks, on a port that is reserved from now on; it listens on `address` only, because the
-    store trusts any client."""
+    """Return a new TCP store through which `size` ranks form a process group, on a free port of `address`; it listens
+    on no other address, because it trusts any client."""
     listener = socket.create_server((address, 0))
     port = listener.getsockname()[1]
     return dist.TCPStore(
@@ -140,11 +140,11 @@ def open_store(address: str, size: int) -> dist.TCPStore:
 
 
 def run_as_rank(program: Program, messages: Messages, rendezvous: Rendezvous) -> tuple[bool, Any]:
-    """Run the program as one rank; return True and its value, or False and its error."""
+    """Run the program as one rank; return True and its value (None unless it is the first), or False and its error."""
     try:
         with process_group(rendezvous):
             value = program(messages)
-    except Exception as error:  # noqa: BLE001 - any error has to reach the parent process
+    except Exception as error:  # noqa: BLE001 - every error must reach the process that started the rank
         if not isinstance(error, CosmosError):
             traceback.print_exc()
             kind = RankFailed if is_transient(error) else RankRaised
@@ -154,7 +154,7 @@ def run_as_rank(program: Program, messages: Messages, rendezvous: Rendezvous) ->
 
 
 def _local_main(pipe: Connection, program: Program, rendezvous: Rendezvous, environment: Mapping[str, str]) -> None:
-    os.environ.clear()  # the fork server has the environment of its own start
+    os.environ.clear()  # the fork server's environment is that of the time when the server started
     os.environ |= environment
     messages = Messages()
     threading.Thread(target=_listen, args=(pipe, messages), daemon=True).start()
@@ -250,8 +250,8 @@ def _ray_ranks(
 
 @contextmanager
 def _cluster(size: int, group: ActorGroup | None) -> Iterator[tuple[Any, bool, int]]:
-    """Connect as the driver to the cluster at `RAY_ADDRESS`, or to an embedded one; yield Ray, whether it is embedded,
-    and the threads per actor process, or 0 for the default of the node."""
+    """Connect as the Ray driver to the cluster at `RAY_ADDRESS`, or to a new embedded cluster if that is not set. Yield
+    the module `ray`, whether the cluster is embedded, and the threads per actor process (0: the node's default)."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     is_embedded, of_actor = not os.environ.get("RAY_ADDRESS"), 0
     if is_embedded:
@@ -267,38 +267,40 @@ def _cluster(size: int, group: ActorGroup | None) -> Iterator[tuple[Any, bool, i
                 if group is not None and not group.shares_gpus:
                     num_actors = group.target_size() * group.processes
                     of_rank, of_actor = num_threads(torch.get_num_threads(), size, num_actors, overlaps=group.overlaps)
-                    os.environ["OMP_NUM_THREADS"] = str(of_rank)  # child processes inherit it
-                    # A waiting thread must release its core at once.
+                    os.environ["OMP_NUM_THREADS"] = str(of_rank)  # the processes of ranks inherit the number
+                    # Ranks and actors share cores, so a waiting OpenMP thread must release its core at once.
                     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
                 ray.init(
                     address="local", num_cpus=size, num_gpus=torch.cuda.device_count(), include_dashboard=False,
                     logging_level=logging.WARNING, object_store_memory=_STORE_BYTES if group else 128 << 20,
                     log_to_driver=True,
                 )  # fmt: skip
-            signal.signal(signal.SIGTERM, on_stop)  # Ray installs a handler that ends this process
+            signal.signal(signal.SIGTERM, on_stop)  # ray.init has replaced the handler by one that ends this process
             yield ray, is_embedded, of_actor
         finally:
             ray.shutdown()
 
 
 def num_threads(cores: int, num_ranks: int, num_actors: int, *, overlaps: bool) -> tuple[int, int]:
-    """Return the number of threads of a rank and of an actor process, on one machine.
+    """Return the number of threads of a rank and of an actor process, on one machine with `cores` CPU cores.
 
-    Ranks share all cores, because engines pause often, and so do engines that compute while ranks wait. Overlapping
-    engines share half of the cores: decoding gains little from a second thread, which takes a core from the operations
-    of a rank. This makes a training with ragged completions a fifth faster (docs/benchmarks.md).
+    Ranks together use all cores, because engines (the actors) pause often, and so do engines that compute only while
+    ranks wait. Engines that overlap with ranks use half of the cores: decoding gains little from a second thread, which
+    takes a core from a rank. A training with completions of uneven length is a fifth faster so (docs/benchmarks.md).
     """
     return max(1, cores // max(num_ranks, num_actors)), max(1, cores // max(1, num_actors * (1 + overlaps)))
 
 
 def _make_starter(ray: Any, rooms: list[Any], share: float) -> Callable[[Program], tuple[list[Any], list[Any]]]:
-    """Return a function that starts a program on all ranks and returns their actors and pending calls; each actor gets
-    this share of a GPU, if there are GPUs."""
+    """Return a function that starts a program on all ranks and returns the Ray actors of the ranks and pending calls.
+
+    `rooms` are Ray's scheduling strategies, one per rank. `share` is the fraction of a GPU per rank, if there are GPUs.
+    """
     size, gpus = len(rooms), share if ray.cluster_resources().get("GPU", 0) else 0
-    remote: Any = ray.remote  # its type annotations cover functions only
+    remote: Any = ray.remote  # Any, because the type annotations of ray.remote cover functions only
     actor = remote(num_cpus=1, num_gpus=gpus, max_concurrency=2)(Rank)
     address = ray.util.get_node_ip_address()
-    stores = []  # stores of dead ranks stay open: a late connection must not reach another process
+    stores = []  # never closed, so that a late connection of a dead rank does not reach another process on its port
 
     def start(program: Program) -> tuple[list[Any], list[Any]]:
         members = [actor.options(scheduling_strategy=room).remote() for room in rooms]
@@ -313,16 +315,16 @@ def _make_starter(ray: Any, rooms: list[Any], share: float) -> Callable[[Program
 
 
 def _restrict_ray_access() -> None:
-    """Restrict the clusters that this process starts to the loopback interface, and require a token.
+    """Restrict the Ray clusters that this process starts to the loopback interface, and require an access token.
 
-    Ray reads both settings once, partly at import, and another library may have imported it before.
+    Ray reads both settings once, partly at import, and another library may already have imported Ray.
     """
-    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # this setting restricts Ray to the loopback interface
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # 0 restricts Ray to the loopback interface
     if "RAY_AUTH_MODE" not in os.environ:
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     from ray._private import ray_constants
 
-    core: Any = importlib.import_module("ray._raylet")  # an extension module without types
+    core: Any = importlib.import_module("ray._raylet")  # Any, because the extension module has no type annotations
     ray_constants.ENABLE_RAY_CLUSTER = False
     core.Config.initialize("")
     core.AuthenticationTokenLoader.instance().reset_cache()
@@ -337,7 +339,7 @@ def _wait_for_ranks(
     *,
     is_embedded: bool,
 ) -> Any:
-    """Wait for all ranks and return the value of the first.
+    """Wait until the program has ended on all ranks, and return its value on the first rank.
 
     Raises:
         CosmosError: the first error of this package that a rank raised.
@@ -350,7 +352,7 @@ def _wait_for_ranks(
     while waiting:
         if should_stop() and not is_stop_sent:
             is_stop_sent = True
-            for member in members:  # a dead rank is detected below
+            for member in members:  # not awaited, because a dead rank does not reply
                 member.stop.remote()
         if actors is not None:
             actors.adjust(lambda handles: ray.wait([members[0].set_actors.remote(handles)], timeout=_REPLY_SECONDS))
@@ -376,16 +378,16 @@ def _wait_for_ranks(
 
 
 def _is_dead(ray: Any) -> bool:
-    """Return True if the cluster reports that none of its machines is alive; False also if it does not respond."""
+    """Return True if the Ray cluster reports that none of its machines is alive; False also if it does not respond."""
     nodes: list[Any] = []
-    thread = threading.Thread(target=lambda: nodes.extend(ray.nodes()), daemon=True)  # the call may block forever
+    thread = threading.Thread(target=lambda: nodes.extend(ray.nodes()), daemon=True)  # ray.nodes() may block forever
     thread.start()
     thread.join(_REPLY_SECONDS)
     return bool(nodes) and not any(node["Alive"] for node in nodes)
 
 
 def _has_died(ray: Any, calls: list[Any]) -> bool:
-    """Return True if a rank process has died, False if the ranks only raised errors."""
+    """Return True if the process of a rank has died, False if ranks only raised errors; `calls` has a call per rank."""
     deadline, waiting = time.monotonic() + _DEATH_SECONDS, list(calls)
     while waiting and time.monotonic() < deadline:
         done, waiting = ray.wait(waiting, timeout=POLL_SECONDS)

@@ -1,8 +1,8 @@
 """Membership of this machine, such as the pod of a stage, in the Ray cluster at `RAY_ADDRESS`.
 
-A driver connects to a raylet on its own machine and to every actor, so it cannot run outside of the cluster. This
-module adds the machine as a node with 0 CPUs and 0 GPUs, so that ranks and engines run on other nodes. The environment
-sets the token of the cluster (`RAY_AUTH_MODE=token`, `RAY_AUTH_TOKEN` or `RAY_AUTH_TOKEN_PATH`).
+A Ray driver connects to a raylet on its own machine and to every actor, so it cannot run outside of the cluster. This
+module adds the machine as a node with 0 CPUs and 0 GPUs, so that ranks and engines run on other nodes. The access token
+of the cluster comes from the environment (`RAY_AUTH_MODE=token`, `RAY_AUTH_TOKEN` or `RAY_AUTH_TOKEN_PATH`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from cosmos_core.environment import masked
 from cosmos_core.errors import StageFailed
 
 logger = logging.getLogger(__name__)
-_SECONDS, _END_SECONDS = 120.0, 40.0  # Ray drains a node for up to 30
+# Timeouts for the node to start, and to end; the second is longer than the 30 seconds for which Ray drains a node.
+_SECONDS, _END_SECONDS = 120.0, 40.0
 _STORE_BYTES = 128 << 20
 _GCS = "--gcs-address="
 
@@ -33,7 +34,7 @@ def is_member(address: str) -> bool:
     """Return True if a raylet of the cluster at `host:port` runs on this machine."""
     cluster = _resolve(address)
     local_addresses = {each.address for addresses in psutil.net_if_addrs().values() for each in addresses}
-    if cluster[0].startswith("127.") or cluster[0] in local_addresses:  # this machine is the head node
+    if cluster[0].startswith("127.") or cluster[0] in local_addresses:  # then this machine is the cluster's head node
         return True
     for process in psutil.process_iter(["cmdline"]):
         for word in process.info["cmdline"] or ():
@@ -44,14 +45,16 @@ def is_member(address: str) -> bool:
 
 @contextmanager
 def join_cluster(is_there: Callable[[str], bool] = is_member) -> Iterator[None]:
-    """Add this machine to the cluster at `RAY_ADDRESS` for the block, unless `is_there` returns True because it is a
-    member.
+    """Add this machine as a node to the Ray cluster at `RAY_ADDRESS` for the duration of the block.
+
+    `is_there` returns True if a machine of the cluster at an address is this machine; then nothing is added.
 
     Raises:
         StageFailed: the machine cannot join the cluster.
     """
     address = os.environ.get("RAY_ADDRESS", "")
-    if ":" not in address or "://" in address or is_there(address):  # `auto`, or a client's address
+    # An address such as `auto` (a cluster on this machine) or `ray://HOST:PORT` (Ray Client) needs no node.
+    if ":" not in address or "://" in address or is_there(address):
         yield
         return
     command = [
@@ -74,7 +77,11 @@ def join_cluster(is_there: Callable[[str], bool] = is_member) -> Iterator[None]:
 
 
 def _wait_until_running(node: subprocess.Popen[bytes], output: Any, address: str) -> None:
-    """Wait until the output of the node reports that it is running."""
+    """Wait until the output of the process `node` reports that the Ray node is running.
+
+    Raises:
+        StageFailed: the process has ended, or the node is not running after the timeout.
+    """
     deadline = time.monotonic() + _SECONDS
     while True:
         output.seek(0)
@@ -92,7 +99,7 @@ def _wait_until_running(node: subprocess.Popen[bytes], output: Any, address: str
 
 
 def _resolve(address: str) -> tuple[str, str]:
-    """Return host and port, with the host resolved to an IP address if possible."""
+    """Return host and port of an address `host:port`, with the host resolved to an IP address if possible."""
     host, _, port = address.rpartition(":")
     try:
         return socket.gethostbyname(host), port

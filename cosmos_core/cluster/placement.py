@@ -14,12 +14,14 @@ POLL_SECONDS = 0.2
 
 
 def resource_bundles(ray: Any, size: int, actor_group: ActorGroup | None, *, is_embedded: bool) -> list[dict[str, int]]:
-    """Return the resource bundles of the ranks and actors. Ranks that share GPUs with an actor are in one bundle with
-    it; otherwise there is one bundle per rank and one for the first actor. Reserving the actor too avoids a deadlock
-    between trainings that have ranks but no engine.
+    """Return the resource bundles to reserve for `size` ranks and their actors, with amounts by resource name.
+
+    An actor that shares GPUs with ranks is in one bundle with these ranks; otherwise there is one bundle per rank and
+    one for the first actor. Resources of the first actor are reserved together with those of the ranks, so that two
+    trainings cannot block each other, each with ranks but without an engine.
 
     Raises:
-        ConfigError: the cluster is too small, and Ray would wait forever.
+        ConfigError: the cluster has fewer GPUs or CPUs than the bundles, so that Ray would wait forever.
     """
     resources = ray.cluster_resources()
     num_gpus, num_cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 0))
@@ -48,14 +50,16 @@ def resource_bundles(ray: Any, size: int, actor_group: ActorGroup | None, *, is_
 
 
 def ranks_of_bundle(actor_group: ActorGroup | None, *, has_gpus: bool) -> int:
-    """Return the number of ranks in a bundle: all ranks that share GPUs with one actor on one machine, otherwise 1."""
+    """Return the number of ranks per resource bundle: the ranks that share GPUs with one actor, otherwise 1."""
     return actor_group.processes if actor_group is not None and actor_group.shares_gpus and has_gpus else 1
 
 
 def reserve_bundles(
     ray: Any, needed: list[dict[str, int]], should_stop: Callable[[], bool], while_waiting: Callable[[], None]
 ) -> list[Any]:
-    """Reserve all bundles at once, and return a scheduling strategy per bundle.
+    """Reserve all resource bundles at once, and return Ray's scheduling strategy for each bundle.
+
+    `should_stop` and `while_waiting` are called repeatedly while the cluster lacks free resources.
 
     Raises:
         Preempted: a stop was requested while waiting for resources.

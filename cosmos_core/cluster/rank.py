@@ -1,5 +1,8 @@
-"""Ray actor of one rank. The module imports no large package, so that the imports of its program run later, without
-garbage collection."""
+"""Ray actor of one rank.
+
+The module imports no large package: large packages are imported with the program of the rank, without garbage
+collection, which is faster.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +16,21 @@ from cosmos_core.imports import without_collection
 
 
 class Messages(threading.Event):
-    """Messages to a rank while it runs; the event is set when the rank must stop."""
+    """Messages to the program of a rank while the program runs; the event is set when the program must stop."""
 
     def __init__(self) -> None:
         super().__init__()
         self.actors: list[Any] = []
-        """Handles of the actors alongside the ranks (`actors.ActorHandle`); their number may change."""
+        """Handles (`actors.ActorHandle`) of the actors that run alongside the ranks; their number may change."""
 
 
 Program = Callable[[Messages], Any]
-"""Picklable function that every rank runs."""
+"""Type of the picklable function that every rank runs."""
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Address of the store at which the ranks meet, with the number of this rank."""
+    """Address of the TCP store through which the ranks form a process group, with the number of this rank."""
 
     rank: int
     size: int
@@ -39,7 +42,7 @@ class Rendezvous:
 
 
 class Rank:
-    """Ray actor of a rank; it has two threads, so that it receives messages while its program runs."""
+    """Ray actor of a rank; the actor has two threads, so that it receives messages while its program runs."""
 
     def __init__(self) -> None:
         self._imports = ExitStack()
@@ -48,7 +51,7 @@ class Rank:
         self._outcome: tuple[bool, Any] | None = None
 
     def run(self, program: Program, rendezvous: Rendezvous) -> tuple[bool, Any]:
-        """Run the program and return True and its value, or False and its error."""
+        """Run the program as this rank; return True and the value of the program, or False and its error."""
         from cosmos_core.cluster.group import run_as_rank
 
         self._imports.close()
@@ -56,7 +59,7 @@ class Rank:
         return self._outcome
 
     def outcome(self) -> tuple[bool, Any] | None:
-        """Return the result of `run`, whose reply may have been lost; None if the program is still running."""
+        """Return the result of `run` again, in case its reply was lost; None: the program is still running."""
         return self._outcome
 
     def stop(self) -> None:
@@ -64,5 +67,5 @@ class Rank:
         self._told.set()
 
     def set_actors(self, actors: list[Any]) -> None:
-        """Pass the handles of the actors alongside the ranks to the program."""
+        """Pass the handles of the actors that run alongside the ranks to the program of this rank."""
         self._told.actors[:] = actors

@@ -63,9 +63,7 @@ class _SomeExperts(ParallelStyle):
         forward, group = module.forward, device_mesh.get_group()
         count = module.num_experts
         first = count * device_mesh.get_local_rank()
-        module._is_expert_parallel = (
-            True  # makes transformers skip the index `num_experts`, set for other ranks' experts
-        )
+        module._is_expert_parallel = True  # for transformers: index `num_experts` means an expert of another rank
 
         def forward_local_experts(hidden_NH: Tensor, chosen_NK: Tensor, weights_NK: Tensor) -> Tensor:
             is_other_NK = (chosen_NK < first) | (chosen_NK >= first + count)
