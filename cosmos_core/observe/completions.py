@@ -1,5 +1,5 @@
-"""`cosmos samples`: show completions of a run as text, with rewards: those of training or, if it has none, of
-validation."""
+"""Show completions of a run as text with their rewards, for `cosmos samples`: those of training or, if there are none,
+of validation."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _scores(line: dict[str, Any]) -> str:
 
 
 def said(line: dict[str, Any], stage: Path) -> str:
-    """Return the completion as text, or the paths of the images or videos."""
+    """Return a logged completion as text: its turns or its text, or the paths of its images or videos."""
     media, turns = line.get("media") or [], line.get("turns") or []
     if media:
         return "\n".join(str(stage / name) for name in ([media] if isinstance(media, str) else media))

@@ -1,4 +1,4 @@
-"""Terminal output: live progress of a run, its summary, and `cosmos status`.
+"""Print to the terminal: live progress of a run, its summary, and `cosmos status`.
 
 Without a terminal (CI, a log file, a pipe) the same information is printed as a small number of plain lines. Log
 records of Python are configured in `logs`.
@@ -39,14 +39,15 @@ _MARKS = {
     "died": "✗",
 }  # fmt: skip
 _BARS = "▁▂▃▄▅▆▇█"
-_SPARKS = 12  # columns of a sparkline
-_STEPPING = frozenset({"step", "generate", "score"})  # phases that a step count already implies
+_SPARKS = 12  # number of characters of a sparkline
+# Phases that are not shown next to a step number, which implies them.
+_STEPPING = frozenset({"step", "generate", "score"})
 _PLAIN_WIDTH = 160
 
 
 @dataclass
 class _Line:
-    """Display state of one stage."""
+    """Display state of one stage of a run."""
 
     state: str = "waiting"
     progress: Position | None = None
@@ -54,14 +55,15 @@ class _Line:
     ended: float | None = None
     printed: float = 0.0
     said: tuple[Any, ...] = ()
-    """Phase, extent and step of the last printed line, so that no line is printed twice."""
+    """Phase, number of processed items and step of the last printed line, so that no line is printed twice."""
     phase_began: float = 0.0
     told_compiling: float = 0.0
-    """Seconds of compilation that a printed line has reported."""
+    """Number of seconds of compilation that a printed line has reported."""
     history: dict[int, float] = field(default_factory=dict)
     """Value of the headline metric at each observed step."""
     anchor: Position | None = None
-    """Position from which the pace is computed: the first step of the attempt, which includes compilation."""
+    """Progress from which the time per step is computed: that of the first step of the attempt, which includes
+    compilation."""
 
 
 class Display:
@@ -123,7 +125,7 @@ class Display:
 
     def message(self, text: str) -> None:
         """Print one line, above the live display if there is one."""
-        if self._live is not None:  # without self._lock, which the live display acquires while it holds its own lock
+        if self._live is not None:  # no self._lock: the live display acquires it while it holds its own lock
             self._console.print(Text(text))
             return
         with self._lock:
@@ -151,8 +153,8 @@ class Display:
         return [*words, formatting.duration(self._elapsed(line))] if line.began is not None else words
 
     def _news(self, line: _Line) -> list[str]:
-        """Return the step and its metrics, unless they were printed and the stage still runs, and once the time of
-        compilation."""
+        """Return the texts for a line: the step with its metrics, unless they were already printed and the stage still
+        runs, and once the time of compilation."""
         progress, compiled = line.progress, ""
         if progress is None:
             return []
@@ -202,7 +204,8 @@ def print_status(run_path: Path, *, stream: TextIO | None = None) -> None:
     console = _console(stream)
     console.print(Group(_table(run, _STATUS, title), *_remarks(run)))
     if text := pause_or_death(run):
-        console.print(Text(text, style="yellow"), soft_wrap=True)  # not wrapped: it contains a command to copy
+        # Soft_wrap, because the text contains a command to copy.
+        console.print(Text(text, style="yellow"), soft_wrap=True)
 
 
 def print_summary(run_path: Path, *, stream: TextIO | None = None) -> None:
@@ -215,7 +218,7 @@ def print_summary(run_path: Path, *, stream: TextIO | None = None) -> None:
     }
     if (run.path / "report.html").is_file():
         facts["report"] = str(run.path / "report.html")
-    if run.outcome in {"failed", "stopped"}:  # run.model may be the base model
+    if run.outcome in {"failed", "stopped"}:  # run.model may be the base model then
         facts |= {f"model of stage {stage.name!r}": str(stage.path / stage.info["model"]) for stage in run.trained}
     elif run.model is not None:
         facts |= {"model": str(run.model), "load it with": loading_line(run.model)}
@@ -225,10 +228,11 @@ def print_summary(run_path: Path, *, stream: TextIO | None = None) -> None:
     width = max(len(key) for key in facts)
     lines = [Text.assemble((f"{key:<{width}}  ", "dim"), value) for key, value in facts.items()]
     console = _console(stream)
-    console.print(Text(title, style="bold"), soft_wrap=True)  # a title of the table would wrap at its width
+    # Printed before the table, whose title would wrap at its width.
+    console.print(Text(title, style="bold"), soft_wrap=True)
     console.print(Group(_table(run, _SUMMARY), *_remarks(run)))
     for line in lines:
-        console.print(line, soft_wrap=True)  # not wrapped: a path or a line of Python to copy
+        console.print(line, soft_wrap=True)  # soft_wrap, because lines contain paths and Python to copy
 
 
 def _console(stream: TextIO | None) -> Console:
@@ -303,7 +307,8 @@ def _phase(line: _Line) -> str:
 
 
 def _subject(line: _Line) -> tuple[Any, ...]:
-    """Return the phase, extent and step that identify a printed line, so that it is not printed again."""
+    """Return the phase, number of processed items and step that identify a printed line, so that it is not printed
+    again."""
     progress = line.progress
     return ("", 0, 0) if progress is None else (progress.phase if _phase(line) else "", progress.done, progress.step)
 
@@ -321,8 +326,8 @@ def _numbers(line: _Line) -> list[str]:
 
 
 def _seconds(line: _Line) -> list[str]:
-    """Return the times of generation, scoring and training in the newest step, if the step has more than one of
-    them."""
+    """Return the times of generation, scoring and training in the newest step, if it reports more than one of these
+    times."""
     metrics = line.progress.metrics if line.progress and line.state in ACTIVE else {}
     times = [(name, metrics[f"time/{name}"]) for name in ("generate", "score", "train") if f"time/{name}" in metrics]
     return [" ".join(f"{name} {formatting.duration(seconds)}" for name, seconds in times)] if len(times) > 1 else []
@@ -355,8 +360,8 @@ def _set_anchor(line: _Line, now: Position) -> None:
 
 
 def _eta_seconds(line: _Line) -> float | None:
-    """Return the estimated seconds to the last step at the pace since the first observed step; None if it is
-    unknown."""
+    """Return the estimated number of seconds until the last step, from the time per step since the first observed step;
+    None if it is unknown."""
     now, first = line.progress, line.anchor
     if now is None or first is None or not now.total or not first.step < now.step < now.total:
         return None

@@ -1,4 +1,4 @@
-"""Layout of a graph of stages for `graph.svg`: boxes in columns by depth, and the edges between them.
+"""Compute the layout of a graph of stages for `graph.svg`: boxes in columns by depth, and the edges between them.
 
 For small graphs: layers from left to right (Sugiyama's method, with one sweep by the mean height of the predecessors).
 An edge across several columns gets an empty slot in each of them, so that no edge crosses a box.
@@ -18,21 +18,22 @@ _MARGIN = 4
 
 @dataclass(frozen=True)
 class Graph:
-    """A drawing of the graph, in pixels."""
+    """Layout of a graph of stages, in pixels."""
 
     width: float
     height: float
     boxes: list[tuple[float, float, StageRecord]]
-    """Left, top and stage of each box."""
+    """Left edge, top edge and stage of each box."""
     edges: list[tuple[str, bool]]
-    """SVG path of each segment of an edge, and whether the segment ends at a box."""
+    """SVG path of each segment of an edge, and whether the segment ends at a box rather than at the slot of a long
+    edge."""
     box_width: int = _BOX_WIDTH
     box_height: int = _BOX_HEIGHT
 
 
 @dataclass
 class _Node:
-    """A stage, or the slot of a long edge in a column (`stage` is None)."""
+    """Node of the layout: a stage, or the slot of a long edge in a column (`stage` is None)."""
 
     column: int
     stage: StageRecord | None
@@ -49,7 +50,7 @@ class _Node:
 
 
 def layout(run: RunRecord) -> Graph | None:
-    """Return the drawing of the stages of a run; None if there are no stages."""
+    """Return the layout of the stages of a run; None if there are no stages."""
     nodes = _nodes(run.stages)
     if not nodes:
         return None

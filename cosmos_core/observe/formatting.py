@@ -1,4 +1,4 @@
-"""Formatting of durations, numbers and names of metrics, for the console and the report."""
+"""Format durations, numbers and names of metrics, for the console and the report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _IN_TABLES = {
     "accuracy": "accuracy", "reward": "reward", "loss": "loss", "logprob_difference_p95": "log-prob difference p95",
 }  # fmt: skip
 _OF_BOTH = frozenset({"reward", "loss"})
-"""Metrics of both training and validation, computed from different rows or completions."""
+"""Names of metrics that both training and validation report, from different rows or completions."""
 
 
 class Rank(Protocol):
@@ -30,7 +30,7 @@ class Rank(Protocol):
 
     @property
     def gpus(self) -> Sequence[str]:
-        """Return the names of its GPUs."""
+        """Return the names of the GPUs of the rank."""
         ...
 
     @property
@@ -65,7 +65,7 @@ def machines(ranks: Iterable[Rank]) -> str:
 
 
 def clock(unix: float | None) -> str:
-    """Return local date and time; empty if the time is unknown."""
+    """Return a unix time as local date and time; empty if the time is unknown."""
     return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(unix)) if unix else ""
 
 
@@ -115,8 +115,8 @@ def count(value: float) -> str:
 
 
 def family(key: str) -> str:
-    """Return the name of a metric without prefix and suffix: `loss` for `train/loss`, `reward` for `validation/reward`
-    and `reward/mean`."""
+    """Return the family of a metric, its name without prefix and suffix: `loss` for `train/loss`, `reward` for
+    `validation/reward` and `reward/mean`."""
     for suffix in _SUFFIXES:
         key = key.removesuffix(suffix)
     return key.rpartition("/")[2]
@@ -132,7 +132,8 @@ def verdict(key: str, change: float | None) -> str:
 
 
 def headline(metrics: Mapping[str, Any]) -> tuple[str, float] | None:
-    """Return the metric for a progress line: the reward if there is one, else the loss, else the accuracy."""
+    """Return name and value of the metric for a progress line: the reward if there is one, otherwise the loss,
+    otherwise the accuracy; None if there is none of them."""
     for name in _HEADLINES:
         for key, value in metrics.items():
             if family(key) == name and isinstance(value, int | float):
@@ -141,7 +142,7 @@ def headline(metrics: Mapping[str, Any]) -> tuple[str, float] | None:
 
 
 def tokens_per_second(metrics: Mapping[str, Any]) -> float | None:
-    """Return the throughput among the metrics; None if it is not measured."""
+    """Return the number of tokens per second among the metrics; None if it was not measured."""
     for key, value in metrics.items():
         if family(key) == "tokens_per_second" and isinstance(value, int | float):
             return as_float(value)

@@ -1,4 +1,5 @@
-"""Save samples of a diffusion model: each image or video as a file, and a grid of all with prompts and rewards.
+"""Save generated samples of a diffusion model: each image or video as a file, and all of them as a grid with prompts
+and rewards.
 
     <stage>/visual_output/step_<N>/0-0.png | 0-0.mp4    prompt 0, completion 0
     <stage>/visual_output/step_<N>/grid.png             one row per prompt; the middle frame of a video
@@ -24,7 +25,7 @@ GRID = "grid.png"
 VIDEO = ".mp4"
 FRAMES_PER_SECOND = 8
 MOST_PROMPTS, _MOST_OF_PROMPT = 12, 8
-_CELL = 96  # smallest width of a cell of the grid, in pixels
+_CELL = 96  # minimum width of a cell of the grid, in pixels
 _LARGEST = 256
 _LINE, _MARGIN, _INK, _PAPER = 12, 4, (40, 40, 48), (255, 255, 255)
 _LETTER = 6  # approximate width of a letter, in pixels
@@ -41,7 +42,7 @@ class Drawing:
     reward: float | None
     """Reward of the image or video; None: there is no valid reward."""
     is_scored: bool = True
-    """False: no reward was computed."""
+    """Whether a reward was computed for the sample."""
 
     @property
     def is_video(self) -> bool:
@@ -55,14 +56,14 @@ class Drawing:
 
     @property
     def caption(self) -> str:
-        """Return the reward as text; empty if none was computed."""
+        """Return the caption of the sample: its reward as text; empty if none was computed."""
         if not self.is_scored:
             return ""
         return "no valid reward" if self.reward is None else f"{self.reward:.3g}"
 
 
 def step_folder(stage: Path, step: int) -> Path:
-    """Return the folder with the samples generated after a step."""
+    """Return the folder with the samples that were generated after a train step."""
     return stage / FOLDER / f"step_{step}"
 
 
@@ -92,7 +93,7 @@ def drawings_of(scored: ScoredGroup, at: Iterable[int], *, is_scored: bool = Tru
 
 
 def newest_grid(stage: Path) -> Path | None:
-    """Return the grid of the newest step that has one; None if there is no grid."""
+    """Return the path of the grid image of the newest step; None if there is no grid."""
     grids = {step_of(path.parent.name): path for path in (stage / FOLDER).glob(f"step_*/{GRID}")}
     return grids[max(grids)] if grids else None
 

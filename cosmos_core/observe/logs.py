@@ -1,4 +1,5 @@
-"""Log output of the command line and the worker, and environment variables that disable telemetry of libraries.
+"""Configure the log output of the command line and the worker, and the environment variables that disable telemetry of
+libraries.
 
 Each record is one line, `12:03:44 INFO cosmos_core.train message`. The metrics of a stage are logged with one line per
 step, at most one per second, and with the few metrics of a table; all metrics are in `metrics.jsonl`.
@@ -33,17 +34,18 @@ NO_PHONE_HOME: dict[str, str] = {
 }
 """Environment variables that disable the telemetry of every library used here."""
 _LESS_NOISE = {"TORCH_LOGS": "-torch.utils._pytree"}
-"""torch has a log handler of its own, which reports each enumeration that torchao registers twice."""
+"""Environment variables against repeated warnings: torch has a separate log handler, which reports each enumeration
+that torchao registers twice."""
 
 NOISY = frozenset({
     "PIL", "accelerate", "asyncio", "datasets", "filelock", "fsspec", "httpcore", "httpx", "huggingface_hub",
     "matplotlib", "numexpr", "prefect", "ray", "tensorboard", "torch", "transformers", "urllib3", "uvicorn",
     "wandb",
 })  # fmt: skip
-"""Top-level loggers of which only warnings and errors are shown."""
+"""Names of the top-level loggers of which only warnings and errors are shown."""
 _ALARMED = frozenset({"torchao", "vllm"})
-"""Loggers of which only errors are shown: vLLM warns a dozen times at each start and at each weight sync, and torchao
-for each kernel that it cannot load."""
+"""Names of the loggers of which only errors are shown: vLLM warns a dozen times at each start and at each weight sync,
+and torchao for each kernel that it cannot load."""
 
 _STEP_SECONDS = 1.0
 
@@ -60,7 +62,7 @@ def configure(level: str | int = "INFO", stream: TextIO | None = None) -> None:
         os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
     handler = LineHandler(stream)
     handler.setFormatter(_LineFormatter("%(asctime)s %(levelname)-5s %(name)s  %(message)s", datefmt="%H:%M:%S"))
-    # A filter instead of logger levels, which Prefect and vLLM reset when they are imported.
+    # Libraries are silenced by a filter, because Prefect and vLLM reset logger levels when they are imported.
     handler.addFilter(_is_worth_a_line)
     root = logging.getLogger()
     for previous in [each for each in root.handlers if isinstance(each, LineHandler)]:
@@ -83,13 +85,13 @@ class StepLog:
         self._logged = -math.inf
 
     def tell(self, line: dict[str, Any]) -> None:
-        """Receive a line of `metrics.jsonl`, and log it unless another line was logged within a second."""
+        """Log a line of `metrics.jsonl`, unless another line was logged within the last second."""
         self._waiting = line
         if time.monotonic() - self._logged >= _STEP_SECONDS:
             self.flush()
 
     def flush(self) -> None:
-        """Log the newest line unless it was logged."""
+        """Log the newest line of metrics unless it was already logged."""
         if not self._waiting:
             return
         line, self._waiting, self._logged = self._waiting, {}, time.monotonic()
@@ -113,7 +115,7 @@ class LineHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
     @property
     def stream(self) -> TextIO:
-        """Return the stream of the next record."""
+        """Return the stream to which the next record is written."""
         return sys.stderr if self._given is None else self._given
 
 

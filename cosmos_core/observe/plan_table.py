@@ -1,4 +1,4 @@
-"""Table of what a run would do: the stages that would be reused, and those that would run, with the reasons."""
+"""Table of the decisions of a plan: the stages that a run would reuse, those that would run, and the reasons."""
 
 from __future__ import annotations
 

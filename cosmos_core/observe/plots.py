@@ -22,20 +22,20 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PANELS = ("loss", "reward", "accuracy", "kl", "grad_norm")
-"""Families of metrics that are plotted by default."""
+"""Families of metrics that are plotted by default, one panel each."""
 REPORT_PANELS = (*PANELS, "entropy", "length", "lr", "time/", "memory/")
-"""Families of metrics in the report; one that ends with a slash has every metric with that prefix."""
+"""Families of metrics that the report plots; a name that ends with a slash stands for every metric with that prefix."""
 
 _INK, _GRID = "#6b7280", "#d4d4d8"
 _LINES = ("#4f6bed", "#e0802f", "#2f9e6e", "#b0569e")
 _VARIABLES = {_INK: "var(--ink-soft, #6b7280)", _GRID: "var(--grid, #d4d4d8)"} | {
     colour: f"var(--line-{index}, {colour})" for index, colour in enumerate(_LINES)
 }
-_LARGEST = 1e300  # the differences and margins that matplotlib computes have to be finite too
-_SIZE = (3.5, 2.1)  # inches of one panel
+_LARGEST = 1e300  # largest plotted value: matplotlib's differences and margins must be finite
+_SIZE = (3.5, 2.1)  # width and height of one panel in inches
 _STYLE: Any = {
-    "svg.fonttype": "none",  # text as text elements: smaller, and in the font of the page
-    "svg.hashsalt": "cosmos",  # the same curves give the same bytes
+    "svg.fonttype": "none",  # text elements instead of outlines: smaller, and in the font of the page
+    "svg.hashsalt": "cosmos",  # fixed ids, so that the same curves give the same bytes
     "font.family": ["sans-serif"],
     "font.size": 8.0,
     "text.parse_math": False,

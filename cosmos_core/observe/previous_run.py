@@ -19,14 +19,14 @@ _LEFT_OUT = ("recipe", "overrides")
 
 @dataclass(frozen=True)
 class Before:
-    """The previous run of the same pipeline, and the differences to it."""
+    """Previous run of the same pipeline, and its differences to the present run."""
 
     run: RunRecord
     settings: tuple[tuple[str, str, str], ...]
-    """Key, old value and new value of each changed setting; a change that all stages share is listed once."""
+    """Key, old value and new value of each changed setting; a change in all stages is listed once."""
     num_more: int
     metrics: tuple[tuple[str, str, str, str, str], ...]
-    """Stage, metric, old value, new value, and `better`, `worse` or an empty string."""
+    """Stage, metric, old value, new value, and verdict (`better`, `worse` or empty) of each metric."""
 
 
 def before(run: RunRecord) -> Before | None:

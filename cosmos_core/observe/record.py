@@ -1,4 +1,4 @@
-"""Lenient view of a run directory for display: every file is read once, and missing or damaged parts are left empty.
+"""Parse a run directory for display: every file is read once, and missing or damaged parts are left empty.
 
 Decisions about reuse or failure use the modules in `run` instead, which are strict.
 """
@@ -27,7 +27,7 @@ from cosmos_core.types import StageKind
 
 
 class Best(Document):
-    """The best step so far according to validation."""
+    """Best step of a training so far according to validation, with the deciding metric."""
 
     step: int
     metric: str
@@ -35,23 +35,24 @@ class Best(Document):
 
 
 class Condition(Document):
-    """A condition of a gate with the measured value."""
+    """Condition of a gate, with the measured value."""
 
     condition: str
     value: float
     bound: float | None = None
     """Number with which the value was compared; None if no model was published yet."""
     passed: bool
-    metric: str = ""  # that a condition with `*` was applied to
+    metric: str = ""  # the metric that matched a condition with `*`
     paired: dict[str, Any] | None = None
-    """Comparison per item, see `run.paired_items.Paired.describe`; None: there was none."""
+    """Comparison of both models item by item, see `run.paired_items.Paired.describe`; None if values were compared
+    directly."""
 
     @property
     def title(self) -> str:
-        """Return the condition with its metric, if it has `*`, and with the difference per item."""
-        text, found = self.condition + (f" ({self.metric})" if self.metric else ""), self.paired
+        """Return the condition as text, with the metric that matched `*` and the difference per item."""
+        text, paired = self.condition + (f" ({self.metric})" if self.metric else ""), self.paired
         shown = "{}: {difference:+.3g} ({low:+.3g} .. {high:+.3g}) on {items} items"
-        return shown.format(text, **found) if found else text
+        return shown.format(text, **paired) if paired else text
 
 
 class Rank(Document):
@@ -63,7 +64,7 @@ class Rank(Document):
 
 
 class Event(Document):
-    """A line of `events.jsonl`."""
+    """One event of a stage, a line of `events.jsonl`."""
 
     time: Seconds
     event: str
@@ -76,20 +77,20 @@ class Service(Document):
     url: str
     status: str
     rewards: dict[str, dict[str, float]] = {}
-    """Metrics of each reward: items, errors, ready, restarts, retried, seconds ..."""
+    """Metrics of the service for each reward function: items, errors, ready, restarts, retried, seconds ..."""
     refused: dict[str, float] = {}
-    """Number of responses by HTTP status, without those that return scores or say that scores are not ready."""
+    """Number of refused requests by HTTP status, without the statuses for scores and for scores that are not ready."""
 
 
 class Branch(Document):
-    """A branch of a sweep."""
+    """Branch of a sweep, with its stages and its settings."""
 
     stages: list[str]
     settings: dict[str, Any] = {}
 
 
 class Choice(Document):
-    """The branches from which a stage chooses, with the metric that decides."""
+    """Branches of a sweep from which a stage chooses, with the metric that decides."""
 
     metric: str
     mode: str = "max"
@@ -97,7 +98,7 @@ class Choice(Document):
 
 
 class Sample(Document):
-    """A line of `samples.jsonl`, with one completion."""
+    """One completion, a line of `samples.jsonl`."""
 
     prompt: str
     step: float = 0
@@ -105,16 +106,16 @@ class Sample(Document):
     completion: str = ""
     reward: float | None = None
     media: list[str] = []
-    """For a diffusion model, the generated files, relative to the stage."""
+    """Paths of the generated images or videos of a diffusion model, relative to the stage."""
     rewards: list[float | None] = []
     """Reward of each file in `media`."""
     folder: str = ""
-    """Folder of the stage, which is not part of the line."""
+    """Folder of the stage, which the line of the file does not contain."""
 
 
 @dataclass(frozen=True)
 class StageRecord:
-    """One stage of a run."""
+    """Files of one stage of a run, parsed for display."""
 
     path: Path
     name: str
@@ -122,21 +123,21 @@ class StageRecord:
     """Kind of the stage as recorded by the run."""
     after: tuple[str, ...]
     depth: int
-    """Length of the longest chain of stages on which this one depends; 0: it depends on none."""
+    """Length of the longest chain of stages on which the stage depends; 0: none."""
     state: State
     progress: Position | None
     result: Result | None
     sweep: Choice | None = None
-    """The branches from which the stage chooses; None: it does not choose."""
+    """Branches from which the stage chooses; None: it does not choose."""
 
     @property
     def status(self) -> str:
-        """Return `waiting`, `running`, `retrying`, `done`, `reused`, `failed`, `stopped` or `died`."""
+        """Return the status: `waiting`, `running`, `retrying`, `done`, `reused`, `failed`, `stopped` or `died`."""
         return "died" if self.died is not None else self.state.state
 
     @cached_property
     def died(self) -> float | None:
-        """Return the unix time of the last sign of life of a stage that was killed together with its flow; None
+        """Return the unix time of the last heartbeat or renewal of a stage that was killed with its flow; None
         otherwise."""
         if not is_dead(self.state, time.time()):
             return None
@@ -146,8 +147,8 @@ class StageRecord:
 
     @property
     def resumes_after(self) -> int:
-        """Return the step of the newest checkpoint according to local files, from which a resume continues; 0: the
-        beginning."""
+        """Return the step of the newest checkpoint according to local files, from which the stage resumes; 0: it starts
+        from the beginning."""
         steps = (self.state.checkpoint_step, self.progress and self.progress.checkpoint_step)
         return max((step for step in steps if step), default=0)
 
@@ -166,7 +167,7 @@ class StageRecord:
 
     @property
     def position(self) -> tuple[int | None, int | None]:
-        """Return the current step and the number of steps; None for a number that is unknown."""
+        """Return the current step and the total number of steps; None for an unknown number."""
         where = self.progress or self.state
         return where.step, where.total
 
@@ -225,7 +226,7 @@ class StageRecord:
 
     @property
     def remade(self) -> str:
-        """Return why the stage was last made again although it was made before; empty if it never was."""
+        """Return why the stage last ran again although it was made before; empty if it never did."""
         return next((each.detail for each in reversed(self.events) if each.event == REMADE), "")
 
     @cached_property
@@ -249,7 +250,7 @@ class RunRecord:
     @property
     def outcome(self) -> str:
         """Return `failed`, `stopped` or `died` if any stage is, `done` if all stages are finished, `waiting` for a
-        person's approval or `declined`, otherwise `running`; also `died` if the process that ran the stages is gone."""
+        person's approval or `declined`, otherwise `running`; also `died` if the process of the run has ended."""
         # The stage that writes the report shows the outcome and must not affect it.
         states = {stage.status for stage in self.stages if stage.kind.makes != "page"}
         for state in ("failed", "stopped", "died"):
@@ -391,7 +392,7 @@ def _read_stage(path: Path, entry: dict[str, Any], after: dict[str, tuple[str, .
 def _kind(name: str, recorded: dict[str, dict[str, Any]]) -> StageKind:
     try:
         return read_kind(recorded[name])
-    except (KeyError, TypeError):  # damaged, or from a version with other fields
+    except (KeyError, TypeError):  # a damaged entry, or one of a version with other fields
         return StageKind(name=name, entry="", result_version=0)
 
 

@@ -1,4 +1,4 @@
-"""`report.html`: a whole run on one standalone page, without scripts or external resources.
+"""Build `report.html`: a whole run on one standalone page, without scripts or external resources.
 
 Built from the run directory alone, so that a failed run has a report too. Also the program of kind `report`.
 """
@@ -22,11 +22,11 @@ from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome
 
 PAGE = "report.html"
-_MAX_LETTERS = 1200  # limit for one prompt or completion; longer texts are truncated
+_MAX_LETTERS = 1200  # maximum number of characters of one prompt or completion in the report
 
 
 def run(stage: Stage) -> Outcome:
-    """Write the page into the folder of the stage and, where people look for it, into the folder of the run."""
+    """Write the report into the folder of the stage and into the folder of the run, where users look for it."""
     page = build(stage.run_path)
     for folder in (stage.path, stage.run_path):
         write_text(folder / PAGE, page)
@@ -34,7 +34,7 @@ def run(stage: Stage) -> Outcome:
 
 
 def build(run_path: Path) -> str:
-    """Return the page of the run at `run_path`, from the files that exist."""
+    """Return the report of the run at `run_path` as HTML, from the files that exist."""
     record = read_run(run_path)
     return (
         _environment()

@@ -1,5 +1,5 @@
-"""Messages about interrupted runs: when the run died, its progress, the command to resume it, and the step it resumes
-at."""
+"""Messages about interrupted runs: when the run died, its progress, the command that resumes it, and the step at which
+it resumes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from cosmos_core.run.state import ACTIVE
 
 
 def pause_or_death(run: RunRecord) -> str:
-    """Return a message about a run that no flow continues: it was killed, some of its stages still run after that, or a
-    person has to approve or has declined its publication; empty for any other run."""
+    """Return a message about a run that no flow continues: it was killed, its stages still run after its flow ended, it
+    waits for approval, or a person declined it; empty for any other run."""
     if run.outcome == "declined":
         return "a person has declined: the model is not published"
     if run.outcome == "waiting" and (approval := read_approval(run.path)):
@@ -41,7 +41,7 @@ def _remaining_stages(run: RunRecord) -> str:
 def _death(run: RunRecord) -> str:
     how = f"resume with: {resume_command(run.path)}"
     dead = [stage for stage in run.stages if stage.died is not None]
-    if not dead:  # the run died between two stages, or before the first
+    if not dead:  # the run died between two stages, or before the first stage
         ends = [stage.state.ended for stage in run.stages if stage.state.ended]
         return f"died after {formatting.moment(max(ends, default=holder_died(run.path)))}, {how}"
     last = max(dead, key=lambda stage: stage.died or 0.0)
@@ -52,7 +52,7 @@ def _death(run: RunRecord) -> str:
 
 
 def resume_command(run_path: Path) -> str:
-    """Return the command that continues a run, for the current folder."""
+    """Return the command that continues a run, with a path relative to the current folder."""
     path = run_path.relative_to(Path.cwd()) if run_path.is_relative_to(Path.cwd()) else run_path
     return f"cosmos resume {shlex.quote(str(path))}"
 
@@ -64,7 +64,7 @@ def how_to_resume(run: RunRecord) -> str:
 
 
 def _describe_steps(stages: list[StageRecord]) -> str:
-    """Return a message with the steps at which trainings continue; empty if none has completed a step."""
+    """Return a message with the steps at which trainings continue; empty if no training has completed a step."""
     messages = []
     for stage in stages:
         if stage.kind.trains and _last_step(stage):

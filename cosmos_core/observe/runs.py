@@ -18,8 +18,8 @@ from cosmos_core.run.state import ACTIVE, FINISHED
 
 
 def table_of_runs(output_dir: Path, most: int) -> Table:
-    """Return a table of the newest runs of a folder, the newest last, with outcome and the metrics of the last stage
-    with any."""
+    """Return a table of the newest runs of a folder, the newest last, with their outcome and the metrics of the last
+    stage that has metrics."""
     table = Table("run", "pipeline", "began", "took", "stages", "outcome", "metrics", caption_justify="left")
     deaths: list[str] = []
     for facts in runs_in(output_dir)[-most:]:
@@ -43,7 +43,8 @@ def _last_metrics(run: RunRecord) -> str:
 
 
 def compared(first: Path, second: Path, kinds: Kinds) -> Iterator[str | Table]:
-    """Yield the differences between two runs: settings as lines, then the metrics of the stages in both as a table.
+    """Yield the differences between two runs: settings as lines of text, then a table of the metrics of their common
+    stages.
 
     Raises:
         ConfigError: the pipeline of a run cannot be read.
@@ -87,7 +88,7 @@ def is_over(run: RunRecord) -> bool:
 
 
 _BETWEEN_SECONDS = 60.0
-"""Time within which a stage is expected to start after its inputs are complete."""
+"""Number of seconds within which a stage is expected to start after its inputs are complete."""
 
 
 def _is_ready(stage: StageRecord, run: RunRecord) -> bool:

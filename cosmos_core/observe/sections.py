@@ -1,4 +1,4 @@
-"""Content of the report as plain values: stages, prompts, metrics and files; `templates/` has the layout.
+"""Compute the content of the report as plain values: stages, prompts, metrics and files; `templates/` has the layout.
 
 Each function takes the record of a run or of one of its stages.
 """
@@ -17,10 +17,10 @@ from cosmos_core.run.stage import PROFILES
 
 NUM_PROMPTS = 12
 """Number of prompts in the report; all prompts are in `samples.jsonl`."""
-_NUM_ROLLOUTS = 4  # number of rollouts from the first and from the last logged step of a training on rollouts
-_NUM_OPERATORS = 10  # number of operators from a trace
-_NUM_DRAWINGS = 4  # number of images or videos for one prompt
-_NUM_FILES = 40  # number of output files of a stage
+_NUM_ROLLOUTS = 4  # rollouts shown from the first and from the last logged step of a training
+_NUM_OPERATORS = 10  # operators shown from a profiler trace
+_NUM_DRAWINGS = 4  # images or videos shown for one prompt
+_NUM_FILES = 40  # output files listed for a stage
 _OF_A_REWARD = ("items", "errors", "ready", "restarts", "retried", "seconds")
 _LOGPROB_DIFFERENCE = "rollout/logprob_difference_p95"
 _THIS_PAGE = "this page"
@@ -46,7 +46,7 @@ def cards(run: RunRecord) -> list[tuple[str, str]]:
     differences = [stage.metrics[_LOGPROB_DIFFERENCE] for stage in run.stages if _LOGPROB_DIFFERENCE in stage.metrics]
     for name in metrics[-1] if metrics else ():
         if differences and name == formatting.short(_LOGPROB_DIFFERENCE):
-            continue  # the maximum over all stages follows
+            continue  # the maximum over all stages is shown instead
         values = [formatting.number(each[name]) for each in metrics if name in each]
         shown.append((name, f"{values[0]} → {values[-1]}" if len(values) > 1 else values[0]))
     shown += [("log-prob difference, p95", f"≤ {max(differences):.1e}")] if differences else []
@@ -58,8 +58,9 @@ def cards(run: RunRecord) -> list[tuple[str, str]]:
 
 
 def comparison(run: RunRecord) -> tuple[list[str], list[dict[str, Any]]]:
-    """Return the names of the columns, and one row per validation metric with its values and the change from first to
-    last. The first column is the validation before the first step of training, if there was one."""
+    """Return the table of validation metrics: the names of its columns, and one row per metric with its values and the
+    change from first to last. The first column is the validation before the first step of training, if there was
+    one."""
     first = next((stage for stage in run.stages if stage.kind.trains), None)
     start = next((line for line in first.curves if line.get("step") == 0), {}) if first else {}
     columns = [(f"before {first.name}", start)] if first and any(map(_is_validation, start)) else []
@@ -80,7 +81,7 @@ def _is_validation(key: str) -> bool:
 
 
 def samples(run: RunRecord) -> dict[str, Any]:
-    """Return the completions of the same prompts by each stage that measures, for columns side by side."""
+    """Return completions of the same prompts from each stage that measures, to show them in adjacent columns."""
     stages = [stage for stage in run.stages if stage.samples and stage.kind.feed != "rollouts"]
     completions = [_newest_by_prompt(stage) for stage in stages]
     everywhere = [prompt for prompt in completions[0] if all(prompt in c for c in completions)] if completions else []
@@ -99,7 +100,7 @@ def gates(run: RunRecord) -> list[tuple[StageRecord, Condition]]:
 
 
 def lineage(run: RunRecord) -> list[dict[str, Any]]:
-    """Return the inputs and outputs of each stage, by digest."""
+    """Return the inputs and outputs of each stage with their digests."""
     return [
         {
             "stage": stage,
@@ -116,7 +117,8 @@ def lineage(run: RunRecord) -> list[dict[str, Any]]:
 
 
 def setting(run: RunRecord) -> list[tuple[str, Any, bool]]:
-    """Return command, host, commit, seeds and versions: name, value, and whether the value is shown as code."""
+    """Return how the run was started, as (name, value, whether the value is shown as code): command, host, commit,
+    seeds and versions."""
     facts = run.facts
     return [
         ("command", " ".join(facts.command), True),
@@ -136,13 +138,13 @@ def label(stage: StageRecord) -> str:
 
 
 def headline(stage: StageRecord) -> str:
-    """Return the metric for the title of a stage."""
+    """Return name and value of the metric that is shown in the title of a stage."""
     items = formatting.key_metrics(stage.metrics, most=1).items()
     return " ".join(f"{formatting.family(key)} {formatting.number(value)}" for key, value in items)
 
 
 def times(stage: StageRecord) -> list[tuple[str, str]]:
-    """Return times, number of attempts and machines of a stage, without those that are unknown."""
+    """Return the known times, number of attempts and machines of a stage as pairs of name and value."""
     state = stage.state
     pairs = [
         ("started", formatting.clock(state.spans[0][0] if state.spans else None)),
@@ -193,7 +195,7 @@ def rollouts(stage: StageRecord) -> list[Sample]:
 
 
 class Operator(Document):
-    """An operator with its share of the time in the profiled steps."""
+    """Operator in a profiler trace, with its share of the time in the profiled steps."""
 
     operator: str
     calls: int

@@ -12,12 +12,12 @@ _BY_URGENCY = ("failed", "died", "stopped", "running", "retrying", "waiting", "d
 
 @dataclass(frozen=True)
 class Row:
-    """One branch of a sweep."""
+    """Row of a table of branches: one branch of a sweep with its settings, state and metric."""
 
     name: str
     settings: tuple[Any, ...]
     state: str
-    """The most urgent state of its stages."""
+    """State of the branch: the most urgent state of its stages."""
     value: float | None
     """Value of the metric that decides; None: not measured yet."""
     seconds: float | None
@@ -26,14 +26,14 @@ class Row:
 
 @dataclass(frozen=True)
 class SweepTable:
-    """The branches from which a stage chooses."""
+    """Table of the branches from which a stage chooses."""
 
     stage: StageRecord
     metric: str
     mode: str
     keys: tuple[str, ...]
     rows: tuple[Row, ...]
-    """Branches, the best first and those without a value last."""
+    """Rows of the branches, the best first and branches without a value last."""
 
 
 def sweeps(run: RunRecord) -> list[SweepTable]:
@@ -67,6 +67,6 @@ def sweeps(run: RunRecord) -> list[SweepTable]:
 
 
 def in_branches(run: RunRecord) -> set[str]:
-    """Return the names of all stages that belong to a branch."""
+    """Return the names of all stages of a run that belong to a branch of a sweep."""
     choices = [stage.sweep for stage in run.stages if stage.sweep is not None]
     return {name for choice in choices for branch in choice.branches for name in branch.stages}

@@ -1,4 +1,4 @@
-"""`cosmos logs`: print the log of a stage's newest attempt."""
+"""Print the log of a stage's newest attempt, for `cosmos logs`."""
 
 from __future__ import annotations
 

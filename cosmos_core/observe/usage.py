@@ -20,7 +20,7 @@ class Use:
     gpu_hours: float
     tokens_per_second: float | None
     size: int
-    """Size of its outputs in bytes."""
+    """Size of the stage's outputs in bytes."""
 
 
 def resources(run: RunRecord) -> list[Use]:
@@ -39,19 +39,21 @@ def resources(run: RunRecord) -> list[Use]:
 
 
 def _tokens_per_second(stage: StageRecord) -> float | None:
-    """Return the median over the steps, which slow first steps do not affect."""
+    """Return the median of the tokens per second over the steps, which slow first steps do not affect; None if they
+    were not measured."""
     speeds = sorted(value for line in stage.curves if (value := formatting.tokens_per_second(line)) is not None)
     return speeds[len(speeds) // 2] if speeds else None
 
 
 @dataclass(frozen=True)
 class Bin:
-    """A bin of a histogram of rewards."""
+    """Bin of two histograms of rewards, for the first and the second half of the logged steps."""
 
     low: float
     high: float
     first: float
-    """Share of rewards from the first half of the logged steps, as a percentage of the largest share of any bin."""
+    """Share of the rewards of the first half of the logged steps that lie in this bin, as a percentage of the largest
+    share of any bin."""
     last: float
     num_first: int
     num_last: int

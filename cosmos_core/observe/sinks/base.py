@@ -1,4 +1,5 @@
-"""Destinations of metrics in addition to the run directory: a module each in this folder, or a user's `file.py:Class`.
+"""Metric sinks, destinations of metrics in addition to the run directory: one module each in this folder, or a user's
+`file.py:Class`.
 
 A sink receives the lines of `metrics.jsonl` in a separate thread: if it is slow, unreachable or broken, the training
 logs a warning and continues.
@@ -26,21 +27,22 @@ from cosmos_core.run.stage import Stage
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 5.0
-"""Longest wait for all sinks together at the end of a stage."""
+"""Maximum number of seconds to wait for all metric sinks together at the end of a stage."""
 STOP_SECONDS = 2.0
-"""Longest wait if the stage was asked to stop: its grace period is reserved for the checkpoint."""
+"""Maximum number of seconds to wait for all metric sinks if the stage was requested to stop: its grace period is
+reserved for the checkpoint."""
 
 
 class Sink(Protocol):
-    """Interface of the classes in `logging.logger`, which are called with the stage and the first step that this
-    attempt logs.
+    """Interface of metric sinks, the classes in `logging.logger`, which are called with the stage and the first step
+    that this attempt logs.
 
     Any call may take long or raise. A built-in sink is `SomeNameSink` in `some_name.py`, and needs its `package`.
     """
 
     starting_step: int
-    """First step that the sink does not have; steps from it on in `metrics.jsonl`, from earlier attempts, are sent
-    first."""
+    """First step that the metric sink does not have; lines of earlier attempts in `metrics.jsonl` from this step on are
+    sent first."""
 
     def log(self, line: dict[str, Any]) -> None:
         """Receive one line of `metrics.jsonl`: `step`, `time` (seconds since 1970) and metrics by name."""
@@ -50,13 +52,13 @@ class Sink(Protocol):
 
 
 class FunctionSink:
-    """Adapter for a user's function, which is called with the metrics of a step and the step."""
+    """Metric sink that calls a user's function with the metrics of a step and the step number."""
 
     def __init__(self, function: Callable[[dict[str, Any], int], Any], stage: Stage, starting_step: int) -> None:
         self._function, self.starting_step = function, starting_step
 
     def log(self, line: dict[str, Any]) -> None:
-        """Call the function with the metrics of a step and the step."""
+        """Call the user's function with the metrics of a step and the step number."""
         self._function({name: value for name, value in line.items() if name != "step"}, line["step"])
 
     def close(self, exit_code: int) -> None:
@@ -78,7 +80,7 @@ def find_sink(name: str) -> Opener:
 
 @contextmanager
 def attached(stage: Stage, find: Callable[[str], Opener] = find_sink) -> Iterator[None]:
-    """Pass the metrics that the stage logs in the block on to the sinks of its recipe.
+    """Send the metrics that the stage logs in the block to the metric sinks of its recipe.
 
     A sink is opened with the first metric, so that a stage without metrics creates no empty run.
     """
@@ -99,7 +101,8 @@ def attached(stage: Stage, find: Callable[[str], Opener] = find_sink) -> Iterato
 
 
 class _Courier:
-    """Queue and thread that pass lines to one sink; the first failure of the sink ends them for this attempt."""
+    """Queue and thread that pass lines of metrics to one metric sink; after the first failure of the sink it receives
+    no more lines in this attempt."""
 
     def __init__(self, name: str, find: Callable[[str], Opener], stage: Stage) -> None:
         self._name, self._find, self._stage = name, find, stage
@@ -116,12 +119,13 @@ class _Courier:
             self._lines.put(line)
 
     def end(self, exit_code: int) -> None:
-        """Signal that no further line follows."""
+        """Signal that no further line of metrics follows."""
         self._exit_code = exit_code
         self._lines.put(None)
 
     def wait(self, deadline: float, seconds: float) -> None:
-        """Wait until the sink is closed or the monotonic clock reaches `deadline`, which is `seconds` after the end."""
+        """Wait until the metric sink is closed or the monotonic clock reaches `deadline`, which is `seconds` after the
+        end."""
         if self._thread is None:
             return
         self._thread.join(max(0.0, deadline - time.monotonic()))
@@ -136,7 +140,7 @@ class _Courier:
 
     def _carry(self, first: dict[str, Any]) -> None:
         sink = self._find(self._name)(self._stage, first["step"])
-        # Lines of earlier attempts that the sink lacks: it was unreachable, or the attempt was killed.
+        # Send lines of earlier attempts that the sink lacks because it was unreachable or the attempt was killed.
         earlier = takewhile(lambda line: line["time"] != first["time"], read_metrics(self._stage.metrics.path))
         missing = (line for line in earlier if line["step"] < first["step"])
         for line in chain(missing, [first], iter(self._lines.get, None)):
@@ -152,7 +156,7 @@ class _Courier:
 
 
 def numbers(line: dict[str, Any]) -> dict[str, float]:
-    """Return the numeric metrics of a line."""
+    """Return the numeric metrics of a line of `metrics.jsonl`."""
     return {
         name: float(value)
         for name, value in line.items()

@@ -1,4 +1,4 @@
-"""TensorBoard sink: event files in the stage's folder `tensorboard/`."""
+"""Metric sink that writes TensorBoard event files to the stage's folder `tensorboard/`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from cosmos_core.run.stage import Stage
 
 
 class TensorboardSink:
-    """Event files in `tensorboard/`; readers discard events of an earlier attempt from `first_step` on."""
+    """Metric sink for TensorBoard; readers of its event files discard events of an earlier attempt from `first_step`
+    on."""
 
     package = "tensorboard"
 
@@ -31,5 +32,5 @@ class TensorboardSink:
         self._writer.flush()
 
     def close(self, exit_code: int) -> None:
-        """Close the file."""
+        """Close the event file."""
         self._writer.close()

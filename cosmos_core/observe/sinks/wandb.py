@@ -1,5 +1,5 @@
-"""Weights & Biases sink: a run for each stage that logs metrics. The only samples that it sends are those of a
-diffusion model from held-out prompts; it sends neither code nor machine statistics."""
+"""Metric sink for Weights & Biases, with a run for each stage that logs metrics. The only samples that it sends are
+those of a diffusion model from held-out prompts; it sends neither code nor machine statistics."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _INIT_SECONDS = 30.0
 
 
 class WandbSink:
-    """A run on Weights & Biases; `WANDB_API_KEY`, `WANDB_BASE_URL` and `WANDB_MODE` select the account, the server and
-    the mode.
+    """Metric sink that is one run on Weights & Biases; `WANDB_API_KEY`, `WANDB_BASE_URL` and `WANDB_MODE` select the
+    account, the server and the mode.
 
     A stage that is resumed continues its run, from the step that the server has. Without a server each attempt leaves a
     folder with all steps so far; upload the newest with `wandb sync`.
@@ -59,7 +59,8 @@ class WandbSink:
         self._run.log({**numbers(line), **earlier, **self._drawings(step)}, step=self._newest)
 
     def _drawings(self, step: int) -> dict[str, Any]:
-        """Return the samples of held-out prompts after a step, if there are any."""
+        """Return the images and videos that were generated from held-out prompts after a step; empty if there are
+        none."""
         import wandb
 
         folder = gallery.step_folder(self._stage_path, step)
@@ -72,12 +73,13 @@ class WandbSink:
         return media
 
     def close(self, exit_code: int) -> None:
-        """Wait until everything is sent, and end the run."""
+        """Wait until all metrics are sent, and end the run on Weights & Biases."""
         self._run.finish(exit_code=exit_code)
 
 
 def _wandb_id(path: Path) -> str:
-    """Return the same id for all attempts of a stage; a stage that is made again has a new folder and gets a new id."""
+    """Return the id of the stage's run on Weights & Biases, the same for all attempts; a stage that is made again has a
+    new folder and gets a new id."""
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
         write_text(path, uuid.uuid4().hex)
