@@ -18,18 +18,19 @@ class Budget:
     """Rules for filling a micro-batch with rows."""
 
     max_tokens: int
-    """Maximum tokens of a micro-batch, with padding unless rows are packed; a longer row is a micro-batch by itself."""
+    """Maximum number of tokens of a micro-batch, with padding unless packed; a longer row is a separate micro-batch."""
     pool_size: int
-    """Number of rows to choose the next row from."""
+    """Number of the next rows in order from which the next row of a micro-batch is chosen."""
     is_packed: bool
     prefers_closest: bool
-    """Among rows of equal cost, choose the row closest in length to the longest one so far, not the first row."""
+    """Whether, among rows of equal cost, the row closest in length to the longest row of the micro-batch is chosen
+    instead of the first row."""
 
 
 def fill_batches(lengths: Sequence[int], order: Sequence[int], budget: Budget) -> list[list[int]]:
     """Divide the rows of `order` into micro-batches, each row once.
 
-    A micro-batch starts with the first row of the pool. Then the row with the lowest cost is added while one fits.
+    A micro-batch starts with the first row of the pool. Then the row with the lowest cost is added while a row fits.
     """
     waiting = iter(order)
     pool = list(islice(waiting, budget.pool_size))
@@ -56,7 +57,7 @@ def _next_position(lengths: Sequence[int], batch: list[int], pool: list[int], bu
 
 
 class BalancedSteps:
-    """The micro-batches of each optimizer step; the last step of an epoch may have fewer."""
+    """Plan of the micro-batches of each optimizer step; the last step of an epoch may have fewer micro-batches."""
 
     def __init__(
         self,
@@ -73,13 +74,13 @@ class BalancedSteps:
         self._order_of, self._budget, self._batches_per_step = order_of, budget, batches_per_step
         self._newest: tuple[int, list[list[int]]] = (-1, [])
         self._starts = [0]
-        """First step of each epoch, and the step after the last one."""
+        """Number of the first step of each epoch, and of the step after the last epoch."""
         for epoch in range(num_epochs):
             self._starts.append(self._starts[-1] + -(-len(self._batches(epoch)) // batches_per_step))
             if self._starts[-1] >= max_steps:
                 break
         self.steps_per_epoch = self._starts[1]
-        """Number of steps in the first epoch; later epochs can differ, as their order gives other micro-batches."""
+        """Number of steps in the first epoch; the order of a later epoch can give another number of micro-batches."""
         self.total_steps = min(self._starts[-1], max_steps)
 
     def micro_batches(self, step: int) -> list[list[int]]:

@@ -24,7 +24,7 @@ class Rows(NamedTuple):
 
 
 class Bounds:
-    """Boundaries of packed sequences on the host, in a class that torch.compile does not treat as a graph input."""
+    """Boundaries of packed sequences in host memory, wrapped so that torch.compile does not treat them as an input."""
 
     __slots__ = ("ends",)
 
@@ -38,7 +38,7 @@ def rows_of(
 ) -> Rows:
     """Collate rows of token ids: padded on the right, or packed.
 
-    `filled` maps a length to the length to fill up to: of the longest row, or of packed rows by one more sequence.
+    `filled` maps the length of the longest row, or of all packed rows, to the length that padding fills up to.
     """
     tensors = [torch.as_tensor(ids, dtype=torch.int64) for ids in rows]
     lengths = [len(ids) for ids in rows]

@@ -13,14 +13,14 @@ from types import FrameType
 from cosmos_core.errors import ModelError
 
 SECONDS = 10.0
-"""Time limit in seconds; rendering a conversation of a million tokens takes less than one."""
+"""Time limit in seconds; rendering a conversation of a million tokens takes less than one second."""
 MEMORY = 2 << 30
 """Memory limit in bytes, in addition to what the process already uses."""
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class _TooLong(Exception):
-    """Raised by the signal handler inside code that takes too long."""
+    """Error that the signal handler raises inside code that exceeds the time limit."""
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def bounded(what: str) -> Iterator[None]:
         if is_main:
             signal.setitimer(
                 signal.ITIMER_REAL, SECONDS, 1.0
-            )  # repeated, in case a destructor swallows the first exception
+            )  # repeat each second, in case a destructor swallows the exception
         yield
     except _TooLong as error:
         raise ModelError(f"{what} runs on beyond {SECONDS:g} s; mend the template, or leave the row out") from error

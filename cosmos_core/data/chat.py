@@ -27,10 +27,10 @@ _KEY = "rollout.multi_turn_config"
 _USER = {"role": "user", "content": "?"}
 _FORMS: tuple[Message, ...] = (
     {"role": "assistant", "content": ""},
-    {"role": "assistant", "content": "", "reasoning_content": "."},  # Qwen3 renders the thoughts of the last turn only
+    {"role": "assistant", "content": "", "reasoning_content": "."},  # Qwen3 drops earlier turns' thoughts
     {"role": "assistant", "content": "."},
 )
-"""Forms of an assistant turn to try until the template renders one the same way when a tool result follows."""
+"""Forms of an assistant turn, tried until the template renders one equally with and without a tool result after it."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Chat:
     tools: tuple[dict[str, Any], ...] = ()
     """Descriptions of the callable tools that are passed to the template."""
     template: str | None = None
-    """Chat template in Jinja; None for the tokenizer's own."""
+    """Chat template in Jinja; None: the template of the tokenizer."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     enable_thinking: bool | None = None
@@ -125,7 +125,7 @@ class ToolText:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: Chat, end_ids: Sequence[int]) -> None:
-        """`end_ids` are the tokens that end an assistant turn."""
+        """Find the text between turns; `end_ids` are the tokens that end an assistant turn."""
         self._tokenizer, self._chat = tokenizer, chat
         self._ends = {str(tokenizer.decode([token])): token for token in end_ids}
         marks = [token for token in tokenizer.all_special_tokens if len(token) > 2]
@@ -136,7 +136,7 @@ class ToolText:
             self._check_calls()
 
     def ids(self, results: Sequence[tuple[str, ToolResult]]) -> tuple[int, ...]:
-        """Return the tokens of tool results, given with tool names, that follow a turn which ended with an end token.
+        """Return the tokens of pairs of tool name and result that follow a turn which ended with an end token.
 
         Raises:
             ModelError: the template renders the assistant turn differently when the results follow.
@@ -153,7 +153,7 @@ class ToolText:
         return tuple(ids[1:])
 
     def _kept_form(self) -> Message:
-        """Return the first of `_FORMS` that the template renders the same way when a tool result follows."""
+        """Return the first form of an assistant turn that renders equally with and without a tool result after it."""
         reason = ""
         for form in _FORMS:
             try:
@@ -196,8 +196,8 @@ class ToolText:
             )
 
     def _between(self, form: Message, results: Sequence[tuple[str, ToolResult]]) -> tuple[str, str] | None:
-        """Return the end token of the assistant turn and the text after it; None if results change the turn."""
-        ids = [f"call{number:05d}" for number in range(len(results))]  # nine characters, as Mistral requires
+        """Return the end token of the assistant turn and the text after it; None if results change the turn's text."""
+        ids = [f"call{number:05d}" for number in range(len(results))]  # Mistral requires nine characters
         called = [
             {"type": "function", "id": id_, "function": {"name": name, "arguments": {}}}
             for id_, (name, _) in zip(ids, results, strict=True)

@@ -49,14 +49,14 @@ def conversation_tokens(
 def inside(span: Span, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """Return a mask of the tokens that have a character inside the span, from the character offsets of tokens."""
     start, end = span
-    # Byte-level tokenizers that trim offsets give a whitespace token zero width, at its own end.
+    # Byte-level tokenizers that trim offsets report a whitespace token as an empty span at the token's end.
     return (ends > start) & ((starts < end) | ((starts == ends) & (ends <= end)))
 
 
 def continued_tokens(
     tokenizer: PreTrainedTokenizerBase, prompt: str, completion: str, where: str
 ) -> tuple[list[int], list[int]]:
-    """Return token ids and loss mask of a plain prompt and completion; completion and end token are learned.
+    """Return token ids and loss mask of a prompt and completion of plain text; completion and end token are learned.
 
     A token that reaches from the prompt into the completion belongs to the completion.
 
@@ -70,7 +70,7 @@ def continued_tokens(
 
 
 def cut(tokens: tuple[list[int], list[int]], max_length: int, where: str) -> tuple[list[int], list[int]]:
-    """Cut ids and mask on the right.
+    """Cut token ids and loss mask on the right to at most `max_length` tokens.
 
     Raises:
         SkippedRow: no token to learn is left, not counting the first token, which nothing predicts.
@@ -97,7 +97,7 @@ def tokenize_prompt(
 
     Raises:
         SkippedRow: the prompt is longer than `max_length`.
-        RefusedRow: the template refuses it.
+        RefusedRow: the template refuses the prompt.
         ModelError: the tokenizer has no chat template.
     """
     _, text = render(
@@ -130,7 +130,7 @@ def _plain_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[i
 def _masked_tokens(
     tokenizer: PreTrainedTokenizerBase, text: str, spans: list[Span], where: str
 ) -> tuple[list[int], list[int]]:
-    """Tokenise the whole text once; a token counts when it has a character inside a span."""
+    """Tokenise the whole text once; a token is learned if it has a character inside a span."""
     if not tokenizer.is_fast:
         return _masked_piecewise(tokenizer, text, spans, where)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)

@@ -26,7 +26,7 @@ _ALLOWED = {
     ("numpy.core.numeric", "_frombuffer"),
     ("_codecs", "encode"),
 }
-"""Globals that a pickle of NumPy arrays refers to. Any other global could execute arbitrary code."""
+"""Globals (module, name) that a pickle of NumPy arrays refers to; any other global could execute arbitrary code."""
 
 
 def read_embedding(path: Path, names: tuple[str, ...]) -> dict[str, Tensor]:

@@ -26,7 +26,7 @@ class FlowSample:
     """Latents of one image or clip at a noise level; no tensor has a batch dimension."""
 
     latents: Tensor
-    """(C, [F,] H, W): clean, or, where `noise` is None, already at the noise level."""
+    """Latents (C, [F,] H, W): clean, or already at the noise level if `noise` is None."""
     sigma: float
     """Noise level from 0, clean, to 1, pure noise."""
     text: Mapping[str, Tensor]
@@ -45,7 +45,7 @@ class FlowSample:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """Settings for drawing noise levels, dropped prompts and conditioning frames of rows."""
+    """Settings for sampling the noise level, the prompt dropout and the conditioning frames of a row."""
 
     config: DiffusersConfig
     null_text: Mapping[str, Tensor]
@@ -53,10 +53,10 @@ class Draws:
     shift: float
     """Timestep shift: moves noise levels towards pure noise, which larger images need."""
     max_given: int = 0
-    """Maximum number of conditioning frames that the model supports, in latent frames; 0 for none."""
+    """Maximum number of conditioning frames that the model supports, in latent frames; 0: no conditioning."""
 
     def sample(self, row: MediaRow, seed: int, *, dropout: float | None = None) -> FlowSample:
-        """Return the sample of a row, with noise, noise level, text and conditioning frames drawn from `seed`.
+        """Return the sample of a row, with noise, noise level, text and conditioning frames sampled from `seed`.
 
         `dropout` overrides the configured probability of dropping the prompt.
         """
@@ -85,7 +85,7 @@ class Draws:
         )
 
     def _given(self, row: MediaRow, generator: torch.Generator) -> int:
-        """Draw the number of conditioning frames, at least one fewer than the row's latent frames."""
+        """Return a random number of conditioning frames, at least one fewer than the row's latent frames."""
         frames = row.mean.shape[1] if row.mean.ndim == 4 else 1
         low = min(self.config.min_given_frames, frames - 1)
         high = min(self.config.max_given_frames, self.max_given, frames - 1)

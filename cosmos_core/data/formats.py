@@ -31,7 +31,7 @@ from cosmos_core.data.tool_calls import without_nulls
 from cosmos_core.errors import DataError, first_line
 from cosmos_core.transient import is_of_machine
 
-_BLOCK = 1 << 20  # characters
+_BLOCK = 1 << 20  # characters that are read from a file at a time
 _BATCH_ROWS = 1024
 _BLANKS = re.compile(r"[ \t\n\r]*")
 _OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
@@ -42,7 +42,7 @@ Located = tuple[str, Row]
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of one file or one split; each call of `read` iterates from the beginning."""
+    """Rows of one file or one split; each call of `read` iterates over the rows from the beginning."""
 
     name: str
     num_rows: int
@@ -54,12 +54,12 @@ def _opened(path: Path, newline: str) -> Iterator[TextIO]:
     """Open a text file and skip its byte order marks.
 
     Raises:
-        DataError: it cannot be read, or is not UTF-8.
+        DataError: the file cannot be read, or is not UTF-8.
     """
     with ExitStack() as stack:
         with refused(f"{path.name} cannot be read"):
             file = stack.enter_context(_OPENERS.get(path.suffix, open)(path, "rb"))
-            marks = 0  # some programs add one with each save
+            marks = 0  # some programs add a byte order mark with each save
             while file.read(len(BOM_UTF8)) == BOM_UTF8:
                 marks += len(BOM_UTF8)
             file.seek(marks)
@@ -180,7 +180,7 @@ def _check_array(path: Path) -> None:
 
 def _csv(path: Path) -> Iterator[Located]:
     """Yield the rows of CSV or TSV with a header; values stay strings, so that the text `007` does not become 7."""
-    csv.field_size_limit(2**31 - 1)  # the default of 128 KiB is too small for some conversations
+    csv.field_size_limit(2**31 - 1)  # the default limit of 128 KiB is too small for some conversations
     with _opened(path, "") as file:
         reader = csv.reader(file, strict=True, delimiter="\t" if ".tsv" in path.suffixes[-2:] else ",")
         lines = filter(None, reader)
@@ -238,7 +238,7 @@ def _arrow(path: Path) -> Part:
 
 
 def _dataset(table: pa.Table) -> Any:
-    import datasets  # takes seconds to import, and JSON Lines do not need it
+    import datasets  # imported here, since it takes seconds and JSON Lines do not need it
 
     return datasets.Dataset(table)
 
@@ -289,7 +289,7 @@ def refused(what: str) -> Iterator[None]:
     except DataError:
         raise
     except Exception as error:
-        if is_of_machine(error):  # not caused by the file
+        if is_of_machine(error):  # a failed disk or network is not an error of the data
             raise
         raise DataError(f"{what}: {first_line(error)}") from error
 

@@ -33,7 +33,7 @@ COLUMNS = ("images", "image")
 _VIDEO_COLUMNS = ("videos", "video")
 _SOURCES = ("image", "image_url", "url", "path")
 _IMAGE = {"type": "image"}
-_LONGEST_PATH = 4095  # PATH_MAX of Linux
+_LONGEST_PATH = 4095  # maximum length of a path on Linux (PATH_MAX), in bytes
 _DAMAGE = (OSError, SyntaxError, ValueError, TypeError, RuntimeError, EOFError, LookupError, struct.error)
 """Exceptions of Pillow's decoders for damaged files."""
 
@@ -86,7 +86,7 @@ def read_image(source: Any, root: Path, where: str) -> tuple[ImageRef, Image]:
     if content is not None:
         return ImageRef(None, content, _digest(content)), _decoded(content, f"{where}: the image in the row")
     assert path is not None
-    file = Path(os.path.expanduser(path))  # Path.expanduser raises for an unknown user
+    file = Path(os.path.expanduser(path))  # Path.expanduser raises for an unknown user name
     file = file if file.is_absolute() else root / file
     file_content = _read(file, f"{where}: image {path!r}")
     name = file.relative_to(root) if file.is_relative_to(root) else file.absolute()
@@ -149,7 +149,7 @@ def _before_the_first_words(turns: list[Message], count: int, where: str) -> lis
 
 
 def _source(part: dict[str, Any], unused: Iterator[Any]) -> Any:
-    """Return the image source in a part, or else the next image of the row's column; None if there is none left."""
+    """Return the image source in a part of a turn, or else the next image of the row's column; None if none is left."""
     named = next((part[key] for key in _SOURCES if part.get(key) is not None), None)
     return next(unused, None) if named is None else named
 
@@ -160,7 +160,7 @@ def _located(source: Any, where: str) -> tuple[str | None, bytes | None]:
     Raises:
         DataError: the source has neither a local path nor bytes.
     """
-    if isinstance(source, dict):  # `url` in OpenAI's format, `bytes` and `path` in Hugging Face data sets
+    if isinstance(source, dict):  # OpenAI's format has `url`, Hugging Face data sets have `bytes` and `path`
         content = source.get("bytes")
         source = content if content is not None else source.get("url") or source.get("path")
     if isinstance(source, (bytes, bytearray)):
@@ -221,7 +221,7 @@ def _decoded(content: bytes, what: str) -> Image:
     Raises:
         DataError: the content is not an image, is truncated, or exceeds the size limit of Pillow.
     """
-    from PIL import Image as pillow  # not needed for rows with text only
+    from PIL import Image as pillow  # imported here, since rows of text do not need Pillow
     from PIL import ImageOps
 
     try:

@@ -14,7 +14,7 @@ class LazySequence(Sequence[T_co]):
 
     @abstractmethod
     def item(self, index: int) -> T_co:
-        """Return the item at an index between 0 and the length."""
+        """Return the item at an index from 0 to the length of the sequence minus 1."""
 
     @overload
     def __getitem__(self, index: int) -> T_co: ...

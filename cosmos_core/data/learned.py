@@ -20,7 +20,7 @@ from cosmos_core.data.spans import Render, Span, prefix_spans, skeleton_spans, t
 from cosmos_core.data.turn_weights import is_learned
 from cosmos_core.errors import DataError
 
-_LONG = 64  # turns; rendering every prefix of a conversation takes time quadratic in their number
+_LONG = 64  # turns; longer conversations try the skeleton method first, as the prefix method takes quadratic time
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -111,7 +111,7 @@ def _says_something(message: Message) -> bool:
 def _unfound(turns: list[Message], where: str) -> DataError:
     """Return the error to raise if the assistant's turns cannot be located in the rendering."""
     first = next(turn["role"] for turn in turns if turn["role"] not in {"system", "developer"})
-    if first == "assistant":  # caused by the row, not by the template
+    if first == "assistant":  # skip the row, since another template would not help
         return SkippedRow(where, "that begins with the assistant, in a way that the chat template hides")
     return DataError(
         f"{where}: the assistant's turns cannot be found in what the chat template renders, which reorders turns, or "
@@ -127,9 +127,9 @@ def _marked_spans(
     full: str,
     tools: Tools,
 ) -> list[Span] | None:
-    """Return the spans that the template marks with {% generation %}; None if it has no such marks.
+    """Return the spans that the template marks with {% generation %}; None if the template has no such marks.
 
-    Spans are in characters: the token mask of transformers loses a character of several tokens, and what follows it.
+    Spans are in characters: the token mask of transformers loses a character of several tokens and the text after it.
     """
     template = (
         owner.get_chat_template(tools=tools) if isinstance(owner, PreTrainedTokenizerBase) else owner.chat_template
@@ -148,7 +148,7 @@ def _marked_spans(
     return [(start, stop) for start, stop in marked[0]]
 
 
-@lru_cache(maxsize=4)  # read for every row, and slow to gather
+@lru_cache(maxsize=4)  # the tokens are needed for every row, and slow to gather
 def added_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     """Return the special and added tokens of a tokenizer as they appear in text, such as <|im_end|>."""
     return tuple({*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()})

@@ -18,7 +18,7 @@ from cosmos_core.errors import DataError
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome
 
-_NUM_ROWS = 200  # first rows of each split
+_NUM_ROWS = 200  # number of rows at the start of each split that are read
 
 Reader = Callable[[Row, str], object]
 
@@ -27,7 +27,7 @@ def run(stage: Stage) -> Outcome:
     """Read the first rows of each split.
 
     Raises:
-        DataError: a file is wrong, or more rows cannot be read than may be left out, so `prepare` would fail.
+        DataError: a file is wrong, or too many rows cannot be read, so that `prepare` would fail.
     """
     policy, validation, annotations = (
         stage.recipe.train.train_policy,

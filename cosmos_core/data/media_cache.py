@@ -28,7 +28,7 @@ from cosmos_core.run.files import copy_file, follow_umask, read_json, remove_lef
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 2  # increase it if the same bytes are decoded to other pixels or tokens
+_VERSION = 2  # version of the cache, to increase if the same bytes are decoded to other pixels or tokens
 _USUAL_ENTRIES, _MOST_ENTRIES = 32, 128
 
 Entry = dict[str, Tensor]
@@ -64,17 +64,17 @@ def shards_of(items: Iterable[Keyed[ItemT]]) -> Iterator[list[Keyed[ItemT]]]:
 
 
 class MediaCache:
-    """The cached shards of one set of encoders; several processes may write to the cache concurrently."""
+    """Cache of the shards of one set of encoders; several processes may write to the cache concurrently."""
 
     def __init__(self, root: Path, encoders: str) -> None:
-        """`encoders` is the digest of everything except the content that determines the encoders' output."""
+        """Open the cache; `encoders` is the digest of all that determines the encoders' output besides the content."""
         self.folder = root / encoders
         self._encoders = encoders
         self.folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(self.folder)
 
     def key_of(self, keys: Sequence[str]) -> str:
-        """Return the key of the shard with these entries."""
+        """Return the key of the shard whose entries have the keys `keys`."""
         return digest_of(_VERSION, self._encoders, list(keys))
 
     def has(self, shard: str) -> bool:
@@ -123,7 +123,7 @@ class MediaCache:
         """Return the shape of one tensor of each entry of a shard, by key, from the header of its file."""
         shapes = {}
         with safe_open(str(self.path(shard)), framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118 - not a mapping
+            for key in file.keys():  # noqa: SIM118 - a safetensors file cannot be iterated
                 entry, _, tensor = key.partition(".")
                 if tensor == name:
                     shapes[entry] = list(file.get_slice(key).get_shape())

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Size = tuple[int, int]
-"""Height and width."""
+"""Height and width of an image or a frame, in pixels."""
 _STEPS = 8
-"""Number of aspect ratios between 1:1 and 1:2."""
-_LEAST_OF_SECONDS = 0.95  # minimum fraction of the declared duration, which some programs round
+"""Number of bucket sizes between the aspect ratios 1:1 and 1:2."""
+_LEAST_OF_SECONDS = 0.95  # minimum decoded fraction of a video's declared duration, which some programs round
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ class Framing:
     buckets: bool = False
     """Whether to use the bucket with the closest aspect ratio; False always uses `size`."""
     sampling: str = "random"
-    """Frames to take from a longer video: consecutive (`first`, `middle`, `random`) or evenly spaced (`uniform`)."""
+    """Choice of frames of a longer video: consecutive (`first`, `middle`, `random`) or evenly spaced (`uniform`)."""
 
     def size_of(self, height: int, width: int) -> Size:
-        """Return the size to which media of the given size are resized and cropped."""
+        """Return the size to which media with `height` and `width` are resized and cropped."""
         if not self.buckets:
             return self.size
         ratio = math.log(height / width)
@@ -163,7 +163,7 @@ def _declared_seconds(container: Any, stream: Any) -> float:
     """Return the duration of a video in the header of its file, in seconds; 0 if it is missing."""
     if stream.duration is not None:
         return float(stream.duration * stream.time_base)
-    hours, _, rest = stream.metadata.get("DURATION", "").partition(":")  # the format of Matroska
+    hours, _, rest = stream.metadata.get("DURATION", "").partition(":")  # Matroska writes H:M:S
     minutes, _, seconds = rest.partition(":")
     if seconds:
         return 3600 * float(hours) + 60 * float(minutes) + float(seconds)

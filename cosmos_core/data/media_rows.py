@@ -36,7 +36,7 @@ _OPEN_SHARDS = 128
 
 @dataclass(frozen=True, slots=True)
 class MediaRow:
-    """An image or a clip to learn, encoded."""
+    """Encoded image or clip to learn, with the embedding of its prompt."""
 
     row: int
     """Row number in the prepared file: the same image in every process and epoch."""
@@ -46,12 +46,12 @@ class MediaRow:
     mean: Tensor
     """Mean of the posterior of the normalised latent, or the latent of a deterministic VAE: (C, [F,] H, W)."""
     logvar: Tensor | None
-    """Log-variance of that posterior, of the same shape; None: the latent is `mean`."""
+    """Log-variance of the posterior of the latent, in the shape of `mean`; None: the latent is `mean`."""
 
 
 @dataclass(frozen=True, slots=True)
 class MediaPrompt:
-    """A prompt to draw images or clips from."""
+    """Prompt to sample images or clips from, with its embedding."""
 
     row: int
     """Row number in the prepared file: the same prompt in every process and epoch."""
@@ -83,7 +83,7 @@ class _Media(LazySequence[RowT]):
         return self._table[name][index].as_py()
 
     def _tensors(self, at: dict[str, str]) -> dict[str, Tensor]:
-        """Return the tensors of one entry of a shard, by the name of each."""
+        """Return the tensors of one entry of a shard, by tensor name; `at` names the shard and the entry."""
         path = self._folder / TENSORS / f"{at['shard']}.safetensors"
         try:
             shard, names = _shard(path)
@@ -108,7 +108,7 @@ class MediaRows(_Media[MediaRow]):
         return [tuple(shape) for shape in self._table["shape"].to_pylist()]
 
     def item(self, index: int) -> MediaRow:
-        """See `LazySequence.item`; rows are cached while the memory budget has room for them."""
+        """Return the row with number `index`, which stays cached in memory while the memory budget allows."""
         row = self._kept.get(index)
         if row is None:
             latent = self._tensors(self._value("media", index))
@@ -122,7 +122,7 @@ class MediaRows(_Media[MediaRow]):
 
 
 class MediaPrompts(_Media[MediaPrompt]):
-    """Prompts to draw from, by row."""
+    """Prompts to sample images or clips from, by row."""
 
     def item(self, index: int) -> MediaPrompt:
         metadata = json.loads(self._value("metadata", index))
@@ -139,7 +139,7 @@ def open_media(folder: Path, split: str) -> MediaRows:
 
 
 def open_media_prompts(folder: Path, split: str) -> MediaPrompts:
-    """Return the prompts of a split of a prepare stage's data folder, either a prompt set or the prompts of media.
+    """Return the prompts of a split of a prepare stage's data folder, whose rows have prompts alone or also media.
 
     Raises:
         DataError: the split does not exist, its file is damaged, or it holds rows of another kind.
@@ -152,7 +152,7 @@ def _shard(path: Path) -> tuple[Any, dict[str, list[str]]]:
     """Return an open shard, and the names of the tensors of each of its entries."""
     shard = safe_open(str(path), framework="pt")
     names: dict[str, list[str]] = {}
-    for key in shard.keys():  # noqa: SIM118 - not a mapping
+    for key in shard.keys():  # noqa: SIM118 - a safetensors file cannot be iterated
         entry, name = key.split(".", 1)
         names.setdefault(entry, []).append(name)
     return shard, names

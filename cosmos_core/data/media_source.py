@@ -44,17 +44,17 @@ _BLOCK = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """The bytes of an image or a video: a file, a range of a file, or bytes of a row."""
+    """Location of the bytes of an image or a video: a file, a range of a file, or bytes of a row."""
 
     is_video: bool
     path: Path | None = None
     offset: int = 0
     size: int | None = None
-    """Number of bytes from `offset` on; None: up to the end of the file."""
+    """Number of bytes of the content, from `offset` on; None: up to the end of the file."""
     held: bytes = field(default=b"", repr=False)
 
     def digest(self) -> str:
-        """Return the SHA-256 of the bytes.
+        """Return the SHA-256 digest of the content.
 
         Raises:
             OSError: the file cannot be read.
@@ -69,14 +69,14 @@ class Content:
         return digest.hexdigest()
 
     def open(self) -> BinaryIO:
-        """Open the file and seek to the first of the bytes."""
+        """Open the file of the content, and seek to the first byte of the content."""
         assert self.path is not None
         file = open(self.path, "rb")  # noqa: SIM115 - the caller closes it
         file.seek(self.offset)
         return file
 
     def read(self) -> bytes:
-        """Return the bytes.
+        """Return the bytes of the content.
 
         Raises:
             OSError: the file cannot be read.
@@ -102,7 +102,7 @@ class Item:
     lacks: str = ""
     """Reason why the item has no media; empty if its media file is merely missing."""
     problem: str = ""
-    """Reason why the row cannot be used, in one line; empty if it can."""
+    """Reason why the row cannot be used, in one line; empty if the row is usable."""
 
 
 Items = Callable[[], Iterator[Item]]
@@ -190,7 +190,7 @@ def _pairs(folder: Path) -> Iterator[Item]:
             continue
         if isinstance(value, dict) and not _has_prompt(value) and file.stem in media:
             value |= {"prompt": caption} if (caption := _caption(media[file.stem][0])) else {}
-        for path in media.get(file.stem, [None]):  # a description may be that of several files
+        for path in media.get(file.stem, [None]):  # one JSON file may describe several media files
             yield _described(value, file.name, _content(path), embeddings.get(file.stem))
     for stem in sorted(media.keys() - {file.stem for file in described}):
         caption, embedding = _caption(media[stem][0]), embeddings.get(stem)
@@ -369,7 +369,7 @@ def _described(value: Any, where: str, content: Content | None, embedding: Path 
 
 
 def _prompt_key(value: dict[str, Any]) -> str | None:
-    """Return the key of the first non-empty prompt text, else of the first empty one; None if there is no text."""
+    """Return the key of the first non-empty prompt text, else of the first empty text; None if no key holds text."""
     texts = [name for name in PROMPT_KEYS if isinstance(value.get(name), str)]
     return next((name for name in texts if value[name].strip()), texts[0] if texts else None)
 

@@ -27,7 +27,7 @@ from cosmos_core.data.order import shuffled
 from cosmos_core.errors import ConfigError, DataError
 from cosmos_core.run.stage import Stage
 
-_DECODERS = 4  # threads; Pillow and PyAV release the GIL
+_DECODERS = 4  # number of decoding threads, which run in parallel since Pillow and PyAV release the GIL
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -37,7 +37,7 @@ class Encoders(Protocol):
     """Encoders of text and pixels: the part of a diffusion model's adapter that a `prepare` stage needs."""
 
     residence: Any
-    """A `models.offload.Residence`."""
+    """Location of the encoders' weights, a `models.offload.Residence`."""
 
     def text_embedding(self, prompts: list[str]) -> dict[str, Tensor]:
         """Return the embeddings of prompts, each with a batch dimension."""
@@ -78,7 +78,7 @@ class Row(NamedTuple):
 
 
 class Split(NamedTuple):
-    """The items of a data set with their keys, after one pass over the data set."""
+    """Split of a data set: its items with their cache keys, after one pass over the data set."""
 
     items: Items
     rows: list[Row | None]

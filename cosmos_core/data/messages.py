@@ -29,7 +29,7 @@ _PAIR_COLUMNS = (
     ("question", "response"), ("instruction", "output"), ("instruction", "response"), ("input", "output"),
 )  # fmt: skip
 _RESPONSE_COLUMNS = ("output", "response", "completion", "answer")
-_BEHIND_AN_INSTRUCTION = ("input", "context")  # columns of Alpaca and Dolly
+_BEHIND_AN_INSTRUCTION = ("input", "context")  # columns of Alpaca and Dolly that continue `instruction`
 _PROMPT_COLUMNS = ("prompt", "question", "problem", "conversations", "messages")
 _SYSTEM_COLUMNS = ("system", "system_prompt")
 _KNOWN = {*_CONVERSATION_COLUMNS, *_PROMPT_COLUMNS, *_BEHIND_AN_INSTRUCTION, *chain.from_iterable(_PAIR_COLUMNS)}
@@ -41,7 +41,7 @@ _ROLES = {
 }  # fmt: skip
 _MEDIA_COLUMNS = ("image", "images", "video", "videos")
 IMAGE_MARK = re.compile("<image>")
-# LLaVA puts the mark at either end of a turn; in the middle of a sentence it is an ordinary word.
+# LLaVA puts <image> or <video> at the start or end of a turn; elsewhere in a turn these are ordinary words.
 _MEDIA_MARK = re.compile(r"\A\s*<(image|video)>|<(image|video)>\s*\Z")
 
 
@@ -125,8 +125,8 @@ def read_conversation(
 
     Args:
         row: one row of a data set.
-        where: its location, for messages.
-        column: the column to try first; a row without it may have another of the known columns.
+        where: location of the row, for messages.
+        column: the column to try first; a row without this column may have another of the known columns.
         system_prompt: inserted at the beginning if the row has no system turn.
         with_images: allow content that is a list of `text` and `image` parts or contains <image> (`images.py`).
 
@@ -148,7 +148,7 @@ def read_conversation(
             response_turns = as_turns(row, response, "assistant", where, with_images)
             return with_system(question_turns + response_turns, system_of(row) or system_prompt)
     remedy = "set train.train_policy.prompt_column_name and response_column_name"
-    if not _has_response(row):  # a conversation column would leave the response out
+    if not _has_response(row):  # with a response column, this remedy would lose the response
         remedy += ", or conversation_column_name for one column of turns or of plain text"
     raise DataError(f"{where}: no conversation among the columns {columns_of(row)}; {remedy}")
 
@@ -163,7 +163,7 @@ def _has_response(row: Row, beside: str = "") -> bool:
     return any(has(row, column) for column in _RESPONSE_COLUMNS if column != beside)
 
 
-def read_prompt(  # noqa: PLR0913 - names of columns, and flags that default to what most rows are
+def read_prompt(  # noqa: PLR0913 - column names, and flags whose defaults fit most rows
     row: Row,
     where: str,
     prompt_column: str = "",
@@ -175,8 +175,8 @@ def read_prompt(  # noqa: PLR0913 - names of columns, and flags that default to 
 ) -> tuple[list[Message], str]:
     """Return the prompt of a row as turns, and its reference answer ("" if there is none).
 
-    A final assistant turn is removed from the prompt, and is the reference answer if no column holds one. With
-    `keeps_last` it stays in the prompt, for the policy to continue. `with_images` is as in `read_conversation`.
+    A final assistant turn is removed from the prompt, and is the reference answer if no column holds an answer. With
+    `keeps_last` the turn stays in the prompt, for the policy to continue. `with_images`: see `read_conversation`.
 
     Raises:
         DataError: a named column is missing, or no column looks like a prompt.
@@ -232,12 +232,12 @@ def _reference(row: Row, column: str, where: str) -> str | None:
     value = row[column]
     try:
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    except TypeError:  # columnar formats can hold dates, decimals and bytes
+    except TypeError:  # a value of a columnar format, such as a date or bytes
         raise DataError(f"{where}: column {column!r} holds {str(value)[:40]!r}, no JSON; write it as text") from None
 
 
 def as_turns(row: Row, column: str, role: str, where: str, with_images: bool = False) -> list[Message]:
-    """Return the turns in a column, or its text as one turn of `role`; an `instruction` includes `input`, `context`."""
+    """Return the turns in a column, or its text as one turn of `role`; `input` or `context` extend an `instruction`."""
     value = decoded(row[column])
     if not isinstance(value, str):
         return read_turns(value, column, where, with_images)
@@ -278,7 +278,7 @@ def read_turns(value: Any, column: str, where: str, with_images: bool = False) -
 def _turn(turn: Any, where: str, with_images: bool) -> Message:
     if not isinstance(turn, dict):
         raise DataError(f"{where}: {str(turn)[:40]!r} is not a turn; write role and content, or from and value")
-    # Arrow gives each turn the keys of all turns, with None for the missing ones.
+    # Drop keys with None, because Arrow gives each turn the keys of all turns, with None for missing values.
     turn = {key: value for key, value in turn.items() if value is not None}
     role = turn.get("role", turn.get("from"))
     if not isinstance(role, str) or role not in _ROLES:
@@ -298,7 +298,7 @@ def read_content(content: Any, where: str, with_images: bool = False) -> Any:
     """Return the text of a turn, or its parts if it shows images.
 
     Raises:
-        DataError: the content is neither text nor such parts, or shows media that are not supported.
+        DataError: the content is neither text nor parts of text and images, or shows media that are not supported.
     """
     check_parts(content, where)
     if with_images and isinstance(content, list) and any(_shows_image(part) for part in content):
@@ -316,7 +316,7 @@ def read_content(content: Any, where: str, with_images: bool = False) -> Any:
 
 
 def _shows_image(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") in ("image", "image_url")  # `type` may be unhashable
+    return isinstance(part, dict) and part.get("type") in ("image", "image_url")  # a tuple, as `type` may be unhashable
 
 
 def _part(part: Any, where: str) -> dict[str, Any]:
@@ -376,7 +376,7 @@ def with_system(turns: list[Message], system_prompt: str) -> list[Message]:
 
 def columns_of(row: Row) -> str:
     """Return the names of a row's columns for an error message."""
-    names = [repr(name)[1:-1][:40] for name in row]  # escaped: a name may have a line break
+    names = [repr(name)[1:-1][:40] for name in row]  # escaped, as a name may have a line break
     return ", ".join(names[:20]) + ", ..." * (len(names) > 20) or "(none)"
 
 

@@ -19,14 +19,12 @@ _WORD = 2**64
 
 def shuffled(num_rows: int, *seeds: int) -> np.ndarray:
     """Return a permutation of `range(num_rows)`, int64, that depends only on the seeds and not on the NumPy version."""
-    # Sorting raw draws, not Generator.permutation: NumPy keeps only the raw stream stable between versions.
+    # Sort raw random numbers instead of Generator.permutation, since NumPy versions share only the raw stream.
     draws = np.random.PCG64(np.random.SeedSequence([seed % _WORD for seed in seeds])).random_raw(num_rows)
     return np.argsort(draws, kind="stable").astype(np.int64)
 
 
-@lru_cache(
-    maxsize=4
-)  # per step one epoch of prompts and one of a data term; the end of an epoch also reads the next one
+@lru_cache(maxsize=4)  # a step reads up to two epochs each of prompts and of supervised rows (data term)
 def epoch_order(seed: int, epoch: int, num_rows: int, shuffle: bool) -> np.ndarray:
     """Return the row numbers of one epoch in training order: int64, read-only, each of `range(num_rows)` once."""
     order = shuffled(num_rows, seed, epoch) if shuffle else np.arange(num_rows, dtype=np.int64)
@@ -51,7 +49,7 @@ def batches_per_epoch(batch_size: int, num_rows: int, drop_last: bool = True) ->
 
 
 def left_over(train: TrainConfig, size: int, num_rows: int) -> str:
-    """Return a notice about rows that do not fill a batch of `size` at the end of an epoch; empty if there are none.
+    """Return a notice about rows at the end of an epoch that do not fill a batch of `size`; empty if all rows do.
 
     Raises:
         DataError: the rows do not fill one step.
@@ -72,7 +70,7 @@ def left_over(train: TrainConfig, size: int, num_rows: int) -> str:
 def batch_positions(
     seed: int, step: int, batch_size: int, num_rows: int, shuffle: bool, drop_last: bool = True
 ) -> np.ndarray:
-    """Return the row numbers of optimizer step `step`, counted from 0 over all epochs: int64, `batch_size` of them.
+    """Return the `batch_size` row numbers (int64) of optimizer step `step`, counted from 0 over all epochs.
 
     Without `drop_last` the last batch of an epoch may be smaller.
 

@@ -30,7 +30,7 @@ _LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.
 
 
 class Preference(NamedTuple):
-    """A prompt with two completions: all three are lists of turns, or all three are plain text."""
+    """Prompt with a chosen and a rejected completion, all three as lists of turns or all three as plain text."""
 
     prompt: list[Message] | str
     chosen: list[Message] | str
@@ -47,8 +47,8 @@ def read_preference(
 
     Args:
         row: one row of a data set.
-        where: its location, for messages.
-        column: the prompt column to try first; a row without it may have `prompt` or another of the known columns.
+        where: location of the row, for messages.
+        column: the prompt column to try first; a row without this column may have `prompt` or another known column.
         system_prompt: inserted before turns that have no system turn.
         with_images: as in `read_conversation`.
 
@@ -126,7 +126,7 @@ def _agreed(prompt: list[Message], shared: list[Message], column: str | None, wh
     """Return the longer of the prompt in a column and the turns that both completions begin with.
 
     Raises:
-        DataError: neither contains the other, so they are different prompts.
+        DataError: neither list of turns contains the other, so the prompts differ.
     """
     prompt_words, shared_words = ([_words(turn) for turn in turns] for turns in (prompt, shared))
     says_nothing = not any(words for _, words in prompt_words)

@@ -50,14 +50,14 @@ from cosmos_core.types import JsonValue, Outcome
 
 logger = logging.getLogger(__name__)
 
-_CHUNK_ROWS = 256  # rows per record batch and per task of a process; changing it changes the files' bytes
+_CHUNK_ROWS = 256  # rows per record batch and per task of a process; another number changes the bytes of files
 
 
 def run(stage: Stage) -> Outcome:
-    """Prepare the rows of a stage, as their kind is prepared.
+    """Prepare the rows of a stage by the method of their kind of rows.
 
     Raises:
-        As `tokenise`; ModelError: the model of media is not a supported pipeline.
+        ModelError: a diffusion model is not a supported pipeline; and the errors of `tokenise`.
     """
     return row_kind(stage.recipe.train.train_policy.rows).prepare(stage)
 
@@ -125,13 +125,13 @@ def _write_split(stage: Stage, path: Path, job: Job, rows: Rows, done: int, tota
             if chunk.batch.num_rows:
                 file.write_batch(chunk.batch)
             counts.add(chunk)
-            if path.stem != LEARNED_HELD_OUT:  # the same rows as those of validation
+            if path.stem != LEARNED_HELD_OUT:  # the validation split checks the same rows
                 counts.check_refused(_dataset(job.recipe, path.stem).max_skipped_fraction, len(rows))
             done += chunk.batch.num_rows + len(chunk.skipped)
             stage.progress.step(done, total)
             if stage.stop_requested:
                 raise Preempted(f"stopped after {done} of {total} rows were tokenised; preparing starts anew")
-    if not counts.num_rows and path.stem == LEARNED_HELD_OUT:  # prompts without a turn to learn
+    if not counts.num_rows and path.stem == LEARNED_HELD_OUT:  # held-out prompts may have no turn to learn
         path.unlink()
     elif not counts.num_rows:
         raise DataError(f"{path.stem}: {counts.notices()[0]}; no row is left, give others")
@@ -139,7 +139,7 @@ def _write_split(stage: Stage, path: Path, job: Job, rows: Rows, done: int, tota
 
 
 def _splits(stage: Stage) -> dict[str, Rows]:
-    """Return the rows of each split: training rows, and held-out rows and data-term rows if there are any."""
+    """Return the rows of each split: training rows and, if any, held-out rows and rows of a supervised loss."""
     policy, opener = stage.recipe.train.train_policy, _opener(stage)
     extra_splits = {}
     if policy.real_rows is not None:
@@ -152,7 +152,7 @@ def _splits(stage: Stage) -> dict[str, Rows]:
 
 
 def _held_out_kinds(recipe: Recipe) -> dict[str, str]:
-    """Return the splits that held-out rows are prepared as, with the kind of rows of each."""
+    """Return the kind of rows of each split that held-out rows are prepared as, by the name of the split."""
     kind = row_kind(recipe.train.train_policy.rows)
     return kind.held_out_kinds(has_rewards=bool(recipe.validation.reward_function))
 
@@ -173,7 +173,7 @@ def _own_splits(stage: Stage, opener: Opener) -> dict[str, Rows]:
         return {TRAIN: train, VALIDATION: load_rows(held_out, f"stage {stage.name!r}: data")}
     if policy.dataset.test_size is not None:
         where, row = next(iter(train))
-        with suppress(SkippedRow):  # an error about columns comes before an error about the number of rows
+        with suppress(SkippedRow):  # report wrong columns before too few rows
             tokenised_kind(policy.rows).read(row, where, policy)
         train, rest = split_rows(train, policy.dataset.test_size, stage.seed)
         return {TRAIN: train, VALIDATION: rest}
@@ -193,7 +193,7 @@ def _dataset(recipe: Recipe, split: str) -> DatasetConfig:
 
 
 def end_ids(model: str, revision: str | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the tokens at which generation stops: the tokenizer's end token and those of generation_config.json."""
+    """Return the tokens that stop generation: the tokenizer's end token and the tokens in generation_config.json."""
     generation = load_generation_config(model, revision)
     listed: Any = generation and generation.eos_token_id
     listed = listed if isinstance(listed, list) else [listed]
@@ -231,7 +231,7 @@ def _tokenised(stage: Stage, job: Job, rows: Rows) -> Generator[Chunk]:
         yield from map(partial(make_chunk, _tokenizer(model, policy), job), chunks)
         return
     convert = partial(_make_chunk_there, model, policy, job)
-    context = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
+    context = multiprocessing.get_context("spawn")  # a forked process would copy locks that other threads hold
     pool = ProcessPoolExecutor(num_workers, context, begin)
     pending = deque(pool.submit(convert, chunk) for chunk in islice(chunks, 2 * num_workers))
     try:

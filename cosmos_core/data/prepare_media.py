@@ -46,7 +46,7 @@ CACHE = "media"
 """Name of the cache folder, in the folder that runs share."""
 _TEXTS_AT_ONCE = 32
 _MOST_NAMED = 5
-_MOST_DECODED = 1000  # media of a split that `look` decodes
+_MOST_DECODED = 1000  # maximum number of images or clips of a split that `look` decodes
 
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ def run(stage: Stage) -> Outcome:
 def look(stage: Stage, source: Source | None = None) -> dict[str, tuple[str, int, list[JsonValue]]]:
     """Return a description, the number of rows and the first prompts of each split, for `cosmos check`.
 
-    Nothing is encoded. Media to learn are decoded; of a large data set only an evenly spaced sample is.
+    Nothing is encoded. Media to learn are decoded, for a large data set only an evenly spaced sample of them.
 
     Raises:
         ModelError, DataError: as in `run`.
@@ -96,7 +96,7 @@ def _look(stage: Stage, source: Source, name: str, split: Split) -> tuple[str, i
 
 
 def _looked_at(row: Row, content: Content | None, framing: Framing) -> tuple[Row, float, str]:
-    """Return the row, the frame rate of its clip, and why its media cannot be decoded; empty if they can."""
+    """Return the row, the frame rate of its clip, and the reason why its media cannot be decoded, or an empty text."""
     decoded = _decoded(row.media, content, framing)
     if isinstance(decoded, str):
         return row, 0.0, decoded
@@ -135,7 +135,7 @@ def prepare(stage: Stage, source: Source) -> Outcome:
 
     Raises:
         DataError: a data set is missing, too many rows cannot be used, or no row is left.
-        Preempted: a stop was requested; what was encoded stays in the cache.
+        Preempted: a stop was requested; finished embeddings and latents stay in the cache.
     """
     stage.progress.phase("prepare")
     splits = read_splits(stage, source)
@@ -160,7 +160,7 @@ def prepare(stage: Stage, source: Source) -> Outcome:
 
 
 class _Work:
-    """Encodes the texts and media that are not cached, and writes splits from the cache."""
+    """Encoder of the texts and media that are not cached, and writer of splits from the cache."""
 
     def __init__(self, stage: Stage, source: Source) -> None:
         self._stage, self._source = stage, source
@@ -240,7 +240,7 @@ class _Work:
         return name
 
     def _encode_texts(self, texts: Sequence[str | Path]) -> list[Entry | str]:
-        """Return the embedding of each text, or why it is missing; a path is a file with an embedding."""
+        """Return the embedding of each text, or the reason why it is missing; a path names a file with an embedding."""
         prompts = [text for text in texts if isinstance(text, str)]
         entries: list[Entry] = []
         for start in range(0, len(prompts), _TEXTS_AT_ONCE):
@@ -252,7 +252,7 @@ class _Work:
         return [next(encoded) if isinstance(text, str) else self._given(text) for text in texts]
 
     def _given(self, path: Path) -> Entry | str:
-        """Return the embedding in a file of the data set, or why it cannot be used."""
+        """Return the embedding in a file of the data set, or the reason why the embedding cannot be used."""
         try:
             embedding = read_embedding(path, tuple(self._usual))
         except DataError as error:
@@ -272,7 +272,7 @@ class _Work:
             return {name: values[0] for name, values in self._source.encoders.text_embedding([""]).items()}
 
     def _encode_media(self, items: Sequence[tuple[str, Content | None]], framing: Framing) -> list[Entry | str]:
-        """Return the latent of each image or clip, or why there is none; media of one shape are encoded in batches."""
+        """Return the latent of each image or clip, or why it cannot be decoded; media of one shape share batches."""
         latents: dict[int, Entry | str] = {}
         waiting: dict[tuple[int, ...], list[tuple[int, np.ndarray]]] = {}
         for index, pixels in enumerate(
@@ -309,11 +309,11 @@ class _Entries(NamedTuple):
     """Encoded texts or media of a split, by key."""
 
     at: dict[str, dict[str, str]]
-    """Shard and entry of each item."""
+    """Location of each encoded item: shard and entry, by the key of the item."""
     shapes: dict[str, list[int]]
-    """Shape of each latent."""
+    """Shape of each encoded latent, by the key of the item."""
     refused: dict[str, str]
-    """Reason why an item could not be encoded."""
+    """Reasons why items could not be encoded, by the key of the item."""
 
 
 def _decoded(key: str, content: Content | None, framing: Framing) -> np.ndarray | str:
@@ -336,7 +336,7 @@ def _check_skipped(name: str, skipped: Sequence[str], split: Split, num_kept: in
 
 
 def _told(name: str, skipped: Sequence[str], total: int) -> list[str]:
-    """Return a line about the rows that were left out, with the first reasons; no line if there are none."""
+    """Return a line about the rows that were left out, with the first reasons; no line if no row was left out."""
     if not skipped:
         return []
     more = f" and {len(skipped) - _MOST_NAMED} more" if len(skipped) > _MOST_NAMED else ""

@@ -59,7 +59,7 @@ class RowImages:
 
 
 def open_table(folder: Path, split: str, *kinds: RowKind) -> pa.Table:
-    """Return the table of a split whose rows must be of one of `kinds`; without `kinds`, of any kind.
+    """Return the table of a split, whose kind of rows must be one of `kinds`; without `kinds`, any kind is valid.
 
     Raises:
         DataError: the split does not exist, its file is damaged, or it holds rows of another kind.
@@ -130,7 +130,7 @@ def check_held_out(folder: Path) -> None:
 
 
 def open_held_out(folder: Path, policy: AlgorithmConfig, model: PolicyConfig, adapter: Any = None) -> HeldOut:
-    """Return the held-out rows of a data folder; `adapter` is that of the model, for a diffusion model.
+    """Return the held-out rows of a data folder; `adapter`, the model adapter, is needed only for diffusion models.
 
     Raises:
         DataError: no rows are held out, or a file is damaged.
@@ -140,7 +140,7 @@ def open_held_out(folder: Path, policy: AlgorithmConfig, model: PolicyConfig, ad
 
 
 def _open(path: Path, *kinds: RowKind) -> pa.Table:
-    """Return the table of a file whose rows must be of one of `kinds`; without `kinds`, of any kind."""
+    """Return the table of a file, whose kind of rows must be one of `kinds`; without `kinds`, any kind is valid."""
     with _reader(path) as reader:
         table = reader.read_all()
         table.validate(full=True)
@@ -161,7 +161,7 @@ def _reader(path: Path) -> Iterator[pa.RecordBatchFileReader]:
 
 
 def _kind_of(path: Path, schema: pa.Schema, *kinds: RowKind) -> RowKind:
-    """Return the kind of the rows of a file, which must be one of `kinds`; without `kinds`, any."""
+    """Return the kind of rows of a file, which must be one of `kinds`; without `kinds`, any kind is valid."""
     name = (schema.metadata or {}).get(b"rows", b"").decode()
     if name not in ([kind.name for kind in kinds] or known_kinds()):
         needed = f"{kinds[0].name} {kinds[0].purpose}" if kinds else "known ones"

@@ -55,29 +55,29 @@ class Job:
     end_ids: tuple[int, ...] = ()
     """Token ids at which generation stops."""
     chat: Chat = PLAIN
-    """Rendering of prompts to complete."""
+    """Settings for rendering prompts to complete."""
     is_data_term: bool = False
-    """Whether the rows are learned in addition to rollouts."""
+    """Whether the rows are those of a supervised loss (data term) that is trained in addition to rollouts."""
     longest_completion: int = 0
-    """Maximum number of completion tokens, for prompts that leave room for so many."""
+    """Maximum number of tokens of a completion, unless a long prompt leaves fewer."""
 
     @property
     def room(self) -> tuple[int, int] | None:
-        """Return the lengths of the longest prompt that leaves room for a completion, and of the longest completion;
-        None: rows are not completed."""
+        """Return the maximum length in tokens of a prompt that leaves enough for the longest completion, and of a
+        completion; None: rows are not completed."""
         if not self.kind.is_completed:
             return None
         return self.max_tokens + 1 - self.longest_completion, self.longest_completion
 
     @property
     def column(self) -> str:
-        """Return the conversation column that the recipe names; empty if it keeps the default name."""
+        """Return the conversation column that the recipe names; empty if the recipe has the default name."""
         name = self.conversation[0]
         return "" if name == _USUAL_COLUMN else name
 
     @property
     def conversation(self) -> tuple[str, str]:
-        """Return the column of conversations to learn, and the system prompt for those without a system turn."""
+        """Return the column of conversations to learn, and the system prompt to insert if there is no system turn."""
         policy = self.recipe.train.train_policy
         if isinstance(policy, SupervisedConfig):
             return policy.conversation_column_name, policy.system_prompt
@@ -94,18 +94,18 @@ class Job:
 
     @property
     def schema(self) -> pa.Schema:
-        """Return the Arrow schema of the file."""
+        """Return the Arrow schema of the prepared file."""
         return self.kind.schema_of(self.root)
 
 
 class Record(NamedTuple):
-    """A row of the prepared file."""
+    """Row of a prepared file, with counts for the statistics of its split."""
 
     values: tuple[Any, ...]
     """One value per column of the file; the last is the location of the row."""
     is_merged: bool
     counts: dict[str, int]
-    """Counts with the keys of `Chunk.counts`."""
+    """Counts about the row for the statistics of the split, with the keys of `Chunk.counts`."""
 
 
 def make_chunk(tokenizer: PreTrainedTokenizerBase, job: Job, rows: list[Located]) -> Chunk:
@@ -180,7 +180,7 @@ def tokenise_turns(tokenise: Callable[[_Turns], _Tokens], turns: _Turns) -> tupl
     try:
         return tokenise(turns), False
     except RefusedRow:
-        assert not isinstance(turns, str)  # plain text needs no template
+        assert not isinstance(turns, str)  # plain text is not rendered by a template
         for merged_turns in alternating(turns):
             with suppress(RefusedRow):
                 return tokenise(merged_turns), True

@@ -13,13 +13,13 @@ from cosmos_core.data.messages import Message, SkippedRow, texts_of
 from cosmos_core.data.tool_calls import in_python, with_texts
 from cosmos_core.errors import DataError, ModelError
 
-_LONGEST = 1 << 26  # characters of a rendering: more than any model reads
+_LONGEST = 1 << 26  # maximum number of characters that a template may render, more than any model reads
 Tools = list[Any] | None
 """Descriptions of the callable tools that are passed to the chat template."""
 
 
 class RefusedRow(SkippedRow):
-    """The chat template refuses a conversation, for example because of the order of its roles."""
+    """Error for a row whose conversation the chat template refuses, for example because of the order of its roles."""
 
 
 def render(
@@ -69,7 +69,7 @@ def render(
     for turn in left_out:
         if turn["role"] == "system":
             raise RefusedRow(where, "with a system turn that the chat template leaves out")
-        # Templates of some vision models expect parts as content, and render nothing for a string.
+        # Templates of some vision models expect parts as content of a turn, and render nothing for a string.
         if turn["role"] == "user":
             raise DataError(
                 f"{where}: the chat template leaves out the user's text {' '.join(texts_of(turn))[:40]!r}; "
@@ -93,7 +93,7 @@ def _with_written_arguments(turns: list[Message]) -> list[Message]:
 
 
 def _left_out(turns: list[Message], text: str) -> list[Message]:
-    """Return the turns of which a text does not occur in the rendering `text`, compared by its last 20 characters."""
+    """Return the turns that have a text whose last 20 characters do not occur in the rendering `text`."""
     return [turn for turn in turns if any(part.strip()[-20:] not in text for part in texts_of(turn))]
 
 

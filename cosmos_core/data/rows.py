@@ -36,7 +36,7 @@ class Rows:
     """Rows of consecutive parts with their locations, or a selection of these rows, read anew in each iteration."""
 
     def __init__(self, parts: Sequence[Part], folder: Path, is_chosen: np.ndarray | None = None) -> None:
-        """`folder` is what paths in the rows are relative to; `is_chosen` selects rows, None selects all."""
+        """Join parts; paths in rows are relative to `folder`; the mask `is_chosen` selects rows (None: all rows)."""
         self.folder = folder
         self._parts = parts
         self._is_chosen = is_chosen
@@ -58,7 +58,7 @@ class Rows:
         return Rows(self._parts, self.folder, is_chosen & (np.cumsum(is_chosen) <= count))
 
     def where(self, is_chosen: np.ndarray) -> Rows:
-        """Return the rows that the mask `is_chosen` selects; these rows must not be a selection already."""
+        """Return the rows that the mask `is_chosen` selects; a selection cannot be narrowed again."""
         assert self._is_chosen is None
         return Rows(self._parts, self.folder, is_chosen)
 
@@ -69,7 +69,7 @@ def load_rows(dataset: DatasetConfig, key: str = "dataset", opener: Opener | Non
     Args:
         dataset: where the rows come from.
         key: the table's name in the TOML, for messages.
-        opener: opens a user's own data set class.
+        opener: opener of user-defined data set classes; None: none are allowed.
 
     Raises:
         ConfigError: the user's class does not exist.
@@ -77,7 +77,7 @@ def load_rows(dataset: DatasetConfig, key: str = "dataset", opener: Opener | Non
     """
     if not dataset.name.strip():
         raise DataError(f"{key}.name is empty; give a file, a folder or a Hub id")
-    path = Path(os.path.expanduser(dataset.name))  # Path.expanduser and Path.exists raise for some names
+    path = Path(os.path.expanduser(dataset.name))  # Path's own methods raise for some names
     if os.path.exists(path):
         parts = [part for split in dataset.split for part in _sliced_parts(path, split, key)]
     elif is_code(dataset.name) and opener:
@@ -87,7 +87,7 @@ def load_rows(dataset: DatasetConfig, key: str = "dataset", opener: Opener | Non
         raise DataError(f"{key}.name = {str(path)!r}: it does not exist{looked}; give a file, a folder or a Hub id")
     else:
         parts = [_hub_part(dataset, split, key) for split in dataset.split]
-    if not any(part.num_rows for part in parts):  # of many shards one may be empty
+    if not any(part.num_rows for part in parts):  # a single shard may be empty
         raise DataError(f"{parts[0].name}: file holds no rows; {key}.name needs at least one")
     folder = path if path.is_dir() else path.parent
     return Rows(parts, folder.absolute() if os.path.exists(path) else Path.cwd())
@@ -122,7 +122,7 @@ def _looks_local(name: str) -> bool:
 
 
 def _sliced_parts(path: Path, split: str, key: str) -> list[Part]:
-    """Return the parts of a split, or of a slice of one as `datasets` names it: `train[:48]`, `train[10%:]`."""
+    """Return the parts of a split, or of a slice in the notation of `datasets`: `train[:48]`, `train[10%:]`."""
     match = _SLICE.fullmatch(split)
     if match is None:
         return _local_parts(path, split, key)
@@ -165,7 +165,7 @@ def _local_parts(path: Path, split: str, key: str) -> list[Part]:
 def _read(file: Path) -> Part:
     if re.search(
         "[\0-\x1f\ud800-\udfff]", file.name
-    ):  # the name is part of row locations, in messages and in prepared rows
+    ):  # the file name becomes part of row locations in messages and in prepared rows
         raise DataError(f"{file.name!r}: the name of a data file must be UTF-8 without control characters; rename it")
     return open_part(file)
 
@@ -176,14 +176,14 @@ def _data_files(folder: Path) -> list[Path]:
 
 
 def _is_of_split(file: Path, split: str) -> bool:
-    """`train.jsonl`, `train-00000-of-00002.parquet`, `train_1.json` are files of the split `train`."""
+    """Return whether a file name is that of a split: `train.jsonl`, `train-00000-of-00002.parquet`, `train_1.json`."""
     return file.name.startswith(tuple(split + separator for separator in ".-_"))
 
 
 def _files_of_split(folder: Path, split: str, key: str) -> list[Path]:
     files = _data_files(folder)
     chosen = [file for file in files if _is_of_split(file, split)]
-    if not chosen and split == _TRAIN:  # a folder whose files are not named after splits
+    if not chosen and split == _TRAIN:  # files without split names are training rows
         chosen = [file for file in files if not any(_is_of_split(file, name) for name in _HELD_OUT)]
     if not chosen:
         contents = ", ".join(file.name for file in files[:5]) or f"no data file{_folders_to_name(folder)}"

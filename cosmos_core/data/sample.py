@@ -12,7 +12,7 @@ from cosmos_core.types import ImageRef
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One sequence to learn from."""
+    """Token sequence to learn from."""
 
     input_ids: np.ndarray
     """Token ids of the whole sequence, int64."""
@@ -23,9 +23,9 @@ class Sample:
     rollout_logprobs: np.ndarray | None = None
     """Log-probabilities that the engine returned for the tokens with mask 1, in order, float32.
 
-    NaN for a token that was not sampled; None if the sequence has no sampled token."""
+    The value is NaN for a token that was not sampled; None: the sequence has no sampled token."""
     reference_logprob: float = 0.0
-    """Sum of the learned tokens' log-probabilities under the reference policy; 0 without a reference policy."""
+    """Sum of the log-probabilities of learned tokens under the reference policy; 0 without a reference policy."""
     images: tuple[ImageRef, ...] = ()
     """Images that the image tokens of the sequence stand for, in order."""
     micro_batch: int | None = None
@@ -37,7 +37,7 @@ class Sample:
 
     @property
     def num_learned(self) -> int:
-        """Return the number of tokens with mask 1, without the first token of the sequence, which nothing predicts."""
+        """Return the number of learned tokens, without the first token of the sequence, which nothing predicts."""
         return int(self.loss_mask[1:].sum())
 
 

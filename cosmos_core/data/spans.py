@@ -14,22 +14,23 @@ from cosmos_core.data.messages import Message, texts_of
 
 Span = tuple[int, int]
 Render = Callable[[list[Message], bool], str]
-"""Function that renders messages, optionally with the generation prompt; raises TemplateError."""
+"""Function that renders messages, with the generation prompt if its second argument is True; raises TemplateError."""
 Head = tuple[str, str]
-"""Fixed text up to a completion, and the rest of the generation prompt, with which the completion may begin."""
+"""Text that the template writes before a completion, and the rest of the generation prompt, with which the completion
+may begin."""
 
 
 def prefix_spans(render: Render, messages: list[Message], full: str) -> list[Span] | None:
     """Return the spans by rendering the conversation up to and through each assistant turn; None if this fails.
 
-    Each rendering must be a prefix of `full`. It is not for templates that render the last turn differently, for
-    example by removing the think blocks of earlier turns.
+    Each rendering must be a prefix of `full`. This fails for templates that render the last turn differently from
+    earlier turns, for example without the think blocks of earlier turns.
     """
     spans = []
     for i in _assistant_turns(messages):
         try:
             before, through = render(messages[:i], True), render(messages[: i + 1], False)
-        except TemplateError:  # some templates refuse a prefix, e.g. one without a user turn
+        except TemplateError:  # some templates refuse a part of a conversation, e.g. without a user turn
             return None
         if not (through.startswith(before) and full.startswith(through)):
             return None
@@ -40,9 +41,9 @@ def prefix_spans(render: Render, messages: list[Message], full: str) -> list[Spa
 def skeleton_spans(
     render: Render, messages: list[Message], full: str, closing_tokens: Sequence[str]
 ) -> list[Span] | None:
-    """Return the spans by rendering a placeholder word for each completion and locating the fixed text in `full`.
+    """Return the spans by rendering a placeholder word for each completion, and locating the other text in `full`.
 
-    Text between the generation prompt and a completion (an empty think block) belongs to the span. None if this fails.
+    Text between the generation prompt and a completion (an empty think block) belongs to the span. None: it failed.
     """
     turns = _assistant_turns(messages)
     unused = _unused_word(messages)
@@ -51,7 +52,7 @@ def skeleton_spans(
     for i, word in zip(turns, words, strict=True):
         is_text = isinstance(messages[i]["content"], str)
         with_placeholders[i] = {**messages[i], "content": word if is_text else [{"type": "text", "text": word}]}
-        with_placeholders[i].pop("tool_calls", None)  # the model has to generate the calls: they are not fixed text
+        with_placeholders[i].pop("tool_calls", None)  # tool calls belong to the completion
     try:
         fixed = _split_at(render(with_placeholders, False), words)
         ending = _split_at(render(with_placeholders[: turns[-1] + 1], False), words)
@@ -84,7 +85,7 @@ def _unused_word(messages: list[Message]) -> str:
 
 
 def _split_at(text: str, words: list[str]) -> list[str] | None:
-    """Split a text at the words and return the parts; None unless each word occurs once and in order."""
+    """Split a text at `words` and return the parts; None unless each word occurs exactly once, in order."""
     parts = []
     for word in words:
         if text.count(word) != 1:
@@ -95,7 +96,7 @@ def _split_at(text: str, words: list[str]) -> list[str] | None:
 
 
 def _heads(render: Render, messages: list[Message], turns: list[int], fixed: list[str]) -> list[Head]:
-    """Return the fixed text before each completion, up to the end of its generation prompt."""
+    """Return the text of the template before each completion, up to the end of its generation prompt."""
     first, last = (_invitation(render, messages[:i]) for i in (turns[0], turns[-1]))
     heads = []
     for number, i in enumerate(turns):
@@ -106,7 +107,7 @@ def _heads(render: Render, messages: list[Message], turns: list[int], fixed: lis
 
 
 def _invitation(render: Render, before: list[Message]) -> tuple[str, str] | None:
-    """Return what the template writes after the last turn before a completion: end of the turn, generation prompt.
+    """Return the template's text between the last turn and a completion: the turn's end, and the generation prompt.
 
     Return None if adding the generation prompt changes the rendering of the turns.
     """
@@ -115,7 +116,7 @@ def _invitation(render: Render, before: list[Message]) -> tuple[str, str] | None
     except TemplateError:
         if any(turn["role"] == "user" for turn in before):
             raise
-        # Templates refuse an empty conversation, and some need a user turn: take the prompt after any user turn.
+        # Templates refuse an empty conversation, and some need a user turn, so render an arbitrary user turn before.
         before = [*before, {"role": "user", "content": _unused_word(before)}]
         without, with_prompt = render(before, False), render(before, True)
     if not with_prompt.startswith(without):
@@ -125,35 +126,35 @@ def _invitation(render: Render, before: list[Message]) -> tuple[str, str] | None
 
 
 def _last_words(before: list[Message]) -> str:
-    """Return the last text of the last turn; empty if there is none."""
+    """Return the last text of the last turn; empty if there is no turn or no text."""
     return texts_of(before[-1])[-1].strip() if before and texts_of(before[-1]) else ""
 
 
 def _head(part: str, asked: str, closing: str, prompt: str) -> Head:
-    """Return the fixed text up to the end of the generation prompt or of its longest prefix, and the missing rest.
+    """Return the template's text up to the end of the generation prompt or of its longest prefix, and the missing rest.
 
-    If a generation prompt ends with `<think>`, a completion without thoughts is rendered after a prefix of it only.
+    If a generation prompt ends with `<think>`, a completion without thoughts follows only a prefix of the prompt.
     """
     invitation = asked + closing + prompt
     if invitation in part:
         return part[: part.rfind(invitation) + len(invitation)], ""
-    # Do not search for the prompt in the user's text, nor for the user's text ("a") in the prompt.
+    # Search after the user's text, which may contain the generation prompt, or, if short ("a"), occur in the prompt.
     preceding = next((words for words in (asked + closing, asked) if words in part), None)
     if preceding is None or not prompt:
         return part, ""
     body = part.rfind(preceding) + len(preceding) if preceding else 0
     for length in range(len(prompt), 0, -1):
         position = part.rfind(prompt[:length], body)
-        # Without a text before it, a short prefix of the prompt may match unrelated text.
+        # Without preceding user text to search from, a short prefix of the prompt may match unrelated text.
         if position >= 0 and (preceding or length == len(prompt) or part.endswith(prompt[:length])):
             return part[: position + length], prompt[length:]
     return part, ""
 
 
 def _closer(part: str, ending: str, closing_tokens: Sequence[str]) -> str:
-    """Return the prefix that closes the turn, from the fixed text after a completion.
+    """Return the beginning of the template's text after a completion that closes the turn.
 
-    It is the common prefix with the last turn's ending, up to the end of a whole token: `<|end|><|user|>` and
+    This is the common prefix with the last turn's ending, up to the end of a whole token: `<|end|><|user|>` and
     `<|end|><|endoftext|>` share `<|end|><|`, of which `<|end|>` is returned.
     """
     shared = next(
@@ -164,13 +165,13 @@ def _closer(part: str, ending: str, closing_tokens: Sequence[str]) -> str:
 
 
 def _align(full: str, heads: list[Head], tail: str, closers: list[str]) -> list[Span] | None:
-    """Return the spans between the fixed texts, each with the text that closes its turn; None if they are ambiguous."""
+    """Return the spans between the template's texts, each with the text that closes its turn; None if ambiguous."""
     parts = [part for part, _ in heads]
     first, last = len(parts[0]), len(full) - len(tail)
     if not full.startswith(parts[0]) or not full.endswith(tail) or "" in parts[1:]:
         return None
     stops = _leftmost(full[:last], parts[1:], first)
-    # A turn that quotes the text between two turns, control tokens included, has a second match.
+    # Spans are ambiguous if a turn quotes the template's text between two turns, with its control tokens.
     if stops is None or stops != _rightmost(full[:last], parts[1:], first):
         return None
     spans = []
@@ -183,7 +184,7 @@ def _align(full: str, heads: list[Head], tail: str, closers: list[str]) -> list[
 
 
 def _leftmost(text: str, parts: list[str], start: int) -> list[int] | None:
-    """Return the positions of the parts in order, each as early as possible; None if a part is missing."""
+    """Return the positions of `parts` in a text, in order and each as early as possible; None if a part is missing."""
     positions = []
     for part in parts:
         positions.append(text.find(part, start))
@@ -194,7 +195,7 @@ def _leftmost(text: str, parts: list[str], start: int) -> list[int] | None:
 
 
 def _rightmost(text: str, parts: list[str], start: int) -> list[int]:
-    """Return the positions of the parts in order, each as late as possible; all parts must occur in the text."""
+    """Return the positions of `parts` in a text, in order and each as late as possible; all parts must occur."""
     positions: list[int] = []
     for part in reversed(parts):
         positions.insert(0, text.rfind(part, start, positions[0] if positions else len(text)))

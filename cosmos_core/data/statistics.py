@@ -19,11 +19,11 @@ _MOST_REASONS = 5
 
 
 class Skipped(NamedTuple):
-    """A row that was left out."""
+    """Row of a data set that was left out of the prepared rows."""
 
     reason: str
     where: str
-    """Location of the row."""
+    """Location of the row that was left out."""
     refusal: str = ""
     """Error of a row that cannot be read or rendered; empty if the row merely has nothing to learn."""
 
@@ -45,7 +45,7 @@ class Chunk(NamedTuple):
 
 @dataclass
 class _First:
-    """A count with the description of the first counted item only, as there may be millions."""
+    """Counter that keeps the description of the first counted item only, because there may be millions."""
 
     count: int = 0
     first: str = ""
@@ -59,7 +59,7 @@ class Counts:
     """Statistics of one split, collected chunk by chunk."""
 
     def __init__(self, kind: TokenisedKind, column: str = "", room: tuple[int, int] | None = None) -> None:
-        """`column` is the column that the recipe names, or empty; `room` is `Job.room`."""
+        """Start counting; `column` is the column that the recipe names, or empty, and `room` has the length limits."""
         self._room = room
         self._kind = kind
         self._column = column
@@ -97,7 +97,7 @@ class Counts:
 
     @property
     def _teaches_end(self) -> bool:
-        """Return whether a row teaches the end token, or none could because rows have no loss or are all cut."""
+        """Return False if no row has a learned end token, although rows have a loss and not all are cut."""
         is_always_cut = self._counts["truncated_rows"] >= self.num_rows
         return not self._kind.mask_columns or is_always_cut or self._counts["learned_ends"] > 0
 
@@ -150,7 +150,7 @@ class Counts:
         return lines
 
     def summary(self) -> dict[str, Any]:
-        """Return the split's entry of `statistics.json`."""
+        """Return the entry of the split in `statistics.json`."""
         lengths = np.concatenate(self._lengths).astype(np.int64)
         p50, p95 = np.percentile(lengths, [50, 95])
         return {

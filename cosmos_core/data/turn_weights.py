@@ -11,11 +11,11 @@ _KEYS = ("weight", "loss", "train", "loss_mask", "trainable")
 _PARTIAL_KEYS = ("loss_scale", "loss_weight", "train_detail", "training_detail")
 """Unsupported keys that weight a turn, or parts of it, by other values than 0 and 1."""
 _SELECTING = re.compile(r"loss|train|learn|mask|weight|ignore|supervise|target", re.IGNORECASE)
-"""Words in the names of keys that, with a number or a truth value, select what is learned in other programs."""
+"""Words in names of keys by which other programs, with a number or a truth value, select the tokens to learn."""
 
 
 def take_weight(turn: dict[str, Any], role: str, where: str) -> dict[str, int]:
-    """Remove the keys that select whether a turn is learned, and return `{"weight": 0}` if it is not, else `{}`.
+    """Remove the keys that select whether a turn is learned; return `{"weight": 0}` for a turn without loss, else `{}`.
 
     Raises:
         DataError: a key has another value than 0 and 1, or marks a turn of another role than the assistant as learned.

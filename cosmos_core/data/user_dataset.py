@@ -45,7 +45,7 @@ _NOT_CALLED = (
 
 
 class Opener:
-    """Opens the data sets and packers of one recipe.
+    """Opener of the user-defined data sets and packers of one recipe.
 
     `load_tokenizer` is called only if a `setup` method takes a tokenizer.
     """
@@ -71,7 +71,7 @@ class Opener:
         """Return a function that applies the recipe's packer to a row; None if the recipe names no packer.
 
         Raises:
-            ConfigError: the packer has methods that would never be called, or lacks the one that is needed.
+            ConfigError: the packer has methods that would never be called, or lacks the required method.
         """
         policy = self._recipe.train.train_policy
         if not policy.data_packer:
@@ -175,7 +175,7 @@ def _reference(reference: Any, policy: AlgorithmConfig) -> Row:
         return {}
     try:
         text = reference if isinstance(reference, str) else json.dumps(reference, ensure_ascii=False)
-    except (TypeError, ValueError):  # a set or a NumPy scalar
+    except (TypeError, ValueError):  # JSON has no sets and no NumPy scalars
         text = str(reference)
     return {_reference_column(policy): text}
 

@@ -33,7 +33,7 @@ class VisualTokens(NamedTuple):
     """Loss mask: 1 where the token is learned."""
     num_image_tokens: int
     images_end: int
-    """Index after the last token of the last image; 0 if there is no image."""
+    """Index after the last token of the last image; 0 if the conversation has no image."""
 
 
 def visual_tokens(
@@ -65,9 +65,9 @@ def visual_prompt(
     """Return the tokens of a prompt whose parts show `images`, and its text with a placeholder word for each image.
 
     Raises:
-        DataError: as `visual_tokens`.
-        SkippedRow: the prompt is longer.
-        RefusedRow, ModelError: as `render`.
+        DataError: see `visual_tokens`.
+        SkippedRow: the prompt is longer than `max_length`.
+        RefusedRow, ModelError: see `render`.
     """
     if not processor.tokenizer.is_fast:
         raise ModelError("rows with images need a fast tokenizer; save one beside the model (tokenizer.json)")
@@ -106,7 +106,7 @@ def _expanded(processor: ProcessorMixin, full: str, spans: list[Span], images: l
         encoded: Any = processor(
             text=[full],
             images=[images] if images else None,
-            add_special_tokens=not (bos and full.startswith(bos)),  # as in `apply_chat_template`
+            add_special_tokens=not (bos and full.startswith(bos)),  # avoid a second BOS
             return_offsets_mapping=True,
             return_text_replacement_offsets=True,
         )
@@ -130,7 +130,7 @@ def _image_words(processor: ProcessorMixin, full: str, encoded: Any, where: str)
     if "text_replacement_offsets" in encoded:
         return [(tuple(each["span"]), tuple(each["new_span"])) for each in encoded["text_replacement_offsets"][0]]
     bos = processor.tokenizer.bos_token
-    if bos and bos not in full:  # such processors insert it before the text, which shifts all offsets
+    if bos and bos not in full:  # the processor would insert a BOS and shift all offsets
         raise DataError(f"{where}: the chat template does not write {bos!r}, which the processor wants")
     return [(match.span(), match.span()) for match in re.finditer(re.escape(image_word(processor)), full)]
 

@@ -1,7 +1,7 @@
 """The interface of a kind of rows: how rows of a data set are prepared, and how prepared rows are read.
 
-Each kind is one file of this folder, and an algorithm declares its kind by name (`rows`). Nothing outside this folder
-depends on which kind it is.
+Each kind is one file of this folder, and an algorithm declares its kind by name (`rows`). Code outside this folder does
+not depend on the kind of the rows.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ TRAIN, VALIDATION = "train", "validation"
 LOCATION = "place"
 """Name of the column with the location that a row was read from."""
 COMPARED_ROWS = 256
-"""Number of rows that are compared with a reference together; constant, because padding and so the result depend on
-it, and for rows with a label also which responses are swapped."""
+"""Number of rows whose log-probabilities are compared with a reference policy in one batch; constant, because padding
+(and so the result), and the swapped responses of rows with a label, depend on the number."""
 IDS, MASK = pa.list_(pa.int32()), pa.list_(pa.uint8())
 _IMAGE = pa.struct({"path": pa.string(), "content": pa.large_binary(), "sha256": pa.string()})
 IMAGE_ROOT = b"images below"
@@ -45,14 +45,14 @@ class LearnedRows(ABC):
     """Prepared rows to learn, which are read on access."""
 
     is_compared: ClassVar[bool] = False
-    """Whether a held-out row is two samples, which are measured against the reference policy."""
+    """Whether a held-out row has two samples, whose log-probabilities are compared with the reference policy's."""
     is_prefetched: ClassVar[bool] = False
     """Whether reading a row takes so long that the rows of the next step are read in advance."""
     reference: np.ndarray | None = None
-    """Log-probabilities of both samples of each row under the reference policy, shape (rows, 2); None: they are not
-    needed."""
+    """Log-probabilities of both samples of each row under the reference policy, shape (rows, 2); None: the algorithm
+    needs no reference policy."""
     path: Path
-    """File of the rows."""
+    """Path of the file with the prepared rows."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -66,7 +66,7 @@ class LearnedRows(ABC):
 
         Args:
             positions: row numbers.
-            seed: seed of the data order and number of the train step, from which random values such as noise are drawn;
+            seed: seed of the data order and number of the train step, from which random values such as noise follow;
                 None: the rows are held out, and the values are the same at each call.
             micro_batch: number of the micro-batch that all these samples belong to; None: the trainer divides them.
         """
@@ -94,7 +94,7 @@ class RowKind(ABC):
     name: ClassVar[str]
     """Name of the kind, which is also the name of its file."""
     purpose: ClassVar[str]
-    """What rows of this kind are needed for, for messages: "to learn (SFT)"."""
+    """Purpose of rows of this kind, for error messages: "to learn (SFT)"."""
     columns: ClassVar[dict[str, pa.DataType]]
     """Columns of the prepared file, without the location of the row."""
     has_media: ClassVar[bool] = False
@@ -117,9 +117,9 @@ class RowKind(ABC):
         return self.visual_schema.with_metadata({**self.schema.metadata, IMAGE_ROOT: str(root).encode()})
 
     def held_out_kinds(self, *, has_rewards: bool) -> dict[str, str]:
-        """Return the splits that held-out rows are prepared as, with the kind of rows of each.
+        """Return the kind of rows of each split that held-out rows are prepared as, by the name of the split.
 
-        `has_rewards`: whether validation scores completions by reward functions.
+        With `has_rewards`, validation scores completions by reward functions.
         """
         return {VALIDATION: self.name}
 
@@ -162,11 +162,11 @@ class TokenisedKind(RowKind):
     """A kind of rows of text, which `prepare` tokenises one by one."""
 
     is_completed: ClassVar[bool] = False
-    """Whether an engine completes the rows, so that they must leave room for a completion."""
+    """Whether an engine completes the rows, which must then be shorter than the model's maximum length."""
     packer_method: ClassVar[str | None] = "sft_process_sample"
-    """Method of a user's data packer that rows of this kind are passed through; None: there is none."""
+    """Method of a user's data packer that converts rows of this kind; None: packers do not apply to the kind."""
     has_one_response: ClassVar[bool] = True
-    """Whether a row is one prompt with one response, so that two columns of text can be taken for them."""
+    """Whether a row is one prompt with one response, so that two columns of text can be read as prompt and response."""
     reader: ClassVar[Callable[..., Any]]
     """Reader of a row, called with row, location, column, system prompt and `with_images`."""
 
@@ -192,7 +192,7 @@ class TokenisedKind(RowKind):
         return self.reader(ReadRow(row, policy.own_names, where), where, column, system_prompt, with_images=True)
 
     def read_columns(self, row: Row, where: str, prompt: str, response: str) -> Any:
-        """Read a row whose prompt and response are in the columns of these names; empty: in a column that is known.
+        """Read a row whose prompt and response are in the columns `prompt` and `response`; empty: a known column name.
 
         Raises:
             DataError, SkippedRow: as in `read`.
@@ -210,10 +210,10 @@ class TokenisedKind(RowKind):
         """
 
     def leaves_out_response(self, row: Row, column: str) -> bool:
-        """Return whether learning `column` leaves out a response in another column."""
+        """Return whether training on the text in `column` leaves out a response in another column."""
         return False
 
     def prepare(self, stage: Stage) -> Outcome:
         """Tokenise the rows of a stage."""
-        outcome: Outcome = import_module("cosmos_core.data.prepare").tokenise(stage)  # imports the kinds
+        outcome: Outcome = import_module("cosmos_core.data.prepare").tokenise(stage)  # that module imports this one
         return outcome

@@ -22,7 +22,7 @@ from cosmos_core.data.sample import Sample, swap_responses
 
 
 class LabelledSequences(Sequences):
-    """Token sequences to learn, each with a label."""
+    """Token sequences to learn, each with a label that says whether its response is desirable."""
 
     is_compared = True
 
@@ -37,7 +37,8 @@ class LabelledSequences(Sequences):
     ) -> list[Sample]:
         """Return a sample for each sequence, whose reward is the row's label.
 
-        After the sample of a held-out row follows its prompt with the response of another row of `positions`.
+        For held-out rows, each sample is followed by a mismatched sample: the same prompt with the response of another
+        row of `positions`.
         """
         rows = zip(positions, super().samples(positions, seed, micro_batch), strict=True)
         labelled = [replace(sample, reward=float(self.labels[i])) for i, sample in rows]
@@ -50,7 +51,7 @@ class LabelledSequences(Sequences):
 
 
 class LabelledKind(SequencesKind):
-    """Token sequences to learn, each with a label."""
+    """Kind of rows that are token sequences to learn, each with a label that says whether its response is desirable."""
 
     name = "labelled"
     purpose = "with a label (KTO)"

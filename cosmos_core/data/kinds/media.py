@@ -18,11 +18,11 @@ from cosmos_core.data.media_rows import MediaRows, open_media, open_media_prompt
 from cosmos_core.types import Prompt
 
 _HELD_OUT = -1
-"""The value that replaces the step number in the seeds of held-out rows."""
+"""Value that replaces the number of the train step in the seeds of held-out rows."""
 
 
 class NoisyRows(LearnedRows):
-    """Images or clips, each at a noise level that is drawn anew for each train step."""
+    """Images or clips, each at a noise level that is sampled anew for each train step."""
 
     is_prefetched = True
 
@@ -35,7 +35,7 @@ class NoisyRows(LearnedRows):
     def samples(
         self, positions: Sequence[int], seed: tuple[int, int] | None = None, micro_batch: int | None = None
     ) -> list[FlowSample]:
-        """Return a sample for each row, with noise and a noise level; held-out rows keep their caption."""
+        """Return a sample for each row, with noise and a noise level; captions of held-out rows are never dropped."""
         if seed is None:
             return [self._draws.sample(self._rows[i], seed_of(_HELD_OUT, i), dropout=0.0) for i in positions]
         return [self._draws.sample(self._rows[i], seed_of(*seed, i)) for i in positions]
@@ -61,7 +61,7 @@ class MediaKind(MediaPromptsKind):
         return DrawnPrompts(open_media_prompts(folder, split), getattr(policy, "response_column_name", ""), clips)
 
     def held_out(self, folder: Path, policy: AlgorithmConfig, model: PolicyConfig, adapter: Any) -> HeldOut:
-        """Return prompts to draw from, and the rows themselves unless the training learns from rollouts."""
+        """Return the prompts to sample images or clips from, and the media unless training learns from rollouts."""
         rows = None if policy.has_rollouts else self.open(folder, VALIDATION, model, adapter)
         return HeldOut(rows, self.prompts(folder, VALIDATION, policy, model))
 

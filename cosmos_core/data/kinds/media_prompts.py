@@ -1,4 +1,4 @@
-"""Prompts to draw images or clips from, with their text embeddings."""
+"""Prompts to sample images or clips from, with their text embeddings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from cosmos_core.run.stage import Stage
 
 ENTRY = pa.struct({"shard": pa.string(), "entry": pa.string()})
-"""Location of tensors: the shard, and the name in it."""
+"""Arrow type of the location of tensors: the shard, and the name of the entry in the shard."""
 _REFERENCE_KEYS = ("reference", "answer", "label")
 
 
@@ -54,13 +54,13 @@ class DrawnPrompts(LazySequence[Prompt]):
 
 
 def find_reference(metadata: Mapping[str, Any], column: str) -> str:
-    """Return the reference value of a prompt's rewards; without a `column`, of the first known key that it has."""
+    """Return the reference for a prompt's rewards, from the metadata key `column` or, if empty, the first known key."""
     names = (column,) if column else _REFERENCE_KEYS
     return next((str(metadata[name]) for name in names if name in metadata), "")
 
 
 class MediaPromptsKind(RowKind):
-    """Prompts of a diffusion model."""
+    """Kind of rows that are prompts of a diffusion model."""
 
     name = "media_prompts"
     purpose = "to draw from (RL and validation of a diffusion model)"
@@ -68,7 +68,7 @@ class MediaPromptsKind(RowKind):
 
     def prepare(self, stage: Stage) -> Outcome:
         """Encode the rows of a stage with the encoders of its model."""
-        outcome: Outcome = import_module("cosmos_core.data.prepare_media").run(stage)  # imports diffusers
+        outcome: Outcome = import_module("cosmos_core.data.prepare_media").run(stage)  # slow: imports diffusers
         return outcome
 
     def prompts(self, folder: Path, split: str, policy: AlgorithmConfig, model: PolicyConfig) -> Sequence[Prompt]:

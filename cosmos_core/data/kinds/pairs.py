@@ -41,12 +41,12 @@ class Pairs(LearnedRows):
         return len(self.chosen)
 
     def token_counts(self, *, is_packed: bool) -> np.ndarray:
-        """Return the tokens of each pair: packed, the sum of both responses; padded, twice the longer one."""
+        """Return the number of tokens of each pair: the sum of both sequences if packed, else twice the longer one."""
         lengths = np.stack([self.chosen.lengths, self.rejected.lengths])
         return lengths.sum(0) if is_packed else 2 * lengths.max(0)
 
     def micro_batches(self, positions: np.ndarray, most_rows: int) -> list[list[int]]:
-        """Divide pairs into micro-batches of similar length, in each of which all pairs have as many images."""
+        """Divide pairs into micro-batches of pairs with similar lengths and equal numbers of images."""
         lengths, num_images = self._padded_lengths, self.chosen.num_images
         ordered = sorted(positions.tolist(), key=lambda i: -lengths[i])
         groups = [[i for i in ordered if num_images[i] == count] for count in np.unique(num_images[ordered])]
@@ -59,11 +59,11 @@ class Pairs(LearnedRows):
     def samples(
         self, positions: Sequence[int], seed: tuple[int, int] | None = None, micro_batch: int | None = None
     ) -> list[Sample]:
-        """Return the chosen, then the rejected sample of each pair, with its log-probability in `reference`, or 0."""
+        """Return the chosen, then the rejected sample of each pair, each with its reference log-probability or 0."""
         samples = []
         for i in positions:
             logprobs = (0.0, 0.0) if self.reference is None else self.reference[i].tolist()
-            images = self.chosen.images(i)  # the images are in the prompt, which both responses share
+            images = self.chosen.images(i)  # both responses share the prompt, which has all images
             for side, logprob in zip((self.chosen, self.rejected), logprobs, strict=True):
                 samples.append(Sample(*side[i], reference_logprob=logprob, images=images, micro_batch=micro_batch))
         return samples
@@ -79,7 +79,7 @@ def open_pairs(folder: Path, split: str) -> Pairs:
 
 
 class PairsKind(TokenisedKind):
-    """A prompt with a chosen and a rejected completion."""
+    """Kind of rows that are a prompt with a chosen and a rejected completion."""
 
     name = "pairs"
     purpose = "to compare (DPO)"
@@ -102,7 +102,7 @@ class PairsKind(TokenisedKind):
         if job.root is not None:
             if not isinstance(prompt, str):
                 return _visual_pair(job, [[*_unlearned(prompt), *turns] for turns in completions], row, where)
-            placed_images([], row, where)  # plain text has no turn to show one
+            placed_images([], row, where)  # refuse images, since plain text has no turn to show an image in
         values: list[list[int]] = []
         is_cut = is_merged = False
         tools = read_tools(row, where)

@@ -56,7 +56,7 @@ def open_prompts(folder: Path, split: str) -> Prompts:
 
 
 def find_prompts(folder: Path, split: str) -> Prompts | None:
-    """Return the prompts of a split; None if there is no such split, or its rows are not completed.
+    """Return the prompts of a split; None if the split does not exist, or its rows are not prompts to complete.
 
     Raises:
         DataError: the file of the split is damaged.
@@ -66,7 +66,7 @@ def find_prompts(folder: Path, split: str) -> Prompts | None:
 
 
 class PromptsKind(TokenisedKind):
-    """Prompts of text that an engine completes and rewards score."""
+    """Kind of rows that are text prompts, which an engine completes and rewards score."""
 
     name = "prompts"
     purpose = "to complete (RL, validation by reward)"
@@ -80,7 +80,7 @@ class PromptsKind(TokenisedKind):
         return open_prompts(folder, split)
 
     def held_out(self, folder: Path, policy: AlgorithmConfig, model: PolicyConfig, adapter: Any) -> HeldOut:
-        """Return held-out prompts, and the same rows with their responses if they were prepared to be learned."""
+        """Return held-out prompts, and the same rows with their responses if `prepare` wrote them to be learned."""
         learned = open_sequences(folder, LEARNED_HELD_OUT) if has_split(folder, LEARNED_HELD_OUT) else None
         return HeldOut(learned, open_prompts(folder, VALIDATION))
 
@@ -125,7 +125,7 @@ def _read(
     if isinstance(policy, RlConfig):
         columns = (policy.prompt_column_name, policy.response_column_name, policy.system_prompt)
         return read_prompt(row, where, *columns, keeps_last=keeps_last, with_images=with_images)
-    # a held-out row, rendered in the same form as the training rows
+    # a held-out row of supervised learning is rendered in the same form as the training rows
     assert isinstance(policy, SupervisedConfig)
     if not isinstance(row, ReadRow):
         row = ReadRow(row, policy.own_names, where)

@@ -12,17 +12,17 @@ _FOLDER, _SUFFIX = "cosmos_core.data.kinds", "Kind"
 
 @cache
 def row_kind(name: str) -> RowKind:
-    """Return the kind of rows of this name.
+    """Return the kind of rows named `name`.
 
     Raises:
-        ConfigError: there is no such kind.
+        ConfigError: no kind of rows has this name.
     """
     kind: RowKind = load_named(name, _FOLDER, _SUFFIX)()
     return kind
 
 
 def tokenised_kind(name: str) -> TokenisedKind:
-    """Return the kind of rows of text of this name."""
+    """Return the kind of text rows named `name`."""
     kind = row_kind(name)
     assert isinstance(kind, TokenisedKind)
     return kind

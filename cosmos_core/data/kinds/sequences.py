@@ -31,7 +31,7 @@ class Sequences(LearnedRows):
     """Token sequences to learn: `[i]` is `(input_ids int64, loss_mask uint8)`, copied from the memory-mapped file."""
 
     def __init__(self, table: pa.Table, path: Path, ids: str = "input_ids", mask: str = "loss_mask") -> None:
-        """`ids` and `mask` are the names of the columns."""
+        """Wrap a table; `ids` and `mask` are the names of its columns with token ids and loss masks."""
         self.path = path
         self._ids, self._masks = table[ids], table[mask]
         self.lengths: np.ndarray = pc.list_value_length(self._ids).to_numpy().astype(np.int64)
@@ -81,7 +81,7 @@ class SequencesKind(TokenisedKind):
     reader = staticmethod(read_conversation)
 
     def held_out_kinds(self, *, has_rewards: bool) -> dict[str, str]:
-        """Return the splits of held-out rows: with rewards prompts to complete, and the same rows to learn."""
+        """Return the kind of each held-out split: with rewards, the rows are also prepared as prompts to complete."""
         return {VALIDATION: "prompts", LEARNED_HELD_OUT: self.name} if has_rewards else {VALIDATION: self.name}
 
     def open(self, folder: Path, split: str, model: PolicyConfig, adapter: Any = None) -> Sequences:
@@ -94,7 +94,7 @@ class SequencesKind(TokenisedKind):
         if TOKENS in row:
             return _tokenised_sequence(job, row, where)
         texts = None if tokenizer.chat_template else plain_texts(row, "prompt", ("completion", "response"))
-        if texts and job.root is None and not job.conversation[1]:  # a system prompt needs a template
+        if texts and job.root is None and not job.conversation[1]:  # a system prompt needs a chat template
             check_characters(texts, where)
             if not texts[1].strip():
                 raise SkippedRow(where, "without a completion to learn")
@@ -106,7 +106,7 @@ class SequencesKind(TokenisedKind):
         if job.root is not None:
             if not isinstance(conversation, str):
                 return _visual_sequence(job, conversation, row, where)
-            placed_images([], row, where)  # plain text has no turn to show one
+            placed_images([], row, where)  # refuse images, since plain text has no turn to show an image in
         tools = read_tools(row, where)
         tokens, is_merged = tokenise_turns(
             lambda turns: conversation_tokens(tokenizer, turns, where, tools, job.end_ids), conversation
