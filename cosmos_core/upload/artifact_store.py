@@ -44,11 +44,12 @@ _RUNS = "/runs/"
 
 
 class ArtifactStore:
-    """The store below one URL; its methods raise ConfigError or UploadError, with a message of one line, if the store
-    fails."""
+    """Artifact store below one URL; its methods raise ConfigError or UploadError, with a message of one line, if the
+    store fails."""
 
     def __init__(self, url: str, pause: Callable[[], None] = lambda: None) -> None:
-        """`pause` is called between files and parts, and raises if the run is to stop."""
+        """Open the store at `url`; `pause` is called between files and parts, and raises an error if the run is to
+        stop."""
         name, self._prefix = split_url(url)
         self.url = f"{SCHEME}{name}/{self._prefix}".rstrip("/")
         self._bucket = Bucket(name)
@@ -59,19 +60,20 @@ class ArtifactStore:
         self._bucket.check()
 
     def put_run(self, run_path: Path, *, has_grown: bool = False) -> str:
-        """Store the definition of a run unless it is stored already; return its URL for `opened`. With `has_grown`, the
-        stored definition is replaced if the run has other stages.
+        """Store the definition of a run unless it is stored already; return its URL for `opened`. With `has_grown`, a
+        stored definition is replaced if the run has other stages now.
 
         Two runs that started on two machines in the same second have the same name, and different names in the store.
         """
         files, facts = {name: _text(run_path / name) for name in RUN_FILES}, read_facts(run_path)
-        run_id = facts.run_id if facts and facts.run_id else run_path.name  # the folder may have another name here
+        # On this machine the folder may have another name.
+        run_id = facts.run_id if facts and facts.run_id else run_path.name
         names = (f"{run_id}{suffix}" for suffix in _suffixes())
         with translate_errors(self.url):
             return f"{self.url}{_RUNS}{next(name for name in names if self._has_run(name, files, has_grown))}"
 
     def run(self, run_id: str) -> dict[str, str]:
-        """Return the files that define a run: their texts by name."""
+        """Return the files that define a run, `pipeline.toml` and `run.json`, as text by name."""
         files = self._read(f"runs/{run_id}/run.json")
         if files is None:
             raise ConfigError(f"{self.url}{_RUNS}{run_id}: there is no such run")
@@ -84,7 +86,7 @@ class ArtifactStore:
             self._objects.send(files, stage_path / JOURNAL)
 
     def put_result(self, run_id: str, stage: str, result: Result) -> None:
-        """Store the manifest of a stage, which makes it complete; its outputs must be stored before."""
+        """Store the manifest of a stage, which marks the stage as complete; its outputs must be stored before."""
         self._write(f"runs/{run_id}/stages/{stage}/{RESULT}", result)
 
     def put_made(self, result: Result) -> None:
@@ -107,8 +109,8 @@ class ArtifactStore:
         return result
 
     def fetch_outputs(self, result: Result, stage_path: Path, here: Mapping[str, Path]) -> None:
-        """Fetch the outputs of a result to `stage_path`; contents that `here` has as local files, by digest, are copied
-        instead."""
+        """Fetch the outputs of a result to `stage_path`. `here` maps digests to local files, which are copied instead
+        of fetched."""
         with translate_errors(self.url):
             self._objects.fetch({stage_path / record["path"]: _entry(record) for record in result["outputs"]}, here)
         for record in result["outputs"]:
@@ -116,7 +118,7 @@ class ArtifactStore:
             record.update(mtime_ns=status.st_mtime_ns, inode=status.st_ino)
 
     def lease(self, fingerprint: str, holder: Holder, is_gone: Callable[[Holder], bool]) -> Lease:
-        """Return the lease for making the result of a fingerprint."""
+        """Return the lease that the process which makes the result of a fingerprint must hold."""
         return Lease(self._bucket, self._key(f"made/{fingerprint}/lease.json"), holder, is_gone)
 
     def checkpoints(self, fingerprint: str, stage_path: Path) -> StoredCheckpoints:
@@ -124,17 +126,19 @@ class ArtifactStore:
         return StoredCheckpoints(self._bucket, self._key(f"made/{fingerprint}/{FOLDER}"), stage_path)
 
     def record(self, run_id: str, stage_path: Path, machine: str) -> StoredRecord:
-        """Return the record of a stage of a run for display on other machines."""
+        """Return the record of a stage, the files that other machines display."""
         return StoredRecord(self._bucket, self._key(f"runs/{run_id}/stages/{stage_path.name}"), stage_path, machine)
 
     def _has_run(self, name: str, files: dict[str, str], has_grown: bool) -> bool:
-        """Return True if the name belongs to the run with these files; a free name is assigned to it."""
+        """Return True if the name in the store belongs to the run with these files; a free name is assigned to the
+        run."""
         key = self._key(f"runs/{name}/run.json")
         stored, _ = read_document(self._bucket, key)
         if stored is None:
             if exchange_document(self._bucket, key, files, ""):
                 return True
-            stored, _ = read_document(self._bucket, key)  # written by another machine, or by this request
+            # Stored meanwhile by another machine, or by this request whose response was lost.
+            stored, _ = read_document(self._bucket, key)
         if stored is None or _identity(stored[_FACTS]) != _identity(files[_FACTS]):
             return False
         if has_grown and stored[_PIPELINE] != files[_PIPELINE]:
@@ -158,7 +162,7 @@ class ArtifactStore:
 
 
 def opened(url: str, folder: str, pause: Callable[[], None]) -> Path:
-    """Return the directory of a run on this machine, and create it if it does not exist; `url` is a return value of
+    """Return the directory of a run on this machine; create it if it does not exist. `url` is a return value of
     `put_run`.
 
     The directory is in `folder`, or by default in the folder of runs of the machine that started the run. It gets the
@@ -184,11 +188,11 @@ def opened(url: str, folder: str, pause: Callable[[], None]) -> Path:
 
 
 def _identity(facts: str) -> Any:
-    """Return what distinguishes a run from all others, from the text of its `run.json`; that text if it is damaged."""
+    """Return the values in the text of a `run.json` that identify a run; the text itself if it is damaged."""
     with suppress(ValueError):
-        found = json.loads(facts)
-        if isinstance(found, dict):
-            return [found.get(name) for name in ("run_id", "started", "host")]
+        values = json.loads(facts)
+        if isinstance(values, dict):
+            return [values.get(name) for name in ("run_id", "started", "host")]
     return facts
 
 
@@ -198,19 +202,19 @@ def _suffixes() -> Iterator[str]:
 
 
 def _text(file: Path) -> str:
-    """Return the content of a file of a run; a missing or damaged file must not prevent the run from continuing."""
+    """Return the text of a file of a run; empty if the file is missing, so that a damaged run can continue."""
     return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
 
 
 def look_up(pipeline: Pipeline) -> Callable[[str], Result | None]:
-    """Return a function that returns the result of a fingerprint in the store of a pipeline; None for all without a
-    store."""
+    """Return a function that looks up the result of a fingerprint in the artifact store of a pipeline; without a store
+    it always returns None."""
     url = pipeline.config.artifact_store
     return ArtifactStore(url).made if url else lambda fingerprint: None
 
 
 def check_store(pipeline: Pipeline) -> None:
-    """Check that the store of a pipeline can be reached.
+    """Check that the artifact store of a pipeline can be reached.
 
     Raises:
         ConfigError: the store cannot be reached.

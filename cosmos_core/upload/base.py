@@ -1,4 +1,5 @@
-"""Targets for publishing models. A target is one file in this folder; it stores versions and moves a pointer last."""
+"""Publication targets: each target is one file in this folder, which stores versions of a model and moves the pointer
+to the current version last."""
 
 from __future__ import annotations
 
@@ -12,15 +13,16 @@ from cosmos_core.errors import ConfigError, UploadError
 from cosmos_core.registry import is_import_path, load_named
 
 RECORD = "published.json"
-"""File with the record of a version, next to the files of the model."""
+"""Name of the file with the record of a published version, next to the files of the model."""
 JOURNAL = "upload.jsonl"
-"""File in the folder of a stage with the progress of its upload, to continue after a kill."""
+"""Name of the file in the folder of a stage with the progress of its upload, from which an interrupted upload
+continues."""
 _MOST_KEPT = 100
 
 
 class Target(Protocol):
-    """Interface of the class that a `target` selects, which stores versions of one model at the location after
-    `NAME://`.
+    """Interface of publication targets, the classes that a `target` selects; a target stores versions of one model at
+    the location after `NAME://`.
 
     A built-in target is `SomeNameTarget` in `some_name.py`; a user's target is `path/file.py:Class` or
     `path/file.py:Class://LOCATION`. A target may have further methods, of which `S3Target` has all:
@@ -65,13 +67,13 @@ def moved(history: list[str], version: str) -> list[str]:
 
 
 def check_targets(pipeline: Pipeline) -> None:
-    """Check for each built-in target of a stage that it can be written, if the target has a method `check`.
+    """Check that each built-in publication target of a stage can be written, if the target has a method `check`.
 
     Raises:
         ConfigError: a target cannot be written.
     """
     for stage in pipeline.stages:
-        is_own = is_import_path(split_target(stage.target)[0])  # a user's code is not imported before it is needed
+        is_own = is_import_path(split_target(stage.target)[0])  # user code is imported only when the stage runs
         if is_own or pipeline.kind_of(stage).makes != "publication":
             continue
         check: Callable[[], None] | None = getattr(open_target(stage.target), "check", None)
@@ -83,7 +85,7 @@ def check_targets(pipeline: Pipeline) -> None:
 
 
 def open_target(target: str) -> Target:
-    """Return the target of a stage.
+    """Return the publication target that a stage's `target` selects.
 
     Raises:
         ConfigError: there is no target of this name, or a user's file cannot be imported.

@@ -1,5 +1,5 @@
-"""Content-addressed files in a bucket: each content is stored once under its SHA-256, and a document written last names
-it.
+"""Store files in a bucket under the SHA-256 of their content: each content is stored once, and a document that is
+written last names it.
 
 A fetched file is compared with its digest, and fetched again if the network altered it.
 """
@@ -20,7 +20,7 @@ from cosmos_core.run.bucket import SCHEME, Bucket, is_refused_condition, side_by
 from cosmos_core.run.files import copy_file, sha256
 from cosmos_core.upload.transfer import Journal, Transfer
 
-_ATTEMPTS = 3  # to fetch an object that arrives altered
+_ATTEMPTS = 3  # attempts to fetch an object that arrives altered
 _AT_ONCE = 4
 
 
@@ -33,13 +33,13 @@ class Entry:
 
     @classmethod
     def of(cls, data: bytes) -> Entry:
-        """Return size and digest of some data."""
+        """Return the entry of a content: its size and digest."""
         return cls(len(data), hashlib.sha256(data).hexdigest())
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """Files by path, with further information."""
+    """Set of files, by path, with further information."""
 
     files: Mapping[str, Entry]
     info: dict[str, Any] = field(default_factory=dict)
@@ -50,20 +50,21 @@ class Bundle:
 
 
 def bundle_of(value: dict[str, Any]) -> Bundle:
-    """Return the bundle of a JSON document."""
+    """Return the bundle that `Bundle.as_json` wrote as a JSON document."""
     return Bundle({path: Entry(*each) for path, each in value["files"].items()}, value["info"])
 
 
 class Contents:
-    """Files below one prefix of a bucket, named by their SHA-256."""
+    """Storage of files below one prefix of a bucket, under the SHA-256 of their content."""
 
     def __init__(self, bucket: Bucket, prefix: str, pause: Callable[[], None] = lambda: None) -> None:
-        """`pause` is called between files and parts, and raises if the run is to stop."""
+        """Store contents below `prefix`; `pause` is called between files and parts, and raises an error if the run is
+        to stop."""
         self._bucket, self._prefix, self._pause = bucket, prefix, pause
 
     def send(self, files: Mapping[str, Path], journal: Path | None = None) -> None:
-        """Store files under their digests and verify them; `journal` records which have arrived, to continue after a
-        kill.
+        """Store files under their digests and verify them; the journal file records which files have arrived, so that
+        an interrupted upload continues.
 
         Raises:
             UploadError: a file arrives altered each time, or has changed meanwhile.
@@ -72,13 +73,13 @@ class Contents:
         transfer.send({self._key(digest): (file, digest) for digest, file in files.items()})
 
     def write(self, data: bytes) -> Entry:
-        """Store a small content in one request."""
+        """Store a small content in one request; return its size and digest."""
         entry = Entry.of(data)
         self._bucket.write(self._key(entry.sha256), data)
         return entry
 
     def read(self, entry: Entry) -> bytes | None:
-        """Return a small content; None if it does not exist any more.
+        """Return a small content; None if it does not exist in the bucket.
 
         Raises:
             UploadError: the content arrives altered each time.
@@ -103,8 +104,8 @@ class Contents:
         return ""
 
     def fetch(self, files: Mapping[Path, Entry], here: Mapping[str, Path] | None = None) -> None:
-        """Fetch contents to files, without those that the files already have; local files in `here`, by digest, are
-        copied.
+        """Fetch contents to files; files that already have their content are skipped. `here` maps digests to local
+        files, which are copied instead of fetched.
 
         Raises:
             UploadError: a content does not exist any more, or arrives altered each time.
@@ -157,15 +158,16 @@ class Contents:
 
 
 def write_document(bucket: Bucket, key: str, value: dict[str, Any], **only: str) -> str:
-    """Replace a JSON document in one request and return its ETag. `only` has conditions as in `Bucket.write`."""
+    """Replace a JSON document in one request and return its new ETag. `only` has the conditions of the write, as in
+    `Bucket.write`."""
     text = json.dumps(value)
     digest = hashlib.sha256(text.encode()).hexdigest()
     return bucket.write(key, json.dumps({"sha256": digest, "text": text}).encode(), **only)
 
 
 def exchange_document(bucket: Bucket, key: str, value: dict[str, Any], etag: str) -> str:
-    """Replace the document with this ETag, or create it if `etag` is empty; return the new ETag, or an empty string if
-    the stored document is another one."""
+    """Replace the JSON document with this ETag, or create it if `etag` is empty; return the new ETag, or an empty
+    string if the stored document has another ETag."""
     from botocore.exceptions import ClientError
 
     only = {"IfMatch": f'"{etag}"'} if etag else {"IfNoneMatch": "*"}
@@ -178,7 +180,7 @@ def exchange_document(bucket: Bucket, key: str, value: dict[str, Any], etag: str
 
 
 def read_document(bucket: Bucket, key: str) -> tuple[dict[str, Any] | None, str]:
-    """Return a document and its ETag; None and an empty string if it does not exist.
+    """Return a JSON document and its ETag; None and an empty string if it does not exist.
 
     Raises:
         UploadError: the document is damaged, or arrives altered each time.

@@ -1,4 +1,5 @@
-"""Model card of a published model: the card of its export, with metrics and origin added at the time of publication."""
+"""Write the model card of a published model: the card of its export, with metrics and origin added at the time of
+publication."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Target `file`: publish to a folder, `<target>/<version>/`, with a symbolic link `<target>/latest` that is moved
+"""Publication target `file`: a folder `<target>/<version>/`, with a symbolic link `<target>/latest` that is moved
 last."""
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ HISTORY = "history.json"
 
 
 class FileTarget:
-    """Target that stores versions in sub-folders of one folder."""
+    """Publication target that stores versions in sub-folders of one folder."""
 
     def __init__(self, location: str) -> None:
         self.folder = Path(location)
         self._pause: Callable[[], None] = lambda: None
 
     def attend(self, folder: Path, pause: Callable[[], None]) -> None:
-        """Set `pause`, which is called before the pointer moves; there is no journal, since an interrupted copy starts
-        again."""
+        """Set `pause`, which is called before the pointer moves; there is no journal, because an interrupted copy
+        starts again."""
         self._pause = pause
 
     def check(self) -> None:
-        """Check that the folder is writable or can be created, without changing anything.
+        """Check that the target folder is writable or can be created, without changing anything.
 
         Raises:
             ConfigError: it is not writable.
@@ -76,7 +76,8 @@ class FileTarget:
         return str(self.folder / version)
 
     def damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
-        """Return which file of `record` is missing or altered in a version, or an empty string."""
+        """Return the name of the first file of `record` that is missing or altered in a version, in a message; empty if
+        the version is complete."""
         return self._damage(self.folder / version, record)
 
     def point_to(self, version: str, history: list[str] | None = None) -> None:
@@ -108,7 +109,7 @@ class FileTarget:
             self._pause()
             self._move(version, moved(self.history(), version))
         except OSError as error:
-            # copytree collects (source, copy, reason) of every file in one error without a reason of its own
+            # copytree raises one error with (source, copy, reason) of every file and no reason of its own
             reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror
             raise UploadError(f"target {self.folder} cannot be written: {reason}; the pointer was not moved") from error
         return str(path)
@@ -121,7 +122,8 @@ class FileTarget:
         return checked
 
     def _damage(self, path: Path, record: dict[str, Any]) -> str:
-        """Return why a version is not complete; empty if every file has the recorded digest."""
+        """Return a message about the first missing or altered file of a version; empty if every file has the recorded
+        digest."""
         if read_json(path / RECORD) is None:
             return "no record"
         files = {str(file.relative_to(path)): file for file in files_below(path)}

@@ -1,4 +1,4 @@
-"""Target `hub`: publish to the Hugging Face Hub, `hub://OWNER/NAME` or `hub://OWNER/NAME@BRANCH`; without an owner, to
+"""Publication target `hub`: the Hugging Face Hub, `hub://OWNER/NAME` or `hub://OWNER/NAME@BRANCH`; without an owner,
 the account of the token.
 
 A new repository is private. A version is one atomic commit and a tag with its name; the tag is set after the stored
@@ -34,7 +34,7 @@ _CARD = "README.md"
 
 
 class HubTarget:
-    """Target that stores versions as commits on one branch of a repository."""
+    """Publication target that stores versions as commits on one branch of a repository on the Hub."""
 
     def __init__(self, location: str, *, wait_seconds: float = 2.0) -> None:
         name, _, self.branch = location.partition("@")
@@ -54,8 +54,8 @@ class HubTarget:
             within(_CHECK_SECONDS, lambda: self._retry(self.api.whoami, _CHECK_SECONDS / 2))
 
     def attend(self, folder: Path, pause: Callable[[], None]) -> None:
-        """Set `pause`, which is called between attempts and before the commit; the Hub itself knows which files have
-        arrived."""
+        """Set `pause`, which is called between attempts and before the commit; there is no journal, because the Hub
+        itself knows which files have arrived."""
         self._pause = pause
 
     @cached_property
@@ -67,7 +67,7 @@ class HubTarget:
         """
         for name in ("HF_HUB_DISABLE_TELEMETRY", "HF_HUB_DISABLE_PROGRESS_BARS"):
             os.environ.setdefault(name, "1")
-        from huggingface_hub import HfApi  # imported here: it takes half a second
+        from huggingface_hub import HfApi  # a slow import
 
         token = os.environ.get("HF_TOKEN")
         if not token:
@@ -86,7 +86,7 @@ class HubTarget:
         return f"hub://{self.repository}@{version}"
 
     def published(self) -> dict[str, Any] | None:
-        """Return the record at the head of the branch; None if nothing was published yet.
+        """Return the record of the version at the head of the branch; None if nothing was published yet.
 
         Raises:
             DamagedRecord: the record cannot be read.
@@ -97,8 +97,8 @@ class HubTarget:
         return record
 
     def damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
-        """Return which file of `record`, compared with `folder`, is missing or altered at the tag of a version, or an
-        empty string; for the current version also at the head of the branch."""
+        """Return a message about the first file of `record` that is missing at the tag of a version or differs from the
+        file in `folder`; for the current version also at the head of the branch. Empty if there is none."""
         branch = self.branch or "main"
         with self._translate_errors():
             current = self._retry(lambda: self._record(branch)) or {}
@@ -131,7 +131,7 @@ class HubTarget:
         try:
             stored = self._record(branch) or {}
         except DamagedRecord:
-            stored = {}  # the commit replaces it
+            stored = {}  # the commit replaces the damaged record
         is_sent = stored.get("version") == version and stored["files"] == record["files"]
         if is_sent and not self._damage(folder, record, branch):
             return
@@ -140,7 +140,7 @@ class HubTarget:
             CommitOperationAdd(name, str(folder / name)) for name in record["files"] if name != _CARD
         ]
         self.api.preupload_lfs_files(self.repository, operations, revision=branch)
-        self._pause()  # the files may have taken hours, and the commit publishes
+        self._pause()  # last chance to stop: the upload of the files may have taken hours, and the commit publishes
         operations.append(CommitOperationAdd(_CARD, with_metrics(folder / _CARD, record).encode()))
         operations.append(CommitOperationAdd(RECORD, json.dumps(record, indent=1).encode()))
         paths = {operation.path_in_repo for operation in operations} | _KEPT
@@ -151,7 +151,8 @@ class HubTarget:
         )
 
     def _damage(self, folder: Path, record: dict[str, Any], revision: str) -> str:
-        """Compare each file with the Hub's SHA-256 of it or, for a small file, with the git object id."""
+        """Return a message about the first file that differs from the Hub's SHA-256, or for a small file from its git
+        object id; empty if there is none."""
         from huggingface_hub.errors import RevisionNotFoundError
 
         try:
@@ -189,8 +190,8 @@ class HubTarget:
         return dict(record)
 
     def _retry(self, call: Callable[[], Any], most_seconds: float = math.inf) -> Any:
-        """Call a function until it succeeds, at most five times and not again after `most_seconds`; between attempts
-        wait as long as a busy Hub requests."""
+        """Call a function until it succeeds, at most five times, without another attempt after `most_seconds`; between
+        attempts wait as long as a busy Hub requests."""
         from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
         began = time.monotonic()
@@ -212,7 +213,8 @@ class HubTarget:
         raise AssertionError("the last attempt returns or raises")
 
     def _sleep(self, seconds: float) -> None:
-        """Wait in short intervals: an upload that has to stop has less time than a busy Hub may request."""
+        """Wait in short intervals with a call of `pause` in each: an upload that has to stop has less time than a busy
+        Hub may request."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             self._pause()
@@ -220,7 +222,7 @@ class HubTarget:
 
     @contextmanager
     def _translate_errors(self) -> Iterator[None]:
-        """Translate errors of the Hub's client to errors with a message of one line."""
+        """Translate errors of the Hub's client into errors of this package with a message of one line."""
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 
         where, hub = f"hub://{self._name}", f"the Hub {self.api.endpoint}"

@@ -1,4 +1,4 @@
-"""A lease in a bucket, which lets only one process on any machine make something at a time.
+"""Lease in a bucket, with which only one process on any machine makes a result at a time.
 
 The holder renews the lease. A waiting process takes over a lease that has not changed for a minute by its own clock, so
 that clocks need not agree. On the machine of a killed holder it takes over at once.
@@ -26,7 +26,7 @@ _POLL_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Holder:
-    """A process on a machine that holds a lease."""
+    """Process that holds a lease, with its machine."""
 
     machine: str
     pid: int
@@ -34,14 +34,15 @@ class Holder:
     """Start time of the process, relative to the boot of its machine."""
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
     beats: int = 0
-    """Number of renewals."""
+    """Number of renewals of the lease so far."""
 
 
 class Lease:
-    """The exclusive right to make one thing."""
+    """Exclusive right of a process to make one result, stored as a document in a bucket."""
 
     def __init__(self, bucket: Bucket, key: str, holder: Holder, is_gone: Callable[[Holder], bool]) -> None:
-        """`is_gone` returns True if a process of this machine is known to have ended."""
+        """Create the lease at `key` without acquiring it; `is_gone` returns True if a holder on this machine is known
+        to have ended."""
         self._bucket, self._key = bucket, key
         self._holder, self._is_gone = holder, is_gone
         self._etag = ""
@@ -51,8 +52,8 @@ class Lease:
         self._thread: threading.Thread | None = None
 
     def acquire(self, while_waiting: Callable[[Holder], None]) -> bool:
-        """Acquire the lease; return True if another process held it meanwhile. `while_waiting` is called between
-        attempts with the current holder, and may raise to give up.
+        """Acquire the lease; return True if another process held it in the meantime. `while_waiting` is called between
+        attempts with the current holder, and may raise an error to give up.
 
         Raises:
             ConfigError, UploadError: the store refuses, or cannot be reached.
@@ -113,15 +114,16 @@ class Lease:
         value, etag = read_document(self._bucket, self._key)
         try:
             return (Holder(**value) if value is not None else None), etag
-        except TypeError:  # written by another version
+        except TypeError:  # the document was written by another version
             return None, etag
 
     def _put(self, etag: str) -> bool:
-        """Replace the lease with this ETag by that of this process; return True if this process holds the lease now."""
+        """Replace the stored lease that has this ETag by the lease of this process; return True if this process holds
+        the lease now."""
         self._etag = exchange_document(self._bucket, self._key, asdict(self._holder), etag)
         if self._etag:
             return True
-        # If the response to a successful request was lost, its repetition is refused.
+        # If the response to a successful request was lost, the retry of the request is refused.
         holder, self._etag = self._read()
         return self._is_ours(holder)
 

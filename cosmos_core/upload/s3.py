@@ -1,4 +1,4 @@
-"""Target `s3`: publish to `s3://BUCKET/PREFIX` of any S3-compatible store, `<prefix>/<version>/...`.
+"""Publication target `s3`: `s3://BUCKET/PREFIX` of any S3-compatible store, with versions in `<prefix>/<version>/...`.
 
 The pointer `<prefix>/latest.json` has the current and the earlier versions; it is written last, after every object was
 verified. `AWS_ENDPOINT_URL` or `PROD_S3_CHECKPOINT_ENDPOINT_URL` has the address of the store.
@@ -21,7 +21,7 @@ _STAYS = "the pointer was not moved"
 
 
 class S3Target:
-    """Target that stores versions below one prefix of a bucket."""
+    """Publication target that stores versions below one prefix of a bucket."""
 
     def __init__(self, location: str, *, read_seconds: float = 20.0) -> None:
         name, self.prefix = split_url(f"{SCHEME}{location}")
@@ -81,15 +81,15 @@ class S3Target:
         with translate_errors(self.where("")):
             records = [(each.modified, each.key) for each in self.bucket.objects(head) if each.key.endswith(tail)]
         names = [key.removeprefix(head).removesuffix(tail) for _, key in sorted(records)]
-        return [name for name in names if "/" not in name]  # others belong to a target below this one
+        return [name for name in names if "/" not in name]  # other records belong to a target below this prefix
 
     def where(self, version: str) -> str:
         """Return the URL of a version."""
         return f"{SCHEME}{self.bucket.name}/{self._key(version)}"
 
     def damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
-        """Return which file of `record`, compared with `folder`, is missing or altered in a version according to the
-        store's metadata, or an empty string."""
+        """Return a message about the first file of `record` that is missing in a version or differs from the file in
+        `folder` according to the store's metadata; empty if there is none."""
         with translate_errors(self.where(version)):
             for name, sha256 in record["files"].items():
                 stored = self.bucket.head(self._key(f"{version}/{name}"))

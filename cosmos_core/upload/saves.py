@@ -32,13 +32,13 @@ _PAUSE_SECONDS = 30.0
 
 
 def saves_url(parent: str, training: str, run_id: str) -> str:
-    """Return the URL for the checkpoints of a training, below the target of its pipeline; empty if `parent` is
-    empty."""
+    """Return the URL for the checkpoints of a training, below the publication target of its pipeline, `parent`; empty
+    if `parent` is empty."""
     return f"{parent}/{training}/saves/{run_id}" if parent else ""
 
 
 class Saves:
-    """The checkpoints of one training below a URL."""
+    """Uploader of the checkpoints of one training to a URL."""
 
     def __init__(self, stage_path: Path, url: str) -> None:
         name, self._prefix = split_url(url)
@@ -81,12 +81,14 @@ class Saves:
 
 
 class _Stopped(Exception):
-    """Exception for the end of the training; the stage that publishes the model sends the remaining files."""
+    """Exception that ends an upload because the training has ended; the stage that publishes the model sends the
+    remaining files."""
 
 
 @contextmanager
 def sending(stage_path: Path, url: str) -> Iterator[None]:
-    """Send the checkpoints of a training while the block runs, as soon as they are saved; send none if `url` is empty.
+    """Send the checkpoints of a training while the block runs, as soon as they are saved; with an empty `url`, send
+    none.
 
     A failure of the store costs a warning: the upload is tried again, and finally by the stage that publishes the
     model.
@@ -130,7 +132,8 @@ def yield_to_others() -> None:
 
 @contextmanager
 def linked(source: Path, target: Path) -> Iterator[Path | None]:
-    """Hard-link the files of a checkpoint to `target`, and yield it; None if the checkpoint was removed meanwhile."""
+    """Hard-link the files of a checkpoint to the folder `target`, and yield `target`; yield None if the checkpoint was
+    removed meanwhile."""
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     try:

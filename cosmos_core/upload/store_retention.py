@@ -1,4 +1,4 @@
-"""`cosmos clean --store`: decide which runs and results of an artifact store can be removed, and remove them.
+"""Decide which runs and results of an artifact store can be removed, and remove them, for `cosmos clean --store`.
 
 A run can be removed if none of its objects was written for long enough. The result of a fingerprint can be removed if
 it is as old and no remaining run uses it, and then every content that no remaining result names. Ages are measured with
@@ -25,24 +25,25 @@ DAY = 24 * 3600.0
 
 @dataclass
 class StoredFolder:
-    """Objects of a run, or of the result with one fingerprint."""
+    """Objects in an artifact store that belong to one run, or to the result of one fingerprint."""
 
     name: str
     objects: list[Object] = field(default_factory=list)
     pipeline: str = ""
     age_seconds: float = 0.0
-    """Time since the newest object was written."""
+    """Number of seconds since the newest object of the folder was written."""
     kept_because: str = ""
     """Reason to keep the folder; empty: it can be removed."""
 
     @property
     def size(self) -> int:
-        """Return the total size of its objects in bytes."""
+        """Return the total size of the objects in bytes."""
         return sum(each.size for each in self.objects)
 
 
 class Retention:
-    """Content of an artifact store at the time of construction, and the decision which folders to keep."""
+    """Retention policy: the content of an artifact store at the time of construction, and the decision which folders to
+    keep."""
 
     def __init__(self, url: str, *, keep: int, older_than_seconds: float, least_seconds: float = DAY) -> None:
         """Keep the newest `keep` runs of each pipeline, and everything written in the last `older_than_seconds` or
@@ -79,7 +80,8 @@ class Retention:
             gone = [run for run in self.runs if not run.kept_because]
             for folder in [*gone, *(each for each in self._made if not each.kept_because)]:
                 heads = {f"{self._key('runs')}/{folder.name}/run.json", f"{self._key('made')}/{folder.name}/{RESULT}"}
-                for each in sorted(folder.objects, key=lambda each: each.key not in heads):  # they name the rest
+                # First the documents that name the other objects.
+                for each in sorted(folder.objects, key=lambda each: each.key not in heads):
                     self._bucket.remove(each.key)
                 freed += folder.size
             self._refuse_while_made()

@@ -15,12 +15,13 @@ from cosmos_core.upload.saves import FOLDER, MANIFEST, linked, saved_manifests
 logger = logging.getLogger(__name__)
 
 JOURNAL = "stored.jsonl"
-"""File in the folder of the stage that records which objects have arrived, to continue after a kill."""
+"""Name of the file in the folder of a stage that records which objects have arrived in the store, so that an
+interrupted upload continues."""
 _METRICS = "metrics.jsonl"
 
 
 class StoredCheckpoints:
-    """The stored checkpoints of one training: as many as its machine keeps."""
+    """Checkpoints of one training in an artifact store, as many as its machine keeps."""
 
     def __init__(self, bucket: Bucket, prefix: str, stage_path: Path) -> None:
         self._bucket, self._prefix, self._stage_path = bucket, prefix, stage_path

@@ -15,14 +15,14 @@ from cosmos_core.upload.bundle import Bundle, Contents, Entry, bundle_of, read_d
 
 _EVENTS, _STATE = "events.jsonl", "state.json"
 _SHOWN = ("*.json", "*.jsonl", "visual_output/**/*", f"{PROFILES}/*.operators.json")
-_SHOWN_AT_THE_END = (*_SHOWN, "logs/*.log")  # logs only after the attempt: secrets are masked then
+_SHOWN_AT_THE_END = (*_SHOWN, "logs/*.log")  # logs are stored after the attempt, when secrets in them are masked
 _NOT_SHOWN = {RESULT, "pool.json", "stored.jsonl", "saves.jsonl", "upload.jsonl"}
 _MOST_BYTES = {".jsonl": 64 << 20}
 _MOST_OTHERS = 1 << 20
 
 
 class StoredRecord:
-    """The files of one stage of a run that are stored for display."""
+    """Files of one stage of a run that are stored for display on other machines."""
 
     def __init__(self, bucket: Bucket, prefix: str, stage_path: Path, machine: str) -> None:
         self._bucket, self._prefix = bucket, prefix
@@ -32,7 +32,7 @@ class StoredRecord:
         self._etag = ""
 
     def push(self, *, is_last: bool = False) -> None:
-        """Store the files that have changed and, with `is_last`, the logs."""
+        """Store the files that have changed; with `is_last`, also the logs."""
         with translate_errors(self._url):
             if self._known is None:
                 document, _ = read_document(self._bucket, self._index)
@@ -51,8 +51,8 @@ class StoredRecord:
             self._known = files
 
     def pull(self) -> bool:
-        """Fetch the files of the machine that wrote last, unless it is this machine with this folder; return True if
-        any changed."""
+        """Fetch the stored files from the machine that wrote last, unless that is this machine with this folder; return
+        True if any file has changed."""
         with translate_errors(self._url):
             document, etag = read_document(self._bucket, self._index)
             if document is None or etag == self._etag:
@@ -63,13 +63,13 @@ class StoredRecord:
             local_entries = self._known or {}
             for path, entry in bundle.files.items():
                 data = self._contents.read(entry) if local_entries.get(path) != entry else None
-                if data is not None:  # None if it was replaced meanwhile; the next pull fetches it
+                if data is not None:  # None: the file was replaced meanwhile, and the next pull fetches it
                     self._write_here(self._stage_path / path, data)
             self._known, self._etag = dict(bundle.files), etag
         return True
 
     def state(self) -> State | None:
-        """Return the state of the stage according to the machine that wrote last."""
+        """Return the state of the stage that the machine which wrote last has stored; None if there is none."""
         with translate_errors(self._url):
             document, _ = read_document(self._bucket, self._index)
             entry = bundle_of(document).files.get(_STATE) if document else None

@@ -21,10 +21,10 @@ from cosmos_core.run.bucket import Bucket, side_by_side
 from cosmos_core.run.files import json_objects
 
 PART_BYTES = 16 << 20
-_MOST_PARTS = 9000  # S3 allows 10,000
+_MOST_PARTS = 9000  # below the limit of S3, 10,000
 _FILES_AT_ONCE = 4
 _PARTS_AT_ONCE = 4
-_ATTEMPTS = 3  # to send an object that arrives altered
+_ATTEMPTS = 3  # attempts to send an object that arrives altered
 
 
 @dataclass
@@ -33,9 +33,9 @@ class Journal:
 
     path: Path | None = None
     uploads: dict[str, str] = field(default_factory=dict)
-    """Id of the multipart upload, by key."""
+    """Id of the multipart upload of each object, by key."""
     parts: dict[tuple[str, int], str] = field(default_factory=dict)
-    """ETag, by upload id and part number."""
+    """ETag of each stored part, by upload id and part number."""
     verified: dict[str, tuple[str, str]] = field(default_factory=dict)
     """SHA-256 and ETag of each verified object, by key."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -47,7 +47,7 @@ class Journal:
             self._take(line)
 
     def note(self, **line: Any) -> None:
-        """Append a line and sync it to disk."""
+        """Append a line to the journal and sync it to disk."""
         with self._lock:
             self._take(line)
             if self.path is not None:
@@ -76,11 +76,11 @@ class Transfer:
     bucket: Bucket
     journal: Journal = field(default_factory=Journal)
     pause: Callable[[], None] = lambda: None
-    """Called between parts; raises if the run is to stop."""
+    """Function that is called between parts, and raises an error if the run is to stop."""
     part_bytes: int = PART_BYTES
 
     def send(self, files: dict[str, tuple[Path, str]]) -> None:
-        """Store the content of each file, given with its SHA-256, under its key; objects that are already stored are
+        """Store files under keys; `files` maps each key to a file and its SHA-256. Objects that are already stored are
         not sent.
 
         Raises:
@@ -121,13 +121,14 @@ class Transfer:
                 )
                 if _has_arrived(done, data):
                     return
-            return  # the caller compares the digest of the object
+            return  # the caller compares the digest of the stored object
         try:
             self._put_in_parts(key, file, size, part_bytes, sha256)
         except ClientError as error:
             if error.response["Error"].get("Code") != "NoSuchUpload":
                 raise
-            # The response to its completion was lost, or it was aborted; the caller compares the digest.
+            # The upload is unknown: the response to its completion was lost, or it was aborted. The caller compares the
+            # digest.
         self.journal.note(gone=key)
 
     def _put_in_parts(self, key: str, file: Path, size: int, part_bytes: int, sha256: str) -> None:
@@ -142,8 +143,8 @@ class Transfer:
         )
 
     def _upload_of(self, key: str, sha256: str) -> str:
-        """Return the id of the upload to continue, or of a new one. Other uploads of the same key are left alone:
-        another machine may be sending the same content."""
+        """Return the id of the multipart upload to continue, or of a new one. Other uploads of the same key remain,
+        because another machine may be sending the same content."""
         client, name = self.bucket.client, self.bucket.name
         previous = self.journal.uploads.get(key)
         uploads = client.list_multipart_uploads(Bucket=name, Prefix=key).get("Uploads", ()) if previous else ()
@@ -187,12 +188,12 @@ class Transfer:
 
 
 def _md5(data: bytes) -> tuple[str, str]:
-    """Return the MD5 as in an ETag (hexadecimal) and as in a request (base64)."""
+    """Return the MD5 of data in two forms: hexadecimal as in an ETag, and base64 as in a request."""
     digest = hashlib.md5(data, usedforsecurity=False)
     return digest.hexdigest(), base64.b64encode(digest.digest()).decode()
 
 
 def _has_arrived(response: dict[str, Any], data: bytes) -> bool:
-    """Return True if the response confirms the bytes that were sent; always for an encrypted object, which has another
-    ETag."""
+    """Return True if the response of a store confirms the bytes that were sent; always for an encrypted object, whose
+    ETag is no MD5."""
     return "ServerSideEncryption" in response or response["ETag"].strip('"') == _md5(data)[0]
