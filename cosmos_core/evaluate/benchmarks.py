@@ -1,4 +1,4 @@
-"""The tasks of lm-eval that a recipe names: found, with their rows, before a model is loaded."""
+"""Tasks of lm-eval that a recipe names, which are looked up and whose rows are loaded before the model is loaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cosmos_core.errors import ConfigError, DataError, first_line
 from cosmos_core.registry import suggestion
 
 _AWAY = (OSError, ValueError, httpx.HTTPError, DatasetsError)
-"""Errors of rows that are neither in the cache nor can be downloaded, or that cannot be read."""
+"""Errors raised if the rows of a task are not in the cache and cannot be downloaded, or cannot be read."""
 _REMEDY = (
     "download them where there is a network and set HF_HOME to that cache, or name a task of local files in "
     "evaluate.include_path"
@@ -25,11 +25,11 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class Benchmarks:
-    """Tasks that can be run."""
+    """Tasks of lm-eval that are loaded and ready to run."""
 
     manager: TaskManager
     names: list[str]
-    """Names of tasks, groups and tags, patterns resolved."""
+    """Names of tasks, groups and tags to which the recipe's patterns resolve."""
     num_items: dict[str, int]
     """Number of items to measure, by task."""
 
@@ -38,7 +38,7 @@ def open_benchmarks(settings: EvaluateConfig) -> Benchmarks:
     """Find the tasks of a recipe, and load their rows.
 
     Raises:
-        ConfigError: there is no such task, or it needs something that is not allowed or not supported.
+        ConfigError: a task does not exist, or needs a feature that is not allowed or not supported.
         DataError: the rows of a task cannot be read.
     """
     if settings.confirm_run_unsafe_code:
@@ -59,8 +59,8 @@ def open_benchmarks(settings: EvaluateConfig) -> Benchmarks:
 
 
 def _manager(settings: EvaluateConfig) -> TaskManager:
-    """Return the index of tasks, without lm-eval's own, which take half a minute to read, where none of them is
-    used."""
+    """Return the index of tasks, without lm-eval's own tasks if the recipe uses none of those, because reading them
+    takes half a minute."""
     if settings.include_path:
         own = TaskManager(include_path=settings.include_path, include_defaults=False)
         tasks = {name for name, entry in own.task_index.items() if entry.kind in {Kind.TASK, Kind.PY_TASK}}
@@ -70,10 +70,10 @@ def _manager(settings: EvaluateConfig) -> TaskManager:
 
 
 def matching(manager: TaskManager, pattern: str) -> list[str]:
-    """Return the names that a pattern matches.
+    """Return the names of tasks that a pattern matches.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: the pattern matches no task.
     """
     names: list[str] = manager.match_tasks([pattern])
     if not names:
@@ -85,7 +85,7 @@ def matching(manager: TaskManager, pattern: str) -> list[str]:
 
 
 def _load(manager: TaskManager, name: str) -> dict[str, Any]:
-    """Return the tasks of a name, with their rows."""
+    """Load the tasks that a name of a task, group or tag stands for, with their rows, and return them by name."""
     try:
         tasks: dict[str, Any] = manager.load([name])["tasks"]
         for task in tasks.values():

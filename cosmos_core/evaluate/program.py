@@ -1,4 +1,4 @@
-"""Worker program of stage kind `evaluate`: run lm-eval's benchmarks, with the numbers of its own command line.
+"""Worker program of stage kind `evaluate`: run lm-eval's benchmarks, with the same results as its command line.
 
 Writes `evaluation.json` (metrics, and how each task was run) and `items.parquet` (one row per item of a task, so that
 two models can be compared on the same items). Responses are kept until the end, and a stage that was stopped or killed
@@ -27,7 +27,7 @@ from cosmos_core.types import Outcome
 REPORT, ITEMS = "evaluation.json", "items.parquet"
 _RESPONSES = "responses"
 _SEEDS = {"random_seed": 0, "numpy_random_seed": 1234, "torch_random_seed": 1234, "fewshot_random_seed": 1234}
-"""Seeds of lm-eval's command line."""
+"""Default seeds of lm-eval's command line."""
 
 
 def check(stage: Stage) -> Outcome:
@@ -46,11 +46,11 @@ def run(stage: Stage) -> Outcome:
     """Run the benchmarks, and return their metrics as `evaluation/TASK/METRIC`.
 
     Raises:
-        ConfigError, DataError, ModelError: as `check`.
+        ConfigError, DataError, ModelError: see `check`.
         Preempted: a stop was requested.
     """
     _describe_model(stage)
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of each default of each task
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # lm-eval warns of each default of each task
     stage.progress.phase("prepare")
     settings = stage.recipe.evaluate
     benchmarks = open_benchmarks(settings)
@@ -66,7 +66,7 @@ def run(stage: Stage) -> Outcome:
     stage.progress.phase("load")
     model = open_model(stage, watch)
     stage.progress.phase("evaluate", deadline_seconds=3600)
-    evaluator.add_env_info = lambda storage: None  # it lists packages and compilers, which takes seconds
+    evaluator.add_env_info = lambda storage: None  # skip lm-eval's slow list of packages
     results: Any = evaluator.simple_evaluate(
         model=model,
         tasks=benchmarks.names,
@@ -96,8 +96,8 @@ def run(stage: Stage) -> Outcome:
 
 
 def _describe_model(stage: Stage) -> str:
-    """Return the architecture of the model, after a check that it has weights, a tokenizer and a chat template if the
-    tasks need one."""
+    """Check that the model has weights, a tokenizer and, if the tasks need one, a chat template, and return the model's
+    architecture."""
     revision = stage.recipe.policy.model_revision
     config = load_config(stage.model, revision)
     tokenizer = load_tokenizer(stage.model, revision)

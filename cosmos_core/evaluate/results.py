@@ -1,7 +1,7 @@
-"""What lm-eval returns, as metrics, as a table with one row per item, and as a report of how tasks were run.
+"""Conversion of lm-eval's results to metrics, to a table with one row per item, and to a report of the tasks' settings.
 
 lm-eval names a metric by the filter that extracts the final result from the response. The first filter of a task is
-left out here, so gsm8k has `exact_match` (of `strict-match`) and `exact_match_flexible-extract`.
+omitted from metric names, so gsm8k has `exact_match` (of `strict-match`) and `exact_match_flexible-extract`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def metrics_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
 
 
 def items_of(samples: Mapping[str, list[dict[str, Any]]]) -> pa.Table:
-    """Return a table with the columns task, doc_id, doc_hash, prompt_hash, response and one for each metric of any
-    task, null where the task has no such metric.
+    """Return a table with the columns task, doc_id, doc_hash, prompt_hash, response and one column for each metric of
+    any task, with null if the row's task lacks the metric.
 
     A response is the generated text or, for choices, a JSON list of `[log-probability, is greedy]`.
     """
@@ -61,7 +61,7 @@ def items_of(samples: Mapping[str, list[dict[str, Any]]]) -> pa.Table:
 
 
 def facts_of(results: Mapping[str, Any]) -> dict[str, JsonValue]:
-    """Return by task how it was run: its version, number of items and examples, and settings of generation."""
+    """Return facts about each task by name: version, numbers of items and examples, and settings of generation."""
     facts: dict[str, JsonValue] = {}
     for task, config in results["configs"].items():
         settings = {name: config[name] for name in _FACTS if config.get(name) is not None}

@@ -23,7 +23,7 @@ _MOST_RETRIES = 6
 
 
 class Endpoint:
-    """Client of a server that completes prompts; the client repeats requests that fail for a passing reason."""
+    """Client of a server that completes prompts, which retries requests after transient errors."""
 
     def __init__(self, stage: Stage, sampling: Sampling) -> None:
         self._config, self._sampling, self._beat = stage.recipe.sample, sampling, stage.progress.beat
@@ -42,7 +42,7 @@ class Endpoint:
         return str(self._client.base_url).rstrip("/")
 
     def complete(self, prompts: Sequence[tuple[Prompt, Sequence[Mapping[str, Any]]]]) -> list[Group]:
-        """Return the groups of prompts, each given with the turns of its conversation.
+        """Complete prompts, each a pair of prompt and turns of its conversation, and return the groups in order.
 
         Raises:
             ConfigError: the server refuses the requests.
@@ -74,7 +74,7 @@ class Endpoint:
         return [Group(prompt, tuple(group), 0) for (prompt, _), group in zip(prompts, groups, strict=True)]
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections to the server."""
         self._threads.shutdown(cancel_futures=True)
         self._client.close()
 
@@ -94,7 +94,7 @@ class Endpoint:
         choice = reply.choices[0]
         text = (choice.message.content or "").encode(errors="replace").decode()  # without halves of surrogate pairs
         ids = tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-        segment = Segment(ids, True, (0.0,) * len(ids), 0)  # a server need not tell log-probabilities
+        segment = Segment(ids, True, (0.0,) * len(ids), 0)  # servers may return no log-probabilities
         return Completion((segment,), "stop" if choice.finish_reason == "stop" else "length", text)
 
 

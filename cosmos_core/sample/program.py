@@ -74,7 +74,7 @@ def run(stage: Stage) -> Outcome:
 
 
 def _complete(stage: Stage, prompts: Prompts, sampling: Sampling) -> list[Sampled]:
-    """Return the records of all prompts: those of an earlier attempt, then those that are sampled now."""
+    """Return the records of all prompts: records of an earlier attempt, then records of newly sampled prompts."""
     if (with_images := next((each.id for each in prompts if each.images), None)) is not None:
         raise DataError(f"prompt {with_images} has images, and kind sample writes rows of text only")
     size = stage.recipe.rollout.batch_size * num_ranks()
@@ -98,7 +98,7 @@ def _complete(stage: Stage, prompts: Prompts, sampling: Sampling) -> list[Sample
 
 
 def _completer(stage: Stage, sampling: Sampling, stack: ExitStack) -> Callable[[Sequence[Prompt]], list[Group]]:
-    """Return a function that completes prompts with the model of the stage, or with that of an endpoint."""
+    """Return a function that completes prompts with the model of the stage, or with the model of an endpoint."""
     if stage.recipe.sample.endpoint:
         from cosmos_core.sample.endpoint import Endpoint  # its package openai is optional
 
@@ -165,7 +165,7 @@ def _require_rewards(stage: Stage, records: Sequence[Sampled]) -> None:
 
 
 def _nothing_kept(records: Sequence[Sampled], metrics: dict[str, float]) -> str:
-    """Return the message for a selection without rows."""
+    """Return the error message for a selection that kept no completion."""
     best = max(each.reward for record in records for each in record.candidates if each.reward is not None)
     return (
         f"sample.keep leaves no row of {metrics['sample/completions']:.0f} completions: the highest reward is "

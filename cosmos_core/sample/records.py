@@ -1,4 +1,4 @@
-"""Records of the prompts that are done: a line of `completions.jsonl` each, from which an interrupted stage goes on."""
+"""Records of completed prompts, one line of `completions.jsonl` each, from which an interrupted stage continues."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Candidate:
     """A scored completion of a prompt."""
 
     text: str
-    """Text of the completion; of several turns, of the last turn."""
+    """Text of the completion; with several turns, the text of the last turn."""
     turns: list[dict[str, str]]
-    """The completion as turns of a conversation."""
+    """Turns of a conversation that the completion consists of."""
     reward: float | None
-    """Weighted sum of the rewards; None: invalid."""
+    """Weighted sum of the completion's rewards; None: a reward is invalid."""
     rewards: dict[str, float]
     """Value of each reward function."""
     error: str
-    """Reason why the reward is invalid."""
+    """Reason why the completion's reward is invalid; empty if the reward is valid."""
     seed: int
     num_tokens: int
     is_finished: bool
@@ -68,8 +68,8 @@ def sampled_of(scored: ScoredGroup, sampling: Sampling) -> Sampled:
 def read_records(folder: Path, batch: int, total: int) -> list[Sampled]:
     """Return the records of the complete batches in a folder, and remove others from the file.
 
-    A resumed stage then generates the same batches as an undisturbed one. `batch`: number of prompts in a batch.
-    `total`: number of all prompts, after which the last batch is complete.
+    A resumed stage then generates the same batches as an uninterrupted one. `batch` is the number of prompts in a
+    batch. `total` is the number of all prompts, after which the last batch is complete even if it is smaller.
     """
     path = folder / FILE
     if not path.is_file():
@@ -82,7 +82,7 @@ def read_records(folder: Path, batch: int, total: int) -> list[Sampled]:
 
 
 def append_records(folder: Path, records: Sequence[Sampled]) -> None:
-    """Append records of a batch to the file, and wait until they are on the disk."""
+    """Append the records of a batch to `completions.jsonl`, and wait until the records are on the disk."""
     lines: list[dict[str, Any]] = [asdict(record) for record in records]
     with telling_of_full_disk(folder), (folder / FILE).open("a", encoding="utf-8") as file:
         file.write("".join(json.dumps(line) + "\n" for line in lines))

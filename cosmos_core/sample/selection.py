@@ -1,4 +1,4 @@
-"""Selection of completions: which become rows, the rows for SFT and DPO, and the metrics of the selection."""
+"""Selection of the completions that become rows for SFT or DPO, and metrics of the selection."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Message = Mapping[str, Any]
 
 
 def pass_rate(sampled: Sampled, full: float | None) -> float | None:
-    """Return the fraction of the valid completions that have the full reward; None if there is no valid completion, or
-    no full reward is known (`full` is None)."""
+    """Return the fraction of valid completions that have the full reward `full`; None if no completion is valid, or
+    `full` is None."""
     values = _rewards(sampled.candidates)
     return None if full is None or not values else sum(value >= full - 1e-9 for value in values) / len(values)
 
@@ -24,8 +24,8 @@ def pass_rate(sampled: Sampled, full: float | None) -> float | None:
 def kept(sampled: Sampled, keep: KeepConfig, rate: float | None, seed: int) -> list[Candidate]:
     """Return the completions of a prompt to keep, highest reward first.
 
-    `rate`: pass rate of the prompt; None: unknown, which passes. `seed`: seed of the random choice of
-    `max_per_prompt`.
+    `rate` is the pass rate of the prompt; None: the rate is unknown and does not exclude the prompt. `seed` is the seed
+    of the random choice of at most `max_per_prompt` completions.
     """
     if rate is not None and not keep.min_pass_rate <= rate <= keep.max_pass_rate:
         return []
@@ -63,7 +63,7 @@ def rows_of(
     passing: Sequence[Candidate],
     origin: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
-    """Return the rows of a prompt: conversations, or with `pairs` at most one pair. `origin`: columns of every row."""
+    """Return the rows of a prompt: conversations, or with `pairs` at most one pair; `origin` has further columns."""
     if config.pairs:
         found = pair(sampled, passing, config.min_margin)
         if found is None:
@@ -92,8 +92,8 @@ def metrics_of(
 ) -> dict[str, float]:
     """Return the metrics of a selection.
 
-    `sample/reward_random` is the expected reward of one random completion of each prompt, with which
-    `sample/reward_best`, that of the best completion, and `sample/reward_kept` are to be compared.
+    `sample/reward_random` is the expected reward of a random completion of each prompt. It is the baseline for
+    `sample/reward_best`, the reward of the best completion, and for `sample/reward_kept`.
     """
     groups = [values for record in records if (values := _rewards(record.candidates))]
     candidates = [each for record in records for each in record.candidates]
@@ -119,7 +119,7 @@ def metrics_of(
 
 
 def _usable(sampled: Sampled) -> list[Candidate]:
-    """Return the completions with a valid reward and a text, without which a row teaches nothing."""
+    """Return the completions of a prompt that have a valid reward and a text."""
     return [each for each in sampled.candidates if each.reward is not None and each.text.strip()]
 
 
@@ -128,7 +128,7 @@ def _rewards(candidates: Sequence[Candidate]) -> list[float]:
 
 
 def _descending(candidate: Candidate) -> tuple[float, int]:
-    """Return a key that sorts by reward, highest first, and equal rewards by seed, so that the order of sampling does
-    not favour any."""
+    """Return a key that sorts completions by reward, highest first, and by seed for equal rewards, so that the order of
+    sampling favours no completion."""
     assert candidate.reward is not None
     return -candidate.reward, candidate.seed

@@ -1,4 +1,4 @@
-"""What a tool is: a decorated function of the user that the policy may call, and how the policy writes a call.
+"""Interface of tools: user functions with a decorator that the policy may call, and the text format of a call.
 
     @tool
     def add(a: int, b: int) -> int:
@@ -10,9 +10,9 @@
         \"\"\"
         return a + b
 
-The signature and the docstring are what the policy is told of it, in the form that transformers' `get_json_schema`
-makes. Calls are written as Hermes writes them: `<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>`.
-Not here: processes and deadlines (runner.py).
+The policy's prompt describes a tool by its signature and docstring, in the format of transformers' `get_json_schema`.
+The policy writes calls in Hermes' format: `<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>`.
+Processes and deadlines of calls are in `runner.py`.
 """
 
 from __future__ import annotations
@@ -35,35 +35,35 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 def tool(function: FunctionT) -> FunctionT:
-    """Mark a function as one that a policy may call; `async def` is taken too."""
+    """Mark a function, which may be `async def`, as a tool that a policy may call."""
     setattr(function, _MARK, True)
     return function
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call as the policy wrote it."""
+    """Tool call as the policy wrote it."""
 
     name: str
-    """Empty where none could be read."""
+    """Name of the called function; empty: the call has no readable name."""
     arguments: dict[str, Any] = field(default_factory=dict)
     error: str = ""
-    """Why it cannot be made, one line; empty: it can be tried."""
+    """Reason, on one line, why the call cannot be made; empty: the call is valid so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What the policy is told of a call."""
+    """Result of a tool call, or its error message, as text for the policy."""
 
     text: str
     is_error: bool = False
 
 
 def load_tool(path: str) -> Callable[..., Any]:
-    """Return the tool of a user's `module:function` or `path/file.py:function`.
+    """Return the tool at the import path `module:function` or `path/file.py:function` of user code.
 
     Raises:
-        ConfigError: it is not there, cannot be imported or is not marked with `@tool`.
+        ConfigError: the function does not exist, cannot be imported or is not marked with `@tool`.
     """
     try:
         function = import_user_code(path)
@@ -75,10 +75,10 @@ def load_tool(path: str) -> Callable[..., Any]:
 
 
 def tool_names(paths: Iterable[str]) -> dict[str, str]:
-    """Return the import path of each tool by the name that a policy calls it by: its function's.
+    """Return the import path of each tool, by the function name with which the policy calls the tool.
 
     Raises:
-        ConfigError: two have one name.
+        ConfigError: two tools have the same name.
     """
     paths_by_name: dict[str, str] = {}
     for path in paths:
@@ -90,9 +90,9 @@ def tool_names(paths: Iterable[str]) -> dict[str, str]:
 
 
 def parse_calls(text: str) -> list[ToolCall]:
-    """Return the tool calls of an assistant's turn in their order; what was only thought of is none.
+    """Return the tool calls of an assistant's turn in order, without calls inside the turn's thoughts.
 
-    A call that cannot be read is in the list with its error, so that the policy is told.
+    A call that cannot be read is in the list with its error, so that the policy receives the error as a result.
     """
     calls = []
     position = max(0, text.rfind(_THOUGHT))
@@ -104,9 +104,9 @@ def parse_calls(text: str) -> list[ToolCall]:
 
 
 def _read_call(text: str, begin: int) -> tuple[ToolCall, int]:
-    """Return the call that begins at a character, and where it ends.
+    """Return the tool call that begins at character `begin` of a text, and the position after the call.
 
-    JSON says itself where it ends: a string inside it may hold the end mark.
+    The JSON parser determines the end of the call, because a string in the JSON may contain the end mark.
     """
     start = begin + len(text[begin:]) - len(text[begin:].lstrip())
     try:
@@ -126,7 +126,7 @@ def _call(value: Any) -> ToolCall:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return ToolCall("", error='a tool call is {"name": "...", "arguments": {...}}')
     name, arguments = value["name"][:_LONGEST_NAME], value.get("arguments")
-    if isinstance(arguments, str):  # as OpenAI writes them
+    if isinstance(arguments, str):  # JSON text, as in OpenAI's format
         arguments = _DECODER.decode(arguments) if arguments.strip() else {}
     if arguments is None:
         arguments = {}

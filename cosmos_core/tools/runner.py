@@ -1,8 +1,8 @@
-"""Calls tools in worker processes that can be killed, so that no tool can hang, crash or end a run.
+"""Calls of tools in worker processes that can be killed, so that no tool can hang, crash or end a run.
 
-A tool that raises, ends its process or overruns the deadline gives the policy the text of the error; it is never tried
-again, because it may have done something in the world. The processes are those that rewards run in
-(`rewards/process.py`): spawned, without torch, in groups of their own, with an environment that holds no secrets.
+If a tool raises, ends its process or misses the deadline, the policy receives the text of the error. The call is never
+retried, because it may have had side effects. The worker processes are like those of rewards (`rewards/process.py`):
+spawned, without torch, each in its own process group, with an environment without secrets.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from cosmos_core.tools.base import KEY, ToolCall, ToolResult, load_tool, tool_na
 log = logging.getLogger(__name__)
 
 _LONGEST_RESULT = 1 << 16
-"""Characters of a result that a policy is shown."""
-_LONGEST_SECRET = 4096  # that the cut may go through
+"""Maximum number of characters of a tool's result that the policy receives."""
+_LONGEST_SECRET = 4096  # characters kept beyond the maximum while secrets are masked, so that none is cut in two
 _MOST_PROCESSES = 16
-_MOST_BREAKS = 3  # of the pool during one call of `results`: processes that died while they had no work
+_MOST_BREAKS = 3  # maximum number of pools that may break during one call of `results`, because idle processes died
 
 
 class ToolRunner(Workers):
-    """Call tools by the names of their functions.
+    """Pool of worker processes that call tools by the names of their functions.
 
-    `timeout_seconds` is the deadline of each call; the processes see of the environment what any program needs, and the
-    variables in `env`. Use it from one thread at a time.
+    `timeout_seconds` is the deadline of each call. The processes see standard environment variables and the variables
+    in `env`. Only one thread may use the runner at a time.
 
     Raises:
-        ConfigError: a tool does not exist, cannot be imported or is not one (on entering).
-        StageFailed: a process ended while it loaded them.
+        ConfigError: a tool does not exist, cannot be imported or is not marked with `@tool` (on entering).
+        StageFailed: a process ended while it loaded the tools.
     """
 
     def __init__(
@@ -56,16 +56,16 @@ class ToolRunner(Workers):
         num_workers: int | None = None,
         beat: Callable[[], None] = lambda: None,
     ) -> None:
-        """`num_workers`: None for one per core, at most 16; `beat` is called while it waits."""
+        """Set up the runner; `num_workers` None: one process per core, at most 16; `beat` is called during waits."""
         self._paths = tool_names(paths)
         self._timeout, self._env, self._beat = timeout_seconds, tuple(env), beat
         self._num_workers = min(num_workers or len(os.sched_getaffinity(0)), _MOST_PROCESSES)
 
     def schemas(self) -> list[dict[str, Any]]:
-        """Return what a chat template is told of each tool.
+        """Return the JSON schema of each tool, which the chat template renders into the prompt.
 
         Raises:
-            ConfigError: a signature or a docstring says too little.
+            ConfigError: a signature lacks types, or a docstring lacks descriptions.
         """
         if not self._paths:
             return []
@@ -73,7 +73,7 @@ class ToolRunner(Workers):
         return schemas
 
     def results(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
-        """Return what each call gave, in order; calls run beside each other."""
+        """Make tool calls concurrently, and return the results in the order of the calls."""
         results = [self._refusal(call) for call in calls]
         waiting = [i for i, result in enumerate(results) if result is None]
         for _ in range(_MOST_BREAKS if waiting else 0):
@@ -83,7 +83,7 @@ class ToolRunner(Workers):
                 for i in waiting
             ]
             if not wait_for(futures, self._timeout + START_SECONDS, self._beat):
-                self.close()  # a call that was lost with its process, or no process that would start
+                self.close()  # a call was lost with its process, or no process started
             for i, future in zip(waiting, futures, strict=True):
                 results[i] = self._finished_result(calls[i].name, future)
             waiting = [i for i in waiting if results[i] is None]
@@ -92,7 +92,7 @@ class ToolRunner(Workers):
         return [result or _error("its process ended") for result in results]
 
     def _refusal(self, call: ToolCall) -> ToolResult | None:
-        """Return what is said of a call that cannot be made; None: it can be tried."""
+        """Return the error result of a call that cannot be made; None: the call can be made."""
         if call.error:
             return _error(call.error)
         if call.name not in self._paths:
@@ -100,7 +100,7 @@ class ToolRunner(Workers):
         return None
 
     def _finished_result(self, name: str, future: Future[ToolResult]) -> ToolResult | None:
-        """Return what a call gave; None: it was not begun, because its pool broke."""
+        """Return the result of a call that has ended; None: the pool broke before the call began."""
         try:
             return future.result(timeout=0)
         except BrokenProcessPool:
@@ -109,7 +109,7 @@ class ToolRunner(Workers):
             reason = f"not done in {self._timeout:g} s" if isinstance(error, TimeoutError) else ending(error)
             log.warning("tool %s: %s", name, reason)
             return _error(reason)
-        except Exception as error:  # noqa: BLE001 - arguments that no pipe takes; the text goes to the policy
+        except Exception as error:  # noqa: BLE001 - arguments that cannot be pickled; the policy receives the error
             return _error(one_line(error))
 
     def _open(self) -> ProcessPool:
@@ -136,11 +136,11 @@ def _error(text: str) -> ToolResult:
     return ToolResult(f"Error: {text}", is_error=True)
 
 
-# What follows runs in the worker processes.
+# The code below runs in the worker processes.
 
 
 def _start(paths: Sequence[str], env: Sequence[str], parent_pid: int) -> None:
-    """Prepare a worker process; what a user's module does wrong is told by `_load`."""
+    """Prepare a worker process and load the tools; errors of user modules are reported by the later call of `_load`."""
     begin(env, parent_pid)
     with suppress(ConfigError):
         _load(paths)
@@ -157,13 +157,13 @@ def _tool(path: str) -> Callable[..., Any]:
 
 
 def _schemas(paths: Sequence[str]) -> list[dict[str, Any]]:
-    from transformers.utils.chat_template_utils import get_json_schema  # half a second, and one process needs it
+    from transformers.utils.chat_template_utils import get_json_schema  # imported here: only one process needs it
 
     schemas = []
     for path in paths:
         try:
             schemas.append(get_json_schema(_tool(path)))
-        except Exception as error:  # it says what is missing where
+        except Exception as error:  # the error names the missing type or description
             raise ConfigError(f"{KEY}: {path!r} cannot be described: {one_line(error)}") from error
     return schemas
 
@@ -175,9 +175,9 @@ def _result(path: str, arguments: dict[str, Any]) -> ToolResult:
             value = asyncio.run(value)
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
         is_error = False
-    except BaseException as error:  # noqa: BLE001 - a user's code may raise anything; the policy is told
+    except BaseException as error:  # noqa: BLE001 - user code may raise anything; the policy gets the error
         text, is_error = f"Error: {one_line(error)}", True
     is_cut = len(text) > _LONGEST_RESULT
     text = masked(text[: _LONGEST_RESULT + _LONGEST_SECRET]) if is_cut else masked(text)
-    text = text.encode(errors="replace").decode()  # no tokenizer takes half a character
+    text = text.encode(errors="replace").decode()  # tokenizers refuse a lone surrogate, half a character
     return ToolResult(text[:_LONGEST_RESULT] + "..." * is_cut, is_error)

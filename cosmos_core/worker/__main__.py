@@ -10,7 +10,7 @@ with without_collection():
     from cosmos_core.worker.program import main
 
 if __name__ == "__main__":
-    # A normal interpreter exit may hang in the threads of a library; all files are written by now.
+    # Exit without interpreter shutdown, which may hang in threads of a library; all files are written by now.
     code = main()
     logging.shutdown()
     sys.stdout.flush()

@@ -54,11 +54,11 @@ FACTS = "facts.json"
 
 def main() -> int:
     """Run the stage named on the command line, and return the exit code."""
-    # A child that outlives this process and its launcher must not hold their locks.
+    # Let child processes not inherit the launcher's lock files, since a child may outlive this process.
     for descriptor in filter(None, os.environ.pop("COSMOS_LOCK_DESCRIPTORS", "").split(",")):
         os.set_inheritable(int(descriptor), False)
     path = Path(sys.argv[1])
-    if not path.parents[1].stat().st_mode & 0o077:  # the run is private
+    if not path.parents[1].stat().st_mode & 0o077:  # the run is private, so keep its new files private
         os.umask(umask() | 0o077)
     configure()
     hide()
@@ -179,7 +179,7 @@ def _report_hardware(stage: Stage, facts: Sequence[Facts]) -> None:
 
 
 def _run(stage: Stage, program: Callable[..., Outcome]) -> Outcome:
-    """Call the program of a stage, and pass its metrics to the log and to the sinks."""
+    """Call the program of a stage, and pass its metrics to the log and to the metric sinks (W&B, TensorBoard)."""
     steps = StepLog(stage.progress)
     stage.metrics.watchers.append(steps.tell)
     try:

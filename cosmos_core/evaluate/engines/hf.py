@@ -12,7 +12,7 @@ from cosmos_core.run.stage import Stage
 
 
 def open_model(stage: Stage, watched: Callable[[Any], Any]) -> Any:
-    """Return the model of the stage."""
+    """Return lm-eval's model object for the stage's model; `watched` wraps its class to report each response."""
     settings = stage.recipe.evaluate
     return watched(HFLM)(
         pretrained=stage.model,

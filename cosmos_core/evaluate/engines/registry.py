@@ -20,7 +20,7 @@ def engine_of(recipe: Recipe) -> str:
 
 
 def open_model(stage: Stage, watch: Callable[[], None]) -> Any:
-    """Return a model of lm-eval that calls `watch` after each response.
+    """Return lm-eval's model object for the stage's model, which calls `watch` after each response.
 
     Raises:
         ConfigError: the engine does not load the model.
@@ -30,7 +30,7 @@ def open_model(stage: Stage, watch: Callable[[], None]) -> Any:
 
 
 class _Hook:
-    """Hook that a model of lm-eval calls with each response, in front of the one that caches responses."""
+    """Hook that lm-eval's model object calls with each response, to cache the response and then call `watch`."""
 
     def __init__(self, inner: Any, watch: Callable[[], None]) -> None:
         self._inner, self._watch = inner, watch

