@@ -1,4 +1,4 @@
-"""Interface between the trainer and a model: only the code below it distinguishes text from pixels.
+"""Interface between the trainer and a model; only implementations of the interface distinguish text from pixels.
 
 The trainer makes micro-batches, runs them and steps the optimizer; an adapter interprets samples. Algorithms receive
 the model outputs that they request as `MicroBatch`es.
@@ -21,30 +21,33 @@ from cosmos_core.parallel.mesh import Mesh
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Samples of an update with the model's outputs for them."""
+    """Some samples of an update (one optimizer step), with the model's outputs for these samples."""
 
     samples: Sequence[Any]
     indices: Sequence[int]
-    """Position of each sample in the update's samples."""
+    """Position of each sample among the samples of the update."""
     outputs: dict[str, Tensor]
-    """Requested outputs, a row per sample. Token models: `logprobs` of each token after the first, `entropy`, `is_top`
-    (BS), `top_logprobs` and `top_ids` (BSK). Diffusion models: `velocity` with its input `noisy`, and
-    `latents` and `noise` (B...) if samples have noise."""
-    mask: Tensor
-    """Mask of the values that count towards the loss, 1 or 0: BS, or broadcastable to latents."""
-    model_loss: Tensor | None = None
-    """Auxiliary loss of the model (load balancing of experts), summed over samples with their cost as weight.
+    """Requested model outputs by name, with one row per sample.
 
-    None if the model has no auxiliary loss."""
+    Token models: `logprobs` of each token after the first, `entropy`, `is_top` (BS), `top_logprobs`, `top_ids` (BSK).
+    Diffusion models: `velocity` with its input `noisy`, and `latents` and `noise` (B...) if samples have noise.
+    """
+    mask: Tensor
+    """Mask of the values that count towards the loss, 1 or 0: shape BS, or broadcastable to latents."""
+    model_loss: Tensor | None = None
+    """Auxiliary loss of the model (load balancing of experts), summed over samples with their costs as weights.
+
+    None: the model has no auxiliary loss.
+    """
 
     @property
     def mask_BS(self) -> Tensor:
-        """Return the mask of a token model."""
+        """Return the mask of the tokens that count towards the loss, for a token model."""
         return self.mask
 
     @property
     def logprobs_BS(self) -> Tensor:
-        """Return the log-probability of each token after the first."""
+        """Return the log-probability of each token after the first of its row, for a token model."""
         return self.outputs["logprobs"]
 
 
@@ -53,14 +56,14 @@ class Batch:
     """Model inputs of a micro-batch; each adapter extends this class."""
 
     samples: Sequence[Any]
-    """Samples of the micro-batch; if empty, the rank only takes part in collectives and its outputs are ignored."""
+    """Samples of the micro-batch; if empty, this rank only takes part in collectives, and its outputs are ignored."""
     indices: Sequence[int]
     inputs: dict[str, Tensor]
 
 
 Wants = Any
-"""Outputs that an update requests from the model, in the adapter's own type: `scorer.Wants` for token models,
-`denoiser.Wants` for diffusion models. None: the default outputs (`ModelAdapter.default_wants`)."""
+"""Type of the outputs that an update requests from the model: `scorer.Wants` for token models, `denoiser.Wants` for
+diffusion models, or None for the default outputs (`ModelAdapter.default_wants`)."""
 
 Consume = Callable[[Any, dict[str, Tensor]], Tensor | None]
 """Function of a batch and the model's raw outputs that returns the loss of the batch if gradients are enabled."""
@@ -70,11 +73,14 @@ class Runner(Protocol):
     """Runs micro-batches through a model: sequentially, or through pipeline stages."""
 
     def rows(self, size: int) -> int:
-        """Return the number of rows per micro-batch if at most `size` rows may be in the model at a time."""
+        """Return the number of rows per micro-batch if at most `size` rows may be in the model at the same time."""
         ...
 
     def count(self, num_batches: int, size: int) -> int:
-        """Return the number of micro-batches to run, including empty ones to add to `num_batches`."""
+        """Return the number of micro-batches to run for `num_batches` micro-batches of samples.
+
+        The result is larger if the runner needs additional empty micro-batches. `size` is as for `rows`.
+        """
         ...
 
     def run(self, batches: Sequence[Callable[[], Any]], consume: Consume, wants: Wants, size: int) -> None:
@@ -82,14 +88,14 @@ class Runner(Protocol):
 
         Args:
             batches: functions that build the micro-batches.
-            consume: called with each batch and its outputs, on the ranks that have the last layer.
-            wants: the outputs to compute.
-            size: maximum number of rows in the model at a time.
+            consume: function that is called with each batch and its outputs, on the ranks that have the last layer.
+            wants: outputs to compute.
+            size: maximum number of rows in the model at the same time.
         """
         ...
 
     def train(self, mode: bool) -> None:
-        """Switch dropout on or off."""
+        """Switch the model to training mode, with dropout, or (`mode` False) to evaluation mode."""
         ...
 
     def reshard(self) -> None:
@@ -99,53 +105,56 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """Result of an export: the checks that it passed, and its adapter folder."""
+    """Result of writing a model: the checks that the written model passed, and its adapter folder."""
 
     checks: tuple[str, ...]
-    """Names of the checks that ran."""
+    """Names of the checks that the written model passed."""
     adapter: str = ""
     """Name of the adapter's folder inside the export; empty if there is no adapter."""
 
 
 class ModelAdapter(Protocol):
-    """A model, sharded over the mesh, with its handling of samples: only adapters know tokens, images or latents."""
+    """A model, sharded over the mesh, that converts samples to model inputs and outputs to micro-batches.
+
+    Only adapters know tokens, images or latents.
+    """
 
     model: Any
-    """The model's module, or this rank's shard of it."""
+    """Module of the model, or this rank's shard of the module."""
     mesh: Mesh | None
     device: torch.device
-    """Device of the inputs; weights may be on another device."""
+    """Device of the model inputs; weights may be on another device."""
     whole: Any
-    """The whole model on the meta device if `model` is sharded; None if `model` is whole."""
+    """Unsharded copy of the model on the meta device, if `model` is sharded; None: `model` is not sharded."""
 
     @property
     def runner(self) -> Runner:
-        """Return the runner of micro-batches."""
+        """Return the runner of micro-batches through this model."""
         ...
 
     @property
     def default_wants(self) -> Wants:
-        """Return the default outputs, for updates that do not request any."""
+        """Return the outputs that are computed for updates that request none."""
         ...
 
     @property
     def tokenizer(self) -> Any:
-        """Return the tokenizer, or None if the model has no tokenizer of its own."""
+        """Return the tokenizer of the model; None: the model has no tokenizer."""
         ...
 
     @property
     def vision(self) -> Any:
-        """Return the reader of the samples' images; None if no sample shows an image."""
+        """Return the object that converts images of samples to model inputs; None: samples have no images."""
         ...
 
     def whole_model(self) -> Any:
-        """Return the model with all weights; with a mesh, a copy on the first rank's CPU and None on other ranks."""
+        """Return the unsharded model; with a mesh, a copy on the CPU of the first rank, and None on other ranks."""
         ...
 
     def export(self, target: Path) -> Export | None:
-        """Write the model to a folder in its training dtype, and check that it loads and computes the same outputs.
+        """Write the model to a folder in its training dtype, and check that the written model has the same outputs.
 
-        All ranks must call this. The first rank writes and returns the result; other ranks return None.
+        All ranks must call this method. The first rank writes and returns the result; other ranks return None.
 
         Raises:
             StageFailed: the disk is full, or the exported model differs from the trained one.
@@ -153,7 +162,7 @@ class ModelAdapter(Protocol):
         ...
 
     def cost(self, sample: Any) -> int:
-        """Return the cost of a sample in tokens, for micro-batches of similar cost and for throughput."""
+        """Return the cost of a sample in tokens, used to build micro-batches of similar cost and to report speed."""
         ...
 
     def group(self, sample: Any) -> Any:
@@ -161,15 +170,18 @@ class ModelAdapter(Protocol):
         ...
 
     def assigned_batch(self, sample: Any) -> Hashable | None:
-        """Return the micro-batch that the feed assigned to a sample; None if the feed assigned none."""
+        """Return the id of the micro-batch that the feed (the source of samples) assigned to a sample; None: none."""
         ...
 
     def collate(self, samples: Sequence[Any], indices: Sequence[int], filler: Any) -> Any:
-        """Collate samples to a `Batch`; without samples, return a batch of `filler` in which nothing is learned."""
+        """Collate samples to a `Batch`; without samples, return a batch of the sample `filler` with an empty loss mask.
+
+        `indices`: position of each sample among the samples of the update.
+        """
         ...
 
     def gather_outputs(self, batch: Any, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Gather the outputs of all ranks that work on the same samples."""
+        """Gather the outputs of all ranks that process the same samples, and return the full outputs."""
         ...
 
     def micro_batch(self, batch: Any, outputs: dict[str, Tensor]) -> MicroBatch:
@@ -177,20 +189,20 @@ class ModelAdapter(Protocol):
         ...
 
     def rows(self, micro: MicroBatch) -> list[dict[str, Tensor]]:
-        """Return the outputs of each sample without padding."""
+        """Return the outputs of each sample of a micro-batch without padding."""
         ...
 
     def expect(self, batch: Any, loss: Callable[[MicroBatch], Tensor]) -> Any:
-        """Return the batch with the derivative of `loss`, so that the forward pass can already compute gradients.
+        """Return the batch with the derivative of `loss`, with which the forward pass already computes gradients.
 
-        The derivative must not depend on the outputs.
+        `loss` must have a derivative that does not depend on the outputs.
         """
         ...
 
     def prove(self) -> None:
-        """Compare the outputs of the sharded model with those of one rank, on a few tokens.
+        """Check on a few tokens that the model has no operations that its parallel plan does not cover.
 
         Raises:
-            ModelError: the outputs differ, as the model has operations that its parallel plan does not cover.
+            ModelError: ranks compute different values, because of such an operation.
         """
         ...

@@ -1,4 +1,4 @@
-"""torch.compile per block: all blocks of a class share a graph, and a graph break affects only one block."""
+"""torch.compile for each block of a model: blocks of a class share one graph, and a graph break affects one block."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def compile_blocks(model: nn.Module) -> None:
     """Compile each transformer block with torch.compile.
 
     Raises:
-        ConfigError: this machine has no compiler.
+        ConfigError: this machine lacks a compiler that torch.compile needs.
     """
     if lacks := measure().lacks:
         raise ConfigError(f"train.compile needs {lacks}; install it, or set train.compile = false")
@@ -31,9 +31,10 @@ def compile_blocks(model: nn.Module) -> None:
 
 
 def watch_compiling(progress: Progress) -> None:
-    """Report each compilation of torch in this process to `progress`, which replaces any previously registered one.
+    """Report begin and end of each torch compilation in this process to `progress`, and no longer to an earlier object.
 
-    Compilations occur in the first steps, and for shapes that no graph fits."""
+    Compilations occur in the first steps, and later for shapes that no compiled graph supports.
+    """
     handler = torch._dynamo.callback.callback_handler
     if not _watching:
         handler.register_start_callback(lambda _: _watching[-1].begin_compiling())

@@ -1,5 +1,6 @@
-"""The adapter of diffusion models, which predicts velocities of latents at a noise level. It trains the denoiser of a
-pipeline; `diffusion.py` has the rest of the pipeline.
+"""Model adapter of diffusion models: the denoiser of a pipeline, which predicts velocities of latents at a noise level.
+
+The other components of the pipeline are in `diffusion.py`.
 
 Shapes: B samples, dots for the dimensions of a latent.
 """
@@ -29,15 +30,15 @@ from cosmos_core.parallel.mesh import Mesh
 
 @dataclass(frozen=True, slots=True)
 class Wants:
-    """Outputs to compute for each sample."""
+    """Settings of the velocity that a denoiser computes for each sample."""
 
     guidance: float = 1.0
-    """Scale of classifier-free guidance, in the pipeline's definition, for samples with a negative prompt."""
+    """Scale of classifier-free guidance, as the pipeline defines it, for samples with a negative prompt; 1: none."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlowBatch(Batch):
-    """A micro-batch of latents at their noise levels."""
+    """Model inputs of a micro-batch of latents at their noise levels."""
 
     samples: Sequence[FlowSample]
     sigma_B: Tensor
@@ -50,10 +51,13 @@ class Denoiser:
     """A `models.base.ModelAdapter`: the denoiser of a pipeline, replicated or sharded over the mesh."""
 
     model_class: str | None = None
-    """User-defined family class that the recipe names; None for a built-in family."""
+    """Import path of the user-defined family class that the recipe names; None: a built-in family."""
 
     def __init__(self, model: Any, family: DiffusionModel, train: TrainConfig, mesh: Mesh | None = None) -> None:
-        """`model` is the denoiser that `family.load_denoiser` returned, with its LoRA adapter if it has one."""
+        """Shard the denoiser over the mesh and prepare it for training.
+
+        `model` is the denoiser that `family.load_denoiser` returned, with its LoRA adapter if it has one.
+        """
         self.model, self.family, self.mesh = model, family, mesh
         self.device = torch.device(mesh.data.device_type) if mesh else next(model.parameters()).device
         self.dtype: torch.dtype = next(model.parameters()).dtype
@@ -68,17 +72,17 @@ class Denoiser:
 
     @property
     def default_wants(self) -> Wants:
-        """See `ModelAdapter.default_wants`: the velocity, without guidance."""
+        """Return the outputs for updates that request none: the velocity without guidance."""
         return Wants()
 
     @property
     def tokenizer(self) -> Any:
-        """See `ModelAdapter.tokenizer`: None, because the family encodes text."""
+        """Return None: a denoiser has no tokenizer, because the family encodes text."""
         return None
 
     @property
     def vision(self) -> Any:
-        """See `ModelAdapter.vision`: None, because samples show no images."""
+        """Return None: samples of a diffusion model have latents, not images to read."""
         return None
 
     def whole_model(self) -> Any:
@@ -96,8 +100,9 @@ class Denoiser:
     ) -> Tensor:
         """Return the velocity for a batch of latents at their noise levels, in the dtype of the latents.
 
-        With `negative` text, classifier-free guidance of scale `guidance` is applied. Samplers call this method under
-        `torch.no_grad`; with a mesh all ranks must call it.
+        With `negative`, the embedding of a negative prompt, classifier-free guidance of scale `guidance` is applied.
+        `num_given_B` is the number of clean conditioning frames. Samplers call this method under `torch.no_grad`. With
+        a mesh all ranks must call this method.
         """
         [root] = self.runner.roots
 
@@ -120,11 +125,12 @@ class Denoiser:
         return Export(tuple(checks), ADAPTER if is_adapted(model) else "")
 
     def cost(self, sample: FlowSample) -> int:
-        """See `ModelAdapter.cost`: the number of positions of the latent."""
+        """Return the cost of a sample: the number of positions of its latents."""
         return sample.latents[0].numel()
 
     def group(self, sample: FlowSample) -> Any:
-        """See `ModelAdapter.group`: by shapes of latents and texts, and by whether samples have noise and guidance."""
+        """Return the group of a sample, whose samples can be stacked: shapes of latents and text, and whether there is
+        noise and guidance."""
         texts = tuple(sorted((name, tuple(value.shape)) for name, value in sample.text.items()))
         return tuple(sample.latents.shape), texts, sample.noise is None, sample.negative is None
 
@@ -132,7 +138,7 @@ class Denoiser:
         return None
 
     def collate(self, samples: Sequence[FlowSample], indices: Sequence[int], filler: FlowSample) -> FlowBatch:
-        """See `ModelAdapter.collate`: noise is added to the latents here."""
+        """Collate samples to model inputs, with noise added to their latents; without samples use `filler`."""
         samples_or_filler = samples or [filler]
         latents = self._stack_latents([sample.latents for sample in samples_or_filler])
         sigma_B = torch.tensor([sample.sigma for sample in samples_or_filler], dtype=torch.float64, device=self.device)
@@ -159,7 +165,7 @@ class Denoiser:
         )
 
     def gather_outputs(self, batch: FlowBatch, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """See `ModelAdapter.gather_outputs`: every rank already has the whole velocity of its samples."""
+        """Return `outputs` unchanged: every rank already has the full velocities of its samples."""
         return outputs
 
     def micro_batch(self, batch: FlowBatch, outputs: dict[str, Tensor]) -> MicroBatch:
@@ -172,11 +178,11 @@ class Denoiser:
         return [{"velocity": velocity} for velocity in micro.outputs["velocity"]]
 
     def expect(self, batch: FlowBatch, loss: Callable[[MicroBatch], Tensor]) -> FlowBatch:
-        """See `ModelAdapter.expect`: it would save nothing here, so the batch is returned unchanged."""
+        """Return the batch unchanged: knowing the derivative of the loss early saves nothing in a denoiser."""
         return batch
 
     def prove(self) -> None:
-        """See `ModelAdapter.prove`: nothing to check, as replicas and FSDP shards compute what one rank does."""
+        """Do nothing: replicas and FSDP shards of a denoiser compute the same as one rank."""
 
     def _forward(self, batch: FlowBatch, wants: Wants) -> dict[str, Tensor]:
         velocity = self.predict(
@@ -186,7 +192,7 @@ class Denoiser:
         return {"velocity": velocity}
 
     def _stack_latents(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Stack latents in float32 whatever the network's dtype, or in float64 for a float64 network, as in tests."""
+        """Stack latents in float32 or, if the network's weights are float64, in float64."""
         return torch.stack(list(tensors)).to(self.device, torch.promote_types(self.dtype, torch.float32))
 
     def _stack_texts(self, texts: Sequence[Mapping[str, Tensor]]) -> Text:
@@ -194,15 +200,15 @@ class Denoiser:
 
 
 class FsdpRoot(nn.Module):
-    """Root module for FSDP around the denoiser, used only through `forward`."""
+    """Root module of FSDP that wraps the denoiser and is called through `forward`."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, **inputs: Any) -> Any:
-        """Call the denoiser and clone its output: FSDP cannot attach its hooks to a view."""
+        """Call the denoiser and return a clone of its output, because FSDP cannot attach its hooks to a view."""
         return (self.model(**inputs)[0].clone(),)
 
     def probe(self) -> None:
-        """Do nothing: FSDP registers a method of this name for token models."""
+        """Do nothing; `apply_fsdp` expects a method of this name, which only language models use."""

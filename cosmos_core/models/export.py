@@ -1,6 +1,7 @@
 """Write a causal language model as a Hugging Face folder.
 
-An adapter is written twice: merged into the model, and unmerged in the folder `lora/`. `prove.py` checks the result.
+A LoRA adapter is written twice: merged into the model, and unmerged in the folder `lora/`. `prove.py` verifies the
+written folder.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ def export_model(
     max_shard_size: str = "4GB",
     extra_files: Mapping[str, bytes] = {},
 ) -> None:
-    """Write weights, config, generation config, tokenizer and `extra_files` (by relative path) to `target`,
-    atomically.
+    """Write weights, config, generation config and tokenizer of a model to the folder `target`, atomically.
 
     Floating-point weights are cast to `dtype` (None keeps their dtype); the model itself is not changed. As in
-    transformers, tied weights are written once, and several shards get an index.
+    transformers, tied weights are written once, and several weight files get an index. `extra_files` are contents of
+    further files by path in the folder.
 
     Raises:
         StageFailed: the disk is full or broken.
@@ -54,7 +55,7 @@ def export_model(
 
 
 def _cast_weights(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """Return the state dict in `dtype` in which tied weights share memory, so that transformers writes them once."""
+    """Return the state dict of a model in `dtype`; tied weights share memory, so that transformers writes them once."""
     weights = plain_state(model)
     if dtype is None:
         return weights
@@ -70,7 +71,7 @@ def _export_config(model: PreTrainedModel, dtype: torch.dtype | None) -> Any:
     for each in [config, *(getattr(config, name) for name in config.sub_configs)]:
         if dtype is not None:
             each.dtype = dtype
-        # Training with recomputation turns the cache off; whoever loads an export wants to generate.
+        # Training with recomputation disables the key-value cache, which generation with the export needs.
         if hasattr(each, "use_cache"):
             each.use_cache = True
     return config

@@ -1,9 +1,9 @@
-"""Write a trained diffusion model as a pipeline that diffusers loads, and prove it.
+"""Write a trained diffusion model as a pipeline that diffusers loads.
 
     <target>/model_index.json, <component>/...     the whole pipeline, an adapter merged into the denoiser
     <target>/lora/model.safetensors                the adapter by itself, for `load_lora_weights` on the base pipeline
 
-What was not trained is copied, file by file. The proof is in `prove_pipeline.py`.
+Files of components that were not trained are copied. `prove_pipeline.py` verifies the written pipeline.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ def export_pipeline(
     dtype: torch.dtype | None = None,
     extra_files: Mapping[str, bytes] = {},
 ) -> None:
-    """Write the pipeline with `model` as its denoiser to `target` atomically, with `extra_files` by relative path.
+    """Write the pipeline with `model` as its denoiser to the folder `target`, atomically.
 
-    Weights of the denoiser are cast to `dtype` (None keeps their dtype); the model itself is not changed.
+    Weights of the denoiser are cast to `dtype` (None keeps their dtype); the model itself is not changed. `extra_files`
+    are contents of further files by path in the folder.
 
     Raises:
         StageFailed: the disk is full or broken.
@@ -70,9 +71,10 @@ def untrained_files(folder: PipelineFolder, denoiser_name: str) -> Iterator[Path
 
 
 def save_pipeline_adapter(family: DiffusionModel, model: Any, folder: Path) -> None:
-    """Write the adapter with the pipeline's own `save_lora_weights`, including its settings.
+    """Write the LoRA adapter of `model` to `folder` with the pipeline's own `save_lora_weights`.
 
-    Without the settings a loader uses the rank as alpha, which changes the scale of the adapter.
+    The settings of the adapter are written too, because without them diffusers uses the rank as alpha on loading, which
+    changes the scale of the adapter.
     """
     state = peft.get_peft_model_state_dict(model, adapter_name=_ADAPTER, save_embedding_layers=False)
     assert not changes_base(model), "refused by `check`: the adapter would not fit the untouched base"
@@ -87,9 +89,9 @@ def save_pipeline_adapter(family: DiffusionModel, model: Any, folder: Path) -> N
 
 
 def adapter_settings(model: Any) -> dict[str, Any]:
-    """Return the settings of the adapter as JSON values, in the same order in each process, with dropout 0.
+    """Return the settings of the model's LoRA adapter as JSON values, in the same order in each process.
 
-    diffusers would keep dropout enabled, so a pipeline with the adapter would return another image in each call.
+    Dropout is set to 0: diffusers would keep dropout enabled, so a pipeline would return another image in each call.
     """
     settings = model.peft_config[_ADAPTER].to_dict() | {"inference_mode": True, "lora_dropout": 0.0}
     plain = {key: sorted(value) if isinstance(value, (set, list)) else value for key, value in settings.items()}
@@ -98,7 +100,10 @@ def adapter_settings(model: Any) -> dict[str, Any]:
 
 
 def export_state(model: Any, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Return the denoiser's tensors for export, on the CPU in `dtype`; call it inside `merge_adapter`."""
+    """Return the denoiser's tensors by name for export, on the CPU, floating-point tensors in `dtype`.
+
+    Call this function inside `merge_adapter`, so that a LoRA adapter is part of the weights.
+    """
     return {
         name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None)
         for name, tensor in plain_state(model).items()

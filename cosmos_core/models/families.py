@@ -1,5 +1,7 @@
-"""Registry of diffusion families: the files of this folder that define `PIPELINES` and `FAMILY`, of which only the
-selected one is imported; or a user's own class."""
+"""Registry of families of diffusion models: files of this folder that define `PIPELINES` and `FAMILY`.
+
+Only the file of the selected family is imported. A user-defined class can be used instead.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from cosmos_core.registry import import_user_code, suggestion
 
 
 def open_family(model: str, policy: PolicyConfig, device: torch.device | str = "cpu") -> DiffusionModel:
-    """Return the diffusion model of a folder or Hub id, without its denoiser and with encoders that load on first use.
+    """Return the family object of the pipeline `model`, a folder or Hub id; its encoders are loaded on first use.
 
     Raises:
         ModelError: the model is not a pipeline, or no family supports its class.
@@ -30,10 +32,11 @@ def open_family(model: str, policy: PolicyConfig, device: torch.device | str = "
 
 
 def family_of(folder: PipelineFolder, model_class: str | None = None) -> type[DiffusionModel]:
-    """Return the family of a pipeline: the user's own class, or the family of its `_class_name`.
+    """Return the family class of a pipeline: the user-defined `model_class`, or that of the pipeline's `_class_name`.
 
     Raises:
-        ModelError, ConfigError: see `open_family`.
+        ModelError: no family supports the class of the pipeline.
+        ConfigError: `model_class` is not a subclass of `DiffusionModel`.
     """
     if model_class is not None:
         cls = import_user_code(model_class)
@@ -55,7 +58,7 @@ def family_of(folder: PipelineFolder, model_class: str | None = None) -> type[Di
 
 @cache
 def pipeline_modules() -> dict[str, str]:
-    """Return the module of each pipeline class that a file of this folder supports."""
+    """Return the name of the module of this folder that supports a pipeline class, by name of the class."""
     modules: dict[str, str] = {}
     for file in sorted(Path(__file__).parent.glob("*.py")):
         for node in ast.parse(file.read_text(encoding="utf-8")).body:

@@ -1,4 +1,4 @@
-"""A model cut to its first layers, with which an export is verified if memory cannot hold the whole model twice."""
+"""Models cut to their first layers, with which an export is verified if memory cannot hold the whole model twice."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _FLOAT32_BYTES = 4
 
 
 class FirstLayers(NamedTuple):
-    """Number of layers to keep, and where the layers are."""
+    """Selection of the first layers of a model: the module list of layers, and the number of layers to keep."""
 
     path: str
-    """Name of the module list of layers in the model."""
+    """Name of the module list in the model that has the layers."""
     num_kept: int
     num_layers: int
 
 
 def fit_layers(model: PreTrainedModel, dtype: torch.dtype | None, memory: int) -> FirstLayers | None:
-    """Return the first layers, at least one, whose float32 copy for another process fits into `memory` bytes.
+    """Return as many first layers, at least one, as fit into `memory` bytes as a float32 copy for another process.
 
-    Return None if all layers fit. Weights that are not float32 in `dtype` (None: their own dtype) need a second copy,
-    in this process.
+    None: all layers fit. If the export has another dtype than float32, this process needs a second float32 copy.
+    `dtype` is the dtype of the export; None: the dtype of the weights.
     """
     path = _layers_path(model)
     if path is None:
@@ -45,7 +45,7 @@ def fit_layers(model: PreTrainedModel, dtype: torch.dtype | None, memory: int) -
 
 @contextmanager
 def keep_first_layers(model: PreTrainedModel, first: FirstLayers | None) -> Iterator[None]:
-    """Remove all but the first layers of a model inside the block; None: keep all."""
+    """Remove all layers of a model except those in `first` inside the block; `first` None: keep all layers."""
     if first is None:
         yield
         return
@@ -59,18 +59,18 @@ def keep_first_layers(model: PreTrainedModel, first: FirstLayers | None) -> Iter
 
 
 def cut_config(config: PretrainedConfig, first: FirstLayers | None) -> PretrainedConfig:
-    """Change a config to that of the first layers, and return it; None: change nothing."""
+    """Change a model config to that of the first layers, and return the config; `first` None: change nothing."""
     if first is not None:
         text = config.get_text_config()
         text.num_hidden_layers = first.num_kept
         for name, value in list(vars(text).items()):
-            if isinstance(value, list) and len(value) == first.num_layers:  # one entry per layer
+            if isinstance(value, list) and len(value) == first.num_layers:  # a list of this length is a value per layer
                 setattr(text, name, value[: first.num_kept])
     return config
 
 
 def is_removed(key: str, first: FirstLayers | None) -> bool:
-    """Return True if a tensor belongs to a removed layer."""
+    """Return True if the tensor named `key` belongs to a layer that `first` removes."""
     if first is None:
         return False
     indices = re.findall(rf"(?:^|\.){re.escape(first.path.rpartition('.')[2])}\.(\d+)\.", key)
@@ -78,7 +78,7 @@ def is_removed(key: str, first: FirstLayers | None) -> bool:
 
 
 def _layers_path(model: PreTrainedModel) -> str | None:
-    """Return the name of the module list of text layers; None if the model has no such list."""
+    """Return the name of the module list that has the layers of the language model; None: there is no such list."""
     config = model.config.get_text_config()
     total, blocks = getattr(config, "num_hidden_layers", 0), set(blocks_of(model))
     embedding = model.get_input_embeddings()

@@ -1,4 +1,5 @@
-"""FLOPs of training and the device's peak rate, for the model FLOPs utilization (MFU)."""
+"""Number of floating-point operations (FLOPs) of a training, and the peak rate of a device, for the metric MFU (model
+FLOPs utilization)."""
 
 from __future__ import annotations
 
@@ -16,15 +17,15 @@ _TRIES = 5
 
 
 class TrainFlops:
-    """FLOPs of a train step: forward and backward, with a multiplication and an addition per weight of a matrix.
+    """Counter of the FLOPs of forward and backward pass: a multiplication and an addition per weight of a matrix.
 
-    Frozen weights need no weight gradient, only the experts that a token is routed to count, and an embedding lookup
-    costs nothing. Attention over the causal half of a sequence is included; recomputation is not (PaLM, arXiv
-    2204.02311, appendix B).
+    Weights that are not trained need no weight gradient, only the experts that a token is routed to count, and an
+    embedding lookup costs nothing. Attention over the causal half of a sequence is included; recomputation is not
+    (PaLM, arXiv 2204.02311, appendix B).
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """`model`: unsharded model with weights on any device, also the meta device."""
+        """Count the FLOPs per token of `model`, an unsharded model on any device, including the meta device."""
         config: Any = getattr(model, "config", None)
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         chosen = getattr(text, "num_experts_per_tok", 1) / (
@@ -42,12 +43,12 @@ class TrainFlops:
         self._flops_per_pair = 6.0 * getattr(text, "num_hidden_layers", 0) * heads * width
 
     def total(self, costs: Sequence[int]) -> float:
-        """Return the FLOPs of samples with these numbers of tokens."""
+        """Return the FLOPs of forward and backward pass of samples with `costs` tokens each."""
         return sum(self.flops_per_token * cost + self._flops_per_pair * cost * cost for cost in costs)
 
 
 def _lookup(model: nn.Module) -> nn.Parameter | None:
-    """Return the embedding weight if it is used only for lookups; None if it is tied to the head or missing."""
+    """Return the embedding weight if it is used only for lookups; None if it is tied to the output head or missing."""
     language: Any = model
     if not hasattr(model, "get_input_embeddings"):
         return None
@@ -59,9 +60,10 @@ def _lookup(model: nn.Module) -> nn.Parameter | None:
 @torch.no_grad()
 @cache
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of a matrix product on this rank's device, measured once per process: the best of several
-    tries,
-    with sizes that grow until a product takes 0.03 s."""
+    """Return the peak rate of matrix products on `device` in FLOP/s, measured once per process.
+
+    Sizes grow until a product takes 0.03 s; the rate is the best over all sizes and tries.
+    """
     size, best = _SMALLEST, 0.0
     while size <= _LARGEST.get(device.type, 1024):
         matrix = torch.randn(size, size, device=device, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Selection of the trained weights: those of an adapter, or those that the recipe does not freeze."""
+"""Selection of the weights to train: those of a LoRA adapter, or those that the recipe does not freeze."""
 
 from __future__ import annotations
 
@@ -16,18 +16,21 @@ from cosmos_core.registry import suggestion
 
 
 def choose_trained(model: nn.Module, policy: PolicyConfig, targets: Sequence[str] = ()) -> None:
-    """Apply `policy.lora`, or `freeze_pattern`, `trainable_pattern` and `trainable_map`; without them train all.
-    `targets` are the modules to adapt if the recipe names none; empty uses the default modules of PEFT.
+    """Mark the weights of a model that are trained, by the settings in `policy`.
 
-    A tied weight matches under each of its names.
+    The settings are `lora`, which adds an adapter, or `freeze_pattern`, `trainable_pattern` and `trainable_map`. If
+    none is set, all weights are trained. A tied weight matches under each of its names. `targets` are the modules to
+    adapt if the recipe names none; empty: the default modules of PEFT.
 
     Raises:
-        ConfigError: a name or pattern matches nothing, nothing is left to train, or adapters are mixed with these.
+        ConfigError: a name or pattern matches no weight, no weight is left to train, or `lora` is combined with another
+            of the settings.
     """
     keys = [key for key in ("freeze_pattern", "trainable_pattern", "trainable_map") if getattr(policy, key)]
     if not keys and policy.lora is None:
         return
-    # Recomputation here needs no gradient of the embeddings, and below the first trained layer none need be computed.
+    # transformers makes the embeddings' output require a gradient for recomputation, but non-reentrant checkpoints do
+    # not need it. Without it, the backward pass ends at the first trained layer.
     if isinstance(model, PreTrainedModel):
         model.disable_input_require_grads()
     if policy.lora is not None:
@@ -36,7 +39,7 @@ def choose_trained(model: nn.Module, policy: PolicyConfig, targets: Sequence[str
         with placeholders(model):
             add_adapter(model, policy.lora, targets)
         return
-    names = dict(model.named_parameters(remove_duplicate=False))  # a shared weight has several names
+    names = dict(model.named_parameters(remove_duplicate=False))  # includes every name of a tied weight
     for patterns, is_trained in ((policy.freeze_pattern, False), (policy.trainable_pattern, True)):
         if patterns:
             key = "policy.trainable_pattern" if is_trained else "policy.freeze_pattern"
@@ -49,7 +52,7 @@ def choose_trained(model: nn.Module, policy: PolicyConfig, targets: Sequence[str
 
 
 def _apply_map(names: dict[str, nn.Parameter], trainable_map: dict[str, bool]) -> None:
-    """Apply the map from outer to inner modules: the longest matching name takes precedence."""
+    """Apply `trainable_map` from outer to inner modules, so that the longest matching module name takes precedence."""
     for module_name in sorted(trainable_map, key=len):
 
         def is_inside(name: str, module_name: str = module_name) -> bool:
@@ -71,6 +74,6 @@ def _set_trained(
 
 
 def _names_to_suggest(names: Iterable[str]) -> list[str]:
-    """Return names for a suggestion: each weight's name up to the number of its layer."""
+    """Return the names to suggest after a typing error: each weight's name up to the number of its layer."""
     short = {re.split(r"\.\d+\.", name)[0] for name in names}
     return sorted(short)

@@ -1,6 +1,8 @@
-"""A fresh interpreter that reads an export as a user's process would. It imports the function to call after this
-module,
-so that these imports run without garbage collection."""
+"""Calls of functions in a new Python interpreter, which reads an export as a user's process would.
+
+The interpreter imports the module of the function to call after this module, which disables garbage collection, so that
+the imports are fast.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,16 @@ T = TypeVar("T")
 
 
 def fresh_interpreter() -> ProcessPool:
-    """Return a pool with one new interpreter, which starts with the first task and shares no state with this one."""
+    """Return a process pool with one new interpreter, which starts with the first task and shares no state with this
+    process."""
     return ProcessPool(1, initializer=_start, initargs=(os.getpid(),), context=get_context("spawn"))
 
 
 def call_in_interpreter(
     pool: ProcessPool, function: Callable[..., T], arguments: tuple[Any, ...], seconds: float, folder: Path
 ) -> T:
-    """Return the result of a function that reads the export in `folder`, called in a fresh interpreter.
+    """Return the result of `function(*arguments)`, which reads the export in `folder`, called in the interpreter of
+    `pool`.
 
     Raises:
         StageFailed: the function raised an error, or took longer than `seconds`.
@@ -45,8 +49,8 @@ def call_in_interpreter(
 
 
 def _start(parent: int) -> None:
-    """Prepare the interpreter: it dies with its parent, logs warnings, and never uses the network."""
+    """Prepare the new interpreter: end it with its parent process, log warnings only, and never use the network."""
     die_with_parent(parent)
     configure("WARNING")
-    os.environ["HF_HUB_OFFLINE"] = "1"  # read when the library is imported
-    gc.disable()  # the process is short-lived
+    os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads the variable when it is imported, which is later
+    gc.disable()  # the process ends before it needs to reclaim memory

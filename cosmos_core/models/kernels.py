@@ -1,8 +1,9 @@
 """Kernels of other packages that replace torch's: Liger's norms, rotary embedding and activation, and torchao's fp8
 matrix products of linear layers.
 
-Both need an NVIDIA GPU. Tests cover the conversion, its reversal and, in emulation, its numbers, but not the kernels on
-a GPU. Importing this module also makes transformers' experts follow autocast on a GPU.
+The kernels of Liger and torchao need an NVIDIA GPU. Tests cover the conversion to fp8, its reversal and, in emulation,
+its numbers, but not the kernels on a GPU. Importing this module also makes transformers' experts follow autocast on a
+GPU.
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ logger = logging.getLogger(__name__)
 _CAPABILITY = (8, 9)
 _HOPPER = 9
 _MULTIPLE = 16
-"""Number by which the sizes of an fp8 product must be divisible."""
+"""Divisor of the number of input and output features that a linear layer needs for fp8 products."""
 
 
 def use_liger(model: PreTrainedModel) -> None:
-    """Replace norms, rotary embedding and activation of the model by Liger's; its losses are not used (`scorer.py`).
+    """Replace norms, rotary embedding and activation functions of a model by Liger's kernels.
+
+    Liger's losses are not used, because `scorer.py` computes log-probabilities.
 
     Raises:
-        ConfigError: Liger has no kernels for this family.
+        ConfigError: Liger has no kernels for the model's family.
     """
     families: dict[str, Any] = importlib.import_module("liger_kernel.transformers.monkey_patch").__dict__[
         "MODEL_TYPE_TO_APPLY_LIGER_FN"
@@ -58,7 +61,10 @@ def use_fp8(model: PreTrainedModel, fp8: FP8Config) -> None:
 
 
 def convert_to_fp8(model: PreTrainedModel, fp8: FP8Config, *, emulate: bool = False) -> None:
-    """Convert linear layers to fp8 products on any machine; `emulate`: compute the GPU's numbers slowly without fp8."""
+    """Convert the linear layers in the blocks of a model to fp8 products, on any machine.
+
+    `emulate`: whether to compute the numbers of an fp8 GPU slowly, without fp8 products.
+    """
     float8: Any = importlib.import_module("torchao.float8")
     # The inner dimension is padded, because a micro-batch may have any number of tokens.
     config = replace(float8.Float8LinearConfig.from_recipe_name(fp8.quant_recipe), pad_inner_dim=True, emulate=emulate)
@@ -67,7 +73,7 @@ def convert_to_fp8(model: PreTrainedModel, fp8: FP8Config, *, emulate: bool = Fa
 
     def is_converted(module: nn.Module, name: str) -> bool:
         return (
-            type(module) is nn.Linear  # routers inherit from it
+            type(module) is nn.Linear  # not a subclass, because routers inherit from nn.Linear
             and any(name.startswith(f"{block}.") for block in inside)
             and not module.in_features % _MULTIPLE
             and not module.out_features % _MULTIPLE
@@ -88,11 +94,13 @@ def remove_fp8(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def use_flash_attention(version: int | None, activate: Callable[[str], None] | None = None) -> bool:
-    """Run packed attention on FlashAttention 3 if the GPU is a Hopper and the package is installed; return True if so.
+    """Run packed attention on FlashAttention 3 if the GPU is a Hopper and its package is installed; return True if so.
 
-    torch's own kernel is FlashAttention 2, which reaches about half of a Hopper's rate. `version` 2: keep it; 3: warn
-    if
-    FlashAttention 3 is missing.
+    torch's own kernel is FlashAttention 2, which reaches about half of a Hopper's rate.
+
+    Args:
+        version: 2 keeps FlashAttention 2; 3 warns if FlashAttention 3 is missing; None uses 3 if available.
+        activate: function that activates a version by name; None: that of torch.
     """
     if version == 2 or not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != _HOPPER:
         return False
@@ -111,10 +119,10 @@ def use_flash_attention(version: int | None, activate: Callable[[str], None] | N
 
 
 def autocast_experts(experts: Any, states: Tensor, *routing: Tensor) -> Tensor:
-    """Compute experts in the dtype of autocast on a GPU, where the grouped product is fast only in half precision.
+    """Compute experts by the grouped matrix product, on a GPU in the dtype of autocast.
 
-    Autocast does not support that product; the alternative loops over the experts and synchronises with the GPU in
-    each.
+    On a GPU the product is fast only in half precision, and autocast does not cover it. The alternative is a loop over
+    the experts that synchronises with the GPU for each expert.
     """
     device_type = states.device.type
     if device_type != "cuda" or not torch.is_autocast_enabled(device_type):

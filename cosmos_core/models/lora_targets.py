@@ -1,8 +1,9 @@
 """Select the layers of a LoRA adapter: linear layers by name, and stacked matrices of mixtures of experts.
 
-transformers stores the experts of a layer as one parameter with three dimensions, which PEFT adapts through
-`target_parameters`. Here the names of projections in a checkpoint select that parameter in every family. PEFT itself
-translates such names in some families only, and then skips shared experts and dense layers of the same names.
+transformers stores the experts of a layer as one (stacked) parameter with three dimensions, which PEFT adapts through
+`target_parameters`. In this module the names that projections have in a checkpoint select that parameter, in every
+model family. PEFT itself translates such names in some families only, and then skips shared experts and dense layers of
+the same names.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ _FUSED = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "down_proj": (("down_proj",), ("w2",)),
 }
-"""Names of the projections in a stacked parameter of experts; a checkpoint stores each projection separately."""
+"""Names of the projections that a stacked parameter of experts contains, in each of the naming schemes of checkpoints.
+
+A checkpoint stores each projection separately.
+"""
 _KEY = "policy.lora.target_modules"
 _OF_ADAPTERS = (".base_layer", ".lora_", ".modules_to_save", ".original_module")
 
@@ -39,7 +43,7 @@ class Targets(NamedTuple):
     parameters: list[str]
     excluded: list[str]
     doubled: list[str]
-    """Parameters with two projections, which get an adapter of twice the rank."""
+    """Names of stacked parameters with two projections, which get an adapter of twice the rank."""
 
 
 class ExactLora(peft.LoraModel):
@@ -47,7 +51,7 @@ class ExactLora(peft.LoraModel):
 
     def __init__(self, model: nn.Module, config: Any, name: str) -> None:
         self._exact = config.target_modules, config.target_parameters
-        config.target_modules, config.target_parameters = [], None  # nothing to translate
+        config.target_modules, config.target_parameters = [], None  # so that PEFT's constructor translates no names
         super().__init__(model, config, name)
 
     def _check_new_adapter_config(self, config: Any) -> None:
@@ -56,10 +60,10 @@ class ExactLora(peft.LoraModel):
 
 
 def find_targets(model: nn.Module, target_modules: Sequence[str] | str | None) -> Targets:
-    """Return the layers of a model that `target_modules` of a recipe selects.
+    """Return the layers of a model that the setting `target_modules` of a recipe selects.
 
     Raises:
-        ConfigError: of two projections that experts store in one matrix, `target_modules` names only one.
+        ConfigError: `target_modules` names only one of two projections that experts store in one matrix.
     """
     stacked = _stacked_parameters(model)
     if target_modules is None:
@@ -101,7 +105,7 @@ def find_targets(model: nn.Module, target_modules: Sequence[str] | str | None) -
 
 
 def names_of_targets(model: nn.Module) -> list[str]:
-    """Return every name that `target_modules` may refer to: modules, stacked parameters, and their projections."""
+    """Return every name that `target_modules` may contain: modules, stacked parameters, and their projections."""
     names = [name for name, _ in model.named_modules() if name]
     for name in _stacked_parameters(model):
         container, _, leaf = name.rpartition(".")
@@ -112,13 +116,13 @@ def names_of_targets(model: nn.Module) -> list[str]:
 def portable_config(config: Any, model: nn.Module) -> Any:
     """Return the configuration of an adapter in a form with which PEFT adapts the same layers on loading.
 
-    Linear layers whose names PEFT would treat as experts are listed as parameters; their adapter has the same names and
-    shapes.
+    Linear layers whose names PEFT would treat as experts are listed as parameters, because PEFT does not translate
+    names of parameters; the adapter tensors have the same names and shapes.
     """
     config, translated = copy.deepcopy(config), copy.deepcopy(config)
     try:
         convert_peft_config_for_transformers(translated, model, None)
-    except ValueError:  # raised if only one half of a pair that PEFT treats as experts is a target
+    except ValueError:  # PEFT requires gate and up projection together, for names that it treats as experts
         translated.target_modules = ()
     lost = set(config.target_modules or ()) - set(translated.target_modules or ())
     if not lost:
@@ -135,14 +139,15 @@ def portable_config(config: Any, model: nn.Module) -> Any:
             if (r, alpha) != (config.r, config.lora_alpha):
                 pattern = f".*{re.escape(target.removesuffix('.weight'))}(\\.weight)?"
                 config.rank_pattern[pattern], config.alpha_pattern[pattern] = r, alpha
-    config.target_parameters, config.lora_dropout = parameters, 0.0  # PEFT has no dropout before a parameter
+    config.target_parameters, config.lora_dropout = parameters, 0.0  # PEFT refuses dropout for adapted parameters
     return config
 
 
 def resolve_saved_targets(config: Any, model: nn.Module) -> None:
-    """Change the configuration of a saved adapter to the layers of the model: linear layers that `portable_config`
-    listed as
-    parameters become modules again."""
+    """Change the configuration of a saved adapter so that it names layers of `model` as `find_targets` does.
+
+    Linear layers that `portable_config` listed as parameters become modules again.
+    """
     listed = set(config.target_parameters or ())
     linear = {
         name: {target for target in listed if _matches_end(f"{name}.weight", target)}
@@ -157,24 +162,26 @@ def resolve_saved_targets(config: Any, model: nn.Module) -> None:
 
 
 def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
-    """Return the layers whose weights an adapter changes, by name."""
+    """Return the layers of a model whose weights an adapter changes, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
 def adapted_names(model: nn.Module) -> list[str]:
-    """Return the names of adapted layers and of adapted parameters."""
+    """Return the names of the adapted layers of a model, and of the adapted stacked parameters."""
     layers = adapted_layers(model)
     stacked = [(name, each.parameter_name) for name, each in layers.items() if isinstance(each, ParamWrapper)]
     return [*layers, *(f"{name.replace('.base_layer', '')}.{parameter}" for name, parameter in stacked)]
 
 
 def describe_adapter(model: Any, target_modules: Sequence[str] | str | None) -> str:
-    """Return a description of an adapter: layers of each kind that it changes and, for all-linear, those it does
-    not."""
+    """Return a description of the adapter of a model: the number of layers of each kind that the adapter changes.
+
+    For the setting `all-linear`, the description also lists the layers that the adapter does not change.
+    """
     layers = adapted_layers(model)
     adapted = Counter(map(_kind, layers.values(), layers))
     text = "LoRA on " + ", ".join(f"{count} {kind}" for kind, count in adapted.items())
-    if target_modules != ALL_LINEAR:  # `find_targets` refuses names without a match
+    if target_modules != ALL_LINEAR:  # the user has named the layers, so others need no mention
         return text
     heads = [model.get_output_embeddings()] if isinstance(model, PreTrainedModel) else []
     unchanged: Counter[str] = Counter()
@@ -189,7 +196,7 @@ def describe_adapter(model: Any, target_modules: Sequence[str] | str | None) -> 
 
 
 def kind_of(name: str) -> str:
-    """Return the part of a module's name after the number of the layer, which all layers share."""
+    """Return the part of a module's name after the layer number, which is the same in all layers."""
     return re.split(r"(?:^|\.)\d+\.", name.replace(".base_layer", ""), maxsplit=1)[-1]
 
 
@@ -227,13 +234,13 @@ def _stacked_parameters(model: nn.Module) -> list[str]:
 
 
 def _target_name(name: str, targets: Sequence[str]) -> str:
-    """Return the name without the layer number, unless a target includes the layer number."""
+    """Return a parameter's name without its layer number, unless one of the matching `targets` includes the number."""
     kind = kind_of(name)
     return kind if all(len(target) <= len(kind) for target in targets) else name
 
 
 def _is_matrix(module: nn.Module) -> bool:
-    """Return True if PEFT supports only the weight of a module, not the module itself, as with routers."""
+    """Return True if PEFT can adapt the weight of a module, but not the module itself, as with routers."""
     weight = dict(module.named_parameters(recurse=False)).get("weight")
     is_supported = isinstance(module, nn.Linear | nn.Embedding | nn.Conv1d | nn.Conv2d | nn.Conv3d)
     is_conv1d = type(module).__name__ == "Conv1D"

@@ -40,7 +40,7 @@ def open_model(stage: Stage) -> CausalLM:
     torch.use_deterministic_algorithms(train.deterministic)
     tokenizer = load_tokenizer(stage.model, policy.model_revision, policy.chat_template)
     if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token  # masks are built from positions, so any id can pad
+        tokenizer.pad_token = tokenizer.eos_token  # any token id can pad, because masks are built from positions
     vision = open_vision(stage)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     mesh = open_mesh(policy.parallelism, device.type)
@@ -62,7 +62,7 @@ def open_model(stage: Stage) -> CausalLM:
     use_flash_attention(None)
     if policy.enable_liger_kernel:
         use_liger(model)
-    if stage.kind.trains:  # other stages load a model to which these tables were already applied
+    if stage.kind.trains:  # other stages load a model to which `policy.lora` was already applied
         choose_trained(model, policy)
         if train.fp8.enable_fp8:
             use_fp8(model, train.fp8)
@@ -71,7 +71,7 @@ def open_model(stage: Stage) -> CausalLM:
         watch_compiling(stage.progress)
         compile_blocks(model)
     files = processor_files(stage.model, policy.model_revision)
-    # The pad token of a tokenizer may have no embedding in the model.
+    # The pad token of a tokenizer may have no embedding in the model; any other token can pad.
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id < model.config.get_text_config().vocab_size else 0
     reading = Reading(pad_id, vision, tokenizer, files, num_ids=count_ids(tokenizer))
     balance = balance_of(model, policy.aux_loss_coeff) if stage.kind.trains else None
@@ -79,7 +79,7 @@ def open_model(stage: Stage) -> CausalLM:
 
 
 def open_vision(stage: Stage) -> Vision | None:
-    """Return the reader of the prepared rows' images; None if no row has an image.
+    """Return the reader of the images in a stage's prepared rows; None: no row has an image.
 
     Raises:
         ConfigError: the recipe has a parallelism or load balancing that does not support images.

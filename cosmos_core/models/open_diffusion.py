@@ -54,7 +54,10 @@ def open_model(stage: Stage) -> Denoiser:
 
 
 def recompute_blocks(model: Any, how: Recompute) -> None:
-    """Make the blocks of a denoiser recompute in the backward pass, as `recompute.recompute` does for text."""
+    """Make the blocks of a denoiser recompute activations in the backward pass; `how` is as for `recompute.recompute`.
+
+    If the denoiser does not support recomputation, log a warning and keep all activations.
+    """
     if not how:
         return
     settings: dict[str, Any] = {"context_fn": selective} if how == "selective" else {}

@@ -1,5 +1,7 @@
-"""SANA: Gemma 2 encodes the prompt after an instruction to enrich it; a deterministic deep-compression autoencoder
-encodes the image."""
+"""SANA: the language model Gemma 2 encodes the prompt, and a deterministic deep-compression autoencoder the image.
+
+An instruction to enrich the prompt precedes the prompt.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ PIPELINES = ("SanaPipeline",)
 
 
 class Sana(DiffusionModel):
-    """SANA, whose text input is the token embeddings of the prompt with their mask."""
+    """SANA; the text inputs of its denoiser are the token embeddings of the prompt and their mask."""
 
     lora_targets: ClassVar[tuple[str, ...]] = (
         "attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0",
@@ -26,8 +28,10 @@ class Sana(DiffusionModel):
     pipeline_multiple = 32
 
     def text_embedding(self, prompts: Sequence[str]) -> Text:
-        """See `DiffusionModel.text_embedding`; as in a call of the pipeline, an instruction precedes each prompt except
-        the empty prompt of guidance."""
+        """Encode prompts to text inputs of the denoiser.
+
+        As in a call of the pipeline, an instruction precedes each prompt, except the empty prompt for guidance.
+        """
         call = inspect.signature(type(self.pipeline).__call__).parameters
         instruction = call["complex_human_instruction"].default
         rows = []
@@ -61,7 +65,7 @@ class Sana(DiffusionModel):
         }
 
     def probe(self) -> dict[str, Any]:
-        """See `DiffusionModel.probe`: with the exact size instead of the nearest of a list."""
+        """Return the arguments of a small call of the pipeline, without rounding of the size to one of a list."""
         return super().probe() | {"use_resolution_binning": False}
 
     @property

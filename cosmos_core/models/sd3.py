@@ -1,4 +1,4 @@
-"""Stable Diffusion 3 and 3.5: two CLIPs and a T5 encode the prompt, a VAE with a posterior encodes the image."""
+"""Stable Diffusion 3 and 3.5: two CLIP models and a T5 encode the prompt, and a VAE encodes the image."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_TOKENS = 512
 
 
 class SD3(DiffusionModel):
-    """Stable Diffusion 3, whose text input is the token embeddings of three encoders and the pooled output of two."""
+    """Stable Diffusion 3; text inputs are the token embeddings of three text encoders and the pooled output of two."""
 
     lora_targets = (
         "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
@@ -29,10 +29,10 @@ class SD3(DiffusionModel):
     )  # fmt: skip
 
     def __init__(self, folder: PipelineFolder, config: DiffusersConfig, device: torch.device | str = "cpu") -> None:
-        """See `DiffusionModel`.
+        """Check the prompt length, and initialise the family as `DiffusionModel` does.
 
         Raises:
-            ConfigError: the pipeline does not accept prompts of this length, so its exports could not be verified.
+            ConfigError: the pipeline does not accept prompts of the configured length.
         """
         if config.max_prompt_length > _MOST_TOKENS:
             raise ConfigError(
@@ -42,7 +42,7 @@ class SD3(DiffusionModel):
         super().__init__(folder, config, device)
 
     def text_embedding(self, prompts: Sequence[str]) -> Text:
-        """See `DiffusionModel.text_embedding`; without a T5 its embeddings are zeros, as in the pipeline."""
+        """Encode prompts to text inputs of the denoiser; without a T5 its embeddings are zeros, as in the pipeline."""
         prompt_list = list(prompts)
         with self._working("text_encoder", "text_encoder_2", "text_encoder_3"), self._width_of_tokens():
             tokens, _, pooled, _ = self.pipeline.encode_prompt(
@@ -53,7 +53,10 @@ class SD3(DiffusionModel):
 
     @contextmanager
     def _width_of_tokens(self) -> Iterator[None]:
-        """Let the pipeline, which reads the embedding size from its denoiser, encode without a T5 inside the block."""
+        """Give the pipeline a dummy denoiser inside the block, because it reads the embedding size from its denoiser.
+
+        The pipeline needs the embedding size to encode prompts without a T5.
+        """
         if self.pipeline.transformer is not None:
             yield
             return

@@ -1,6 +1,7 @@
 """Teacher of a distillation: a causal language model that scores the policy's samples and is not trained.
 
-Its weights are sharded over the policy's mesh. The architecture may differ from the policy's; the token ids must not.
+The weights of the teacher are sharded over the policy's mesh. Its architecture may differ from the policy's, but its
+token ids must be the same.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from cosmos_core.models.source import KEY, check_weights
 from cosmos_core.parallel.fsdp import move_buffers
 
 TEACHER = "teacher"
-"""Name of the teacher's weights in `View.evaluate`."""
+"""Name of the weight set of the teacher, for `View.evaluate`."""
 
 TEACHER_KEY = "distillation.model_name_or_path"
 
 
 def open_teacher(teacher: DistillationConfig, recipe: Recipe, policy: ModelAdapter) -> CausalLM:
-    """Load the teacher, sharded over the mesh of the policy.
+    """Load the teacher model of a distillation, sharded over the mesh of the policy.
 
     Raises:
         ModelError: the teacher cannot be loaded, or its token ids differ from the policy's.
@@ -55,10 +56,11 @@ def open_teacher(teacher: DistillationConfig, recipe: Recipe, policy: ModelAdapt
 
 
 def check_teacher(teacher: DistillationConfig, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Check a teacher without reading its weights, and return the line about it for `cosmos check`.
+    """Check a teacher model without reading its weights, and return the line about the teacher for `cosmos check`.
 
     Raises:
-        ModelError, ConfigError: see `open_teacher`.
+        ModelError: the teacher cannot be loaded, or its token ids differ from the policy's.
+        ConfigError: rows of the recipe are longer than the teacher supports.
     """
     check_vocabulary(teacher, tokenizer)
     with name_teacher_in_errors():
@@ -89,12 +91,12 @@ def check_vocabulary(teacher: DistillationConfig, tokenizer: PreTrainedTokenizer
 
 
 def count_ids(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the largest token id plus one; a head may have more rows."""
+    """Return the largest token id of a tokenizer plus one; the output head of a model may have more rows."""
     return int(max(tokenizer.get_vocab().values())) + 1
 
 
 def teacher_settings(teacher: DistillationConfig, train: TrainConfig) -> TrainConfig:
-    """Return the training's settings with those of the teacher, which is not trained."""
+    """Return the settings with which the teacher runs: the training's, with dtypes and sharding of the teacher."""
     return train.derived(
         master_dtype=teacher.master_dtype,
         param_dtype=teacher.param_dtype,
@@ -109,7 +111,7 @@ def teacher_settings(teacher: DistillationConfig, train: TrainConfig) -> TrainCo
 
 @contextmanager
 def name_teacher_in_errors() -> Iterator[None]:
-    """Replace the key of the policy's model by that of the teacher in errors that are raised inside the block."""
+    """Make errors that are raised inside the block name the key of the teacher's model, not that of the policy's."""
     try:
         yield
     except (ModelError, ConfigError) as error:

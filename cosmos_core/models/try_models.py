@@ -23,11 +23,12 @@ from rich.table import Table
 from cosmos_core.errors import EXIT_OK, CosmosError
 
 Respond = Callable[[str, int], str]
-"""Function from a prompt and its number to the completion of a model, or to the name of the image file."""
+"""Function from a prompt and the prompt's number to the completion of a model, or to the name of an image file."""
 
 
 def open_chat(model: str, max_tokens: int, temperature: float, device: torch.device) -> Respond:
-    """Return a function that completes prompts; with a chat template, each prompt continues the conversation.
+    """Return a function that completes prompts with a language model; with a chat template, each prompt continues the
+    conversation.
 
     Raises:
         ModelError: the model cannot be loaded.
@@ -63,7 +64,7 @@ def open_chat(model: str, max_tokens: int, temperature: float, device: torch.dev
 
 
 def open_image_generator(model: str, name: str, device: torch.device) -> Respond:
-    """Return a function that writes images to the current folder, from the same noise for each model."""
+    """Return a function that writes the image of a prompt to the current folder, from the same noise for each model."""
     from diffusers import DiffusionPipeline
 
     pipeline = DiffusionPipeline.from_pretrained(model).to(device)
@@ -92,7 +93,10 @@ def _read_prompts(prompt: str) -> Iterator[str]:
 
 
 def main() -> int:
-    """Respond to each prompt; report an error as one line on standard error, and return its exit code."""
+    """Print the responses of all models to each prompt; on an error, print one line to standard error.
+
+    Returns the exit code of the process.
+    """
     options, models = json.loads(sys.argv[1]), sys.argv[2:]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     console = Console(highlight=False)
