@@ -36,7 +36,7 @@ from tasks.kinds import all_kinds
 from tasks.naming import flow_run_name
 from tasks.stage import run_stages
 
-_RUNNER: TaskRunner[Any] = ThreadPoolTaskRunner(max_workers=64)  # the threads only wait for worker processes
+_RUNNER: TaskRunner[Any] = ThreadPoolTaskRunner(max_workers=64)  # many threads, which only wait for worker processes
 
 
 @flow(name="post-train", flow_run_name=flow_run_name, task_runner=_RUNNER)
@@ -83,7 +83,7 @@ def open_or_create(config: str, overrides: Sequence[str], run_id: str, request: 
             )
         return open_run(path, kinds)
     pipeline = on_these_gpus(load_pipeline(path, overrides, kinds))
-    lend_credentials(pipeline)  # creating the run needs them: it looks up files in stores and on the Hub
+    lend_credentials(pipeline)  # needed to look up files in stores and on the Hub
     check_targets(pipeline)
     check_store(pipeline)
     # A flow run that Prefect retries continues the run that it created.
@@ -97,8 +97,8 @@ def open_or_create(config: str, overrides: Sequence[str], run_id: str, request: 
 
 
 def force(run: Run, from_stage: str, request: str) -> None:
-    """Move `from_stage` and all stages that depend on it aside, so that they are made again; only once for each
-    `request`."""
+    """Move the folders of `from_stage` and of all stages that depend on it to `superseded/`, so that these stages are
+    made again; only once for each `request`."""
     if not from_stage:
         return
     for name in sorted(run.pipeline.behind(from_stage)):

@@ -84,7 +84,7 @@ def retrain(
     with Firing(note, str(flow_run.id), str(deployment.id or "")) as firing:
         begun = read_seen(flow_run_note)
         if begun is not None:
-            firing.acquire()  # a retry or a suspended run: it waits, so that a person's decision is not lost
+            firing.acquire()  # a retry or a suspended run waits, so that a person's decision is not lost
         elif not firing.try_acquire():
             seen = read_seen(note)
             run_id = f" of run {seen.run_id}" if seen is not None and not seen.outcome else ""
@@ -114,13 +114,13 @@ def retrain(
             if any(run.pipeline.kind_of(run.pipeline.stage(name)).is_reusable for name in names):
                 return _outdated(run.id, "its rows, code or settings were changed; the next firing takes the new ones")
         state, outcome = _train_and_publish(run, names, approve)
-        if outcome and (seen is None or seen.digest == digest):  # otherwise a later firing has recorded newer content
+        if outcome and (seen is None or seen.digest == digest):  # a later firing may have recorded newer content
             write_seen(note, Seen(digest=digest, run_id=run.id, outcome=outcome))
         return state
 
 
 def _unfinished(pipeline: Pipeline, content: str, seen: Seen | None) -> Run | None:
-    """Return the run with the same content that has not ended; None if there is none."""
+    """Return the run of the note `seen` if it has the same content and has not ended; otherwise None."""
     if seen is None or seen.digest != content:
         return None
     path = _path(pipeline, seen.run_id)
@@ -141,12 +141,12 @@ def _outdated(run_id: str, why: str) -> State[Any]:
 def _is_content(pipeline: Pipeline, digest: str) -> bool:
     try:
         return content_of(pipeline) == digest
-    except (ConfigError, DataError, ModelError):  # a source no longer exists
+    except (ConfigError, DataError, ModelError):  # a source of rows no longer exists
         return False
 
 
 def _before_publication(run: Run) -> list[str]:
-    """Return the stages that neither publish nor depend on a stage that publishes."""
+    """Return the names of the stages that neither publish nor depend on a stage that publishes."""
     last = {name for publication in _publishing(run) for name in run.pipeline.behind(publication)}
     return [stage.name for stage in run.pipeline.stages if stage.name not in last]
 
@@ -188,7 +188,7 @@ def _train_and_publish(
 
 
 def _without_results(run: Run, names: list[str]) -> list[str]:
-    """Return the stages without a complete result, and those that are made again at each firing, such as gates."""
+    """Return the names of the stages without a complete result, and of those that run at each firing, such as gates."""
     results = {name: read_result(run.stage_path(name)) for name in names}
     whole = {name for name, result in results.items() if result and not problem(run.stage_path(name), result)}
     return [

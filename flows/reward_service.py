@@ -73,6 +73,6 @@ def _address() -> str:
     """Return the address of this machine in the network of the Prefect server."""
     server = urlsplit(get_current_settings().api.url or "http://127.0.0.1:4200/api")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((server.hostname or "127.0.0.1", server.port or 443))  # sends nothing
+        probe.connect((server.hostname or "127.0.0.1", server.port or 443))  # a UDP connect sends no packet
         address: str = probe.getsockname()[0]
     return address

@@ -1,4 +1,4 @@
-"""The kinds of stages as Prefect tasks, for flows of one's own: `from tasks import export, rl, sft, upload`."""
+"""Stage kinds as Prefect tasks, for user flows in Python: `from tasks import export, rl, sft, upload`."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Return the task of a kind of stages, or `configure_run`; only programs that use them import Prefect."""
+    """Return the task of a stage kind, or `configure_run`; they are imported lazily, because they import Prefect."""
     if name == "configure_run":
         from tasks.flow_run import configure_run
 

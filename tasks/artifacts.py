@@ -42,7 +42,7 @@ _PROGRESS_SECONDS = 3.0
 _TABLE_SECONDS = 30.0
 _SAMPLES_SECONDS = 600.0
 _ROWS = 20
-_MAX_LETTERS = 1000  # limit for one prompt or completion; longer texts are truncated
+_MAX_LETTERS = 1000  # maximum number of characters of one prompt or completion in a table
 
 
 class StageArtifacts:
@@ -97,7 +97,7 @@ class StageArtifacts:
         create_markdown_artifact(text, key=f"{self._key}-card", description=description)
 
     def _show_samples(self) -> None:
-        """Publish the newest completions as a table, and the newest grid of images of a diffusion model."""
+        """Publish the newest completions as a table, and the newest grid of generated images of a diffusion model."""
         if self._is_private:
             return
         if lines := completions.newest(self._stage_path, _ROWS):
@@ -154,7 +154,8 @@ def write_report(run_path: Path) -> None:
 
 @contextmanager
 def never_costs_the_run() -> Iterator[None]:
-    """Log an error of the UI as a warning."""
+    """Context manager that logs any error of its block as a warning, because an error of the UI must not fail a
+    stage."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - no error of the UI may fail the stage
@@ -162,8 +163,8 @@ def never_costs_the_run() -> Iterator[None]:
 
 
 def _key(*parts: str) -> str:
-    """Return an artifact key made of pipeline and stage, the same for each run, so that Prefect shows their history.
-    Prefect allows lower-case letters, digits and dashes."""
+    """Return an artifact key made of the names of pipeline and stage. It is the same for each run, so that Prefect
+    shows their history. Prefect allows lower-case letters, digits and dashes."""
     return re.sub(r"[^a-z0-9]+", "-", "-".join(parts).lower())
 
 
@@ -199,7 +200,8 @@ def approval_text(run_path: Path) -> str:
 
 
 def _stages(run: RunRecord) -> list[str]:
-    """Return a table of the stages with their metrics and, for each gate, one of its conditions, in Markdown."""
+    """Return a table of the stages with their metrics, then the conditions of each gate or the error of each failed
+    stage, in Markdown lines."""
     lines = ["| stage | kind | state | time | metrics |", "|---|---|---|---|---|"]
     for stage in run.stages:
         shown = formatting.key_metrics(stage.metrics).items()

@@ -1,4 +1,4 @@
-"""Detect that this flow run was cancelled, by polling the Prefect server from the flow's own process.
+"""Detect that the current flow run was cancelled, by polling the Prefect server from the flow's process.
 
 Prefect's worker stops the process of a cancelled flow run, but stops polling for good after the server was unreachable
 for half a minute, and the worker then continues without an error.
@@ -39,7 +39,8 @@ _ASK_SECONDS = 5.0
 
 
 def wait_unless_cancelled(pending: Collection[futures.Future[Any]], seconds: float = _ASK_SECONDS) -> bool:
-    """Wait for tasks, and check every `seconds` whether this flow run was cancelled; return True if it was."""
+    """Wait for task futures, and check every `seconds` seconds whether the current flow run was cancelled; return True
+    if it was."""
     while pending:
         pending = futures.wait(pending, timeout=seconds).not_done
         if pending and is_cancelled():
@@ -48,8 +49,8 @@ def wait_unless_cancelled(pending: Collection[futures.Future[Any]], seconds: flo
 
 
 def is_cancelled() -> bool | None:
-    """Return True if this flow run, or the flow run whose stage it executes, was cancelled; None if the server does not
-    respond.
+    """Return True if the current flow run, or the flow run whose stage it executes, was cancelled; None if the server
+    does not respond.
 
     Returns False outside of a flow run, and if the flow run was deleted.
     """
@@ -95,7 +96,7 @@ def publication_check() -> Callable[[], None]:
         Preempted: this process was asked to stop.
         StageFailed: the server did not respond for ten minutes.
     """
-    context = copy_context()  # holds the current flow run and its client, which other threads do not see
+    context = copy_context()  # the current flow run and its client, which other threads do not see
 
     def check() -> None:
         began, has_warned = time.monotonic(), False
@@ -115,7 +116,8 @@ def publication_check() -> Callable[[], None]:
 
 @contextmanager
 def _client() -> Iterator[SyncPrefectClient]:
-    """Yield the client of this flow run or, in a thread that does not know it, a client that is closed afterwards."""
+    """Yield the client of the current flow run or, in a thread without its context, a new client that is closed
+    afterwards."""
     if context := SyncClientContext.get():
         yield context.client
         return

@@ -23,8 +23,8 @@ _LENT = ("AWS_", "PROD_S3_CHECKPOINT_", "HF_TOKEN", "HF_ENDPOINT")
 
 
 def lend_credentials(pipeline: Pipeline | None) -> None:
-    """Set the variables of the Secret block, if the block exists and the pipeline names anything remote. `pipeline` is
-    None if the pipeline itself is still to be fetched from a store."""
+    """Set the environment variables of the Secret block, if the block exists and the pipeline refers to a store or the
+    Hub. `pipeline` is None if the pipeline itself is still to be fetched from a store."""
     hide_in_records()
     if pipeline is not None and not _names_elsewhere(pipeline):
         return
@@ -36,7 +36,7 @@ def lend_credentials(pipeline: Pipeline | None) -> None:
         return  # the server has no such block
     try:
         variables = json.loads(value) if isinstance(value, str) else value
-    except ValueError:  # not logged: its message may show the value
+    except ValueError:  # the error is not logged: its message may show the value
         variables = None
     if not isinstance(variables, dict):
         logger.warning("the Secret block %s is no object of variables and their values: it is not used", BLOCK)
@@ -49,9 +49,9 @@ def lend_credentials(pipeline: Pipeline | None) -> None:
 
 
 def lend_to_command(pipeline: Pipeline | None) -> None:
-    """Set the variables of the Secret block for a command that uses a running Prefect server, before the command
-    accesses stores and Hubs. A server that does not respond costs a warning: the environment may have all that is
-    needed."""
+    """Set the environment variables of the Secret block for a command that uses a running Prefect server, before the
+    command accesses stores and Hubs. A server that does not respond costs a warning, because the environment may have
+    all credentials."""
     if not os.environ.get("PREFECT_API_URL"):
         return
     import httpx
@@ -67,6 +67,6 @@ def _names_elsewhere(pipeline: Pipeline) -> bool:
     values = [value for table in tables for _, _, value, _ in set_fields(table) if isinstance(value, str)]
     if pipeline.config.artifact_store or any("://" in value for value in values):
         return True
-    with suppress(ConfigError):  # a wrong setting is reported when the run begins
+    with suppress(ConfigError):  # an invalid setting is reported when the run begins
         return any(each.form == "hub" for stage in pipeline.stages for each in pipeline.inputs(stage))
     return False

@@ -1,4 +1,4 @@
-"""Final states of task and flow runs: each has a name and one line that says why, and an expected end has no
+"""Build the final states of task and flow runs: each has a name and a message of one line, and an expected end has no
 traceback."""
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from cosmos_core.run.directory import Run
 from cosmos_core.run.state import read_state
 
 REFUSED = "Refused"
-"""Name of the state of a gate with a condition that does not hold."""
+"""Name of the final state of a gate with a condition that does not hold."""
 _SKIPPED = "Skipped"
 
 
 def ended(error: CosmosError) -> State[Any]:
-    """Return the final state of a stage that is not retried; if the error were raised, Prefect would log a
+    """Return the final state of a stage that failed and is not retried; if the error were raised, Prefect would log a
     traceback."""
     if isinstance(error, GateFailed):
         return Failed(name=REFUSED, message=str(error), data=error)
@@ -29,8 +29,8 @@ def ended(error: CosmosError) -> State[Any]:
 
 
 def skipped(why: str) -> State[Any]:
-    """Return the final state of a stage that is never started. Prefect itself would leave its task run, and all that
-    depend on it, pending for ever, even after a cancellation."""
+    """Return the final state of a stage that is never started. Without it, Prefect would leave its task run and all
+    dependent task runs pending forever, even after a cancellation."""
     return Completed(name=_SKIPPED, message=why)
 
 
@@ -41,8 +41,8 @@ def has_result(future: PrefectFuture[Any]) -> bool:
 
 
 def state_of(future: PrefectFuture[Any]) -> State[Any]:
-    """Return the state of a task run. The call to `wait` is needed: without it the state is the last one that the
-    server has received."""
+    """Return the state of a task run. `wait` is called first: otherwise the state is the last one that the server has
+    received."""
     future.wait(timeout=0)
     return future.state
 

@@ -1,4 +1,4 @@
-"""Events for the automations of a Prefect server: a stage or a run ended, a gate refused, a model was published.
+"""Emit events for the automations of a Prefect server: a stage or a run ended, a gate refused, a model was published.
 
 They are put into a queue that a thread of Prefect empties: an unreachable server delays no stage and fails none.
 """
@@ -28,7 +28,7 @@ RUN_FAILED = "cosmos.run.failed"
 
 
 def stage_completed(run: Run, name: str, result: Result, *, was_reused: bool) -> None:
-    """Emit an event that a stage has its result and, for a stage that newly published a model, a second event for the
+    """Emit an event that a stage has its result and, if the stage has newly published a model, a second event about the
     model."""
     payload = {"reused": was_reused, "metrics": _finite(result["metrics"])}
     _emit(STAGE_COMPLETED, run, name, payload)
@@ -39,7 +39,8 @@ def stage_completed(run: Run, name: str, result: Result, *, was_reused: bool) ->
 
 
 def stage_failed(run: Run, name: str, error: CosmosError) -> None:
-    """Emit an event that a stage has failed for good or that a gate refused; a stage that was stopped emits none."""
+    """Emit an event that a stage has failed and is not retried, or that a gate refused; emit none for a stage that was
+    stopped."""
     if not isinstance(error, Preempted):
         event = GATE_FAILED if isinstance(error, GateFailed) else STAGE_FAILED
         _emit(event, run, name, {"error": str(error), "exit_code": error.exit_code})
@@ -51,7 +52,7 @@ def run_ended(run: Run, *, is_failed: bool) -> None:
     names = [stage.name for stage in run.pipeline.stages]
     if is_failed:
         failed = [name for name in names if read_state(run.stage_path(name)).state == "failed"]
-        if failed:  # a run without a failed stage was stopped
+        if failed:  # a run without a failed stage was stopped, which is no failure
             _emit(RUN_FAILED, run, "", {"failed": failed})
     elif all(read_state(run.stage_path(name)).state in FINISHED for name in names):
         results = [read_result(run.stage_path(name)) for name in names]

@@ -1,4 +1,4 @@
-"""One retraining of a schedule at a time: a file lock on this machine, and a lease on the Prefect server that all
+"""Allow one retraining of a schedule at a time: a file lock on this machine, and a lease on the Prefect server that all
 machines respect.
 
 The lease is a Prefect variable, whose name is unique on the server, with the id of the flow run that holds it. It
@@ -28,10 +28,12 @@ _POLL_SECONDS = 5.0
 
 
 class Firing:
-    """The exclusive right of a flow run to retrain and publish for one note; a context manager, which releases it."""
+    """Exclusive right of a flow run to retrain and publish for one note; a context manager that releases the right at
+    its end."""
 
     def __init__(self, note: Path, flow_run: str, deployment: str = "") -> None:
-        """`deployment` is the id of the deployment whose schedule started the flow run; empty: there is none."""
+        """Create the right for a note without acquiring it. `deployment` is the id of the deployment whose schedule
+        started the flow run; empty: there is none."""
         self._name = f"cosmos-retraining-{note.stem}-{deployment}".rstrip("-")
         self._value = {"flow_run": flow_run, "machine": this_machine()}
         self._lock = retraining_lock(note)
@@ -69,16 +71,16 @@ class Firing:
                 try:
                     self._lease = client.create_variable(VariableCreate(name=self._name, value=self._value)).id
                 except ObjectAlreadyExists:
-                    found = client.read_variable_by_name(self._name)
-                    if found is not None and not self._has_expired(client, found.value):
+                    variable = client.read_variable_by_name(self._name)
+                    if variable is not None and not self._has_expired(client, variable.value):
                         return False
-                    if found is not None:
-                        _delete(client, found.id)
+                    if variable is not None:
+                        _delete(client, variable.id)
         return True
 
     def _has_expired(self, client: SyncPrefectClient, holder: Any) -> bool:
-        """Return True if the holder has ended, is an earlier attempt of this flow run, or ran on this machine, where
-        this process holds the lock."""
+        """Return True if the holder of the lease has ended, is an earlier attempt of this flow run, or ran on this
+        machine, where this process holds the file lock."""
         if holder["flow_run"] == self._value["flow_run"] or holder["machine"] == self._value["machine"]:
             return True
         try:
@@ -89,9 +91,9 @@ class Firing:
 
 
 def _delete(client: SyncPrefectClient, variable: UUID) -> None:
-    """Delete a variable by its id, so that a newer one with the same name stays."""
+    """Delete a Prefect variable by its id, so that a newer variable with the same name remains."""
     try:
         client.request("DELETE", "/variables/{id}", path_params={"id": variable})
     except httpx.HTTPStatusError as error:
-        if error.response.status_code != httpx.codes.NOT_FOUND:  # otherwise another flow run has deleted it
+        if error.response.status_code != httpx.codes.NOT_FOUND:  # not found: another flow run has deleted it
             raise

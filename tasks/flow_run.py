@@ -1,4 +1,4 @@
-"""The run of a flow in Python, whose pipeline grows by a stage at each call of a task of `tasks`.
+"""Run of a Python flow, whose pipeline grows by a stage at each call of a task of `tasks`.
 
 The run is named after the flow and its parameters, so running the flow again continues it: a call whose settings are
 those of an earlier one gets the stage that it made then, and results are reused as in any run.
@@ -49,14 +49,15 @@ _CALLS = "calls.json"
 
 
 class Call(Document):
-    """One call of a task: the settings with which it was called, and the stages that it made."""
+    """Content of `calls.json` for one call of a task: the settings with which it was called, and the stages that it
+    made."""
 
     stage: dict[str, Any]
-    """Keys of `[[pipeline.stages]]`."""
+    """Keys of `[[pipeline.stages]]` for the stage of the call."""
     tables: dict[str, Any]
-    """Tables of the recipe."""
+    """Recipe tables of the stage of the call."""
     stages: list[str] = []
-    """Names of its stages in topological order: its own, and those that it implies."""
+    """Names of the stages that the call made, in topological order: its own stage, and the stages that this implies."""
 
 
 class _Calls(Document):
@@ -65,17 +66,17 @@ class _Calls(Document):
 
 @dataclass
 class FlowInPython:
-    """The run that one execution of a flow works on."""
+    """State of one execution of a Python flow, with the run on which it works."""
 
     name: str
     flow_run: str
     """Id of the flow run."""
     run_id: str
     entrypoint: str
-    """`FILE.py:FLOW`, with an absolute path."""
+    """Import path of the flow, `FILE.py:FLOW`, with an absolute path."""
     parameters: dict[str, Any]
     tags: list[str]
-    """Tags of its flow run and task runs."""
+    """Tags of the flow run and of its task runs."""
     run: Run | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     """Keys of `[pipeline]` of the run; see `configure_run`."""
@@ -90,8 +91,8 @@ class FlowInPython:
         return Path(self.entrypoint.rpartition(":")[0]).parent
 
     def reserve_name(self, kind: str, name: str) -> str:
-        """Return the name of the stage that a call makes: `name`, otherwise that of the kind, with a number after its
-        first use.
+        """Return the name of the stage that a call makes: `name`, or if that is empty the name of the kind, with a
+        number after its first use.
 
         Raises:
             ConfigError: the name is used by an earlier call of this execution.
@@ -108,8 +109,9 @@ class FlowInPython:
 
     @contextmanager
     def stage(self, call: Call, source: Path) -> Iterator[tuple[Run, list[str]]]:
-        """Add the stage of a call, unless the run has it, and hold the run meanwhile, so that no other process works on
-        it; yield the run and the names of the stages that the call makes. The report is written after the last one.
+        """Add the stage of a call, unless the run has it, and hold the run during the block, so that no other process
+        works on it. Yield the run and the names of the stages that the call makes. When the last active call has ended,
+        the report is written and the run is released.
 
         Raises:
             ConfigError: the settings are wrong, the run has a finished stage of this name with other settings, or
@@ -139,12 +141,12 @@ class FlowInPython:
         saved = read_document(run.path / _CALLS, _Calls) if run else None
         calls = saved.calls if saved else {}
         if run is not None:
-            if before := calls.get(name):
-                if (before.stage, before.tables) == (call.stage, call.tables):
-                    return run, before.stages
-                _refuse_if_finished(run, before, call)
+            if earlier_call := calls.get(name):
+                if (earlier_call.stage, earlier_call.tables) == (call.stage, call.tables):
+                    return run, earlier_call.stages
+                _refuse_if_finished(run, earlier_call, call)
                 _forget(run, calls, name)
-            run = _with_stages_of(run, calls)  # without those of a call that was killed before it was recorded
+            run = _with_stages_of(run, calls)  # omit the stages of a call that was killed earlier_call it was recorded
         run = self._grown(run, call, source)
         self._hold(run)
         others = {each for other in calls.values() for each in other.stages}
@@ -153,14 +155,15 @@ class FlowInPython:
         return run, call.stages
 
     def _hold(self, run: Run) -> None:
-        """Acquire the run for this process, if it does not hold it yet."""
+        """Claim the run for this process, unless this process holds it already."""
         if self._claim is None:
             self._claim = claim(run)
             note_flow_run(run, self.flow_run)
         self.run = run
 
     def _existing(self, call: Call, source: Path) -> Run | None:
-        """Return the run of an earlier execution, in the folder that the first stage names; None if there is none."""
+        """Return the run of an earlier execution of the flow, in the output folder that the first stage names; None if
+        there is none."""
         pipeline = self._composed(None, call, source)
         path = pipeline.output_dir.expanduser().absolute() / self.run_id
         if not (path / "pipeline.toml").is_file():
@@ -173,7 +176,7 @@ class FlowInPython:
         return run
 
     def config(self) -> PipelineConfig:
-        """Return the settings of the run.
+        """Return the `[pipeline]` settings of the run.
 
         Raises:
             ConfigError: `configure_run` has set an unknown key or a wrong value.
@@ -188,9 +191,9 @@ class FlowInPython:
 
     def _grown(self, run: Run | None, call: Call, source: Path) -> Run:
         pipeline = self._composed(run, call, source)
-        known = set(notices_of(run.pipeline)) if run else set()
+        old_notices = set(notices_of(run.pipeline)) if run else set()
         for notice in dict.fromkeys(notices_of(pipeline)):
-            if notice not in known:
+            if notice not in old_notices:
                 get_run_logger().info("note: %s", notice)
         lend_credentials(pipeline)
         check_targets(pipeline)
@@ -201,14 +204,14 @@ class FlowInPython:
 
 
 def _forget(run: Run, calls: dict[str, Call], name: str) -> None:
-    """Remove a call, and those whose stages depend on its stages, which the flow will call again."""
-    gone = {each for stage in calls[name].stages for each in run.pipeline.behind(stage)}
-    for other in [other for other, call in calls.items() if gone.intersection(call.stages)]:
+    """Remove a call, and the calls whose stages depend on its stages, because the flow will make these calls again."""
+    removed = {each for stage in calls[name].stages for each in run.pipeline.behind(stage)}
+    for other in [other for other, call in calls.items() if removed.intersection(call.stages)]:
         del calls[other]
 
 
 def _with_stages_of(run: Run, calls: Mapping[str, Call]) -> Run:
-    """Return the run with the stages of these calls only."""
+    """Return the run with only the stages that these calls made."""
     names = {name for call in calls.values() for name in call.stages}
     kept = [stage for stage in run.pipeline.stages if stage.name in names]
     recipes = {stage.name: run.pipeline.recipes[stage.name] for stage in kept}
@@ -216,7 +219,7 @@ def _with_stages_of(run: Run, calls: Mapping[str, Call]) -> Run:
 
 
 def current_flow() -> FlowInPython:
-    """Return the run of the flow that executes now.
+    """Return the state of the Python flow that is being executed.
 
     Raises:
         ConfigError: no flow executes.
@@ -266,7 +269,8 @@ def _begin(context: FlowRunContext) -> FlowInPython:
 
 
 def identity_of(flow: Flow[..., Any], given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the name of the run of a flow with these parameters, and all its parameters, defaults included.
+    """Return the name of the run of a flow with the parameters `given`, and all parameters of the flow, defaults
+    included.
 
     Raises:
         ConfigError: the flow has other parameters.
@@ -278,8 +282,8 @@ def identity_of(flow: Flow[..., Any], given: Mapping[str, Any]) -> tuple[str, di
 
 
 def _identity(flow: Flow[..., Any], parameters: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return a name for the run that is the same whenever a flow of this file and name has these parameters, unless
-    another is set; and the parameters as JSON."""
+    """Return the name of the run of a flow, and its parameters as JSON values. The name depends only on the flow's
+    file, name and parameters, unless the environment or a parameter `run_id` sets it."""
     values: dict[str, Any] = json.loads(json.dumps(parameters, default=str))
     file, function = _source_of(flow)
     identity = hashlib.sha256(json.dumps([file.name, function, values], sort_keys=True).encode()).hexdigest()[:8]

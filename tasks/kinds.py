@@ -1,4 +1,5 @@
-"""Registry of the kinds of stages: every module of `tasks/stages` that defines `KIND`. Imports no Prefect."""
+"""Registry of the stage kinds: every module of `tasks/stages` that defines `KIND`. This module does not import
+Prefect."""
 
 from __future__ import annotations
 

@@ -27,11 +27,11 @@ from cosmos_core.run.state import REMADE, record_event
 logger = logging.getLogger(__name__)
 
 _SOURCES: dict[str, Literal["model", "data"]] = {"model": "model", "teacher": "model", "data": "data"}
-"""Inputs that manifests name, by role, for the lineage."""
+"""Kind of the source that a manifest records for the lineage, by role of the input."""
 
 
 def results_of(run: Run, stage: StageConfig) -> dict[str, Result]:
-    """Return the results of the stages in `after`, each with its `path`.
+    """Return the manifests of the stages in `after` by name, each with the key `path` of the stage directory.
 
     Raises:
         StageFailed: a stage in `after` has no result.
@@ -48,8 +48,9 @@ def results_of(run: Run, stage: StageConfig) -> dict[str, Result]:
 def lay_out(
     run: Run, stage: StageConfig, expected: Fingerprint, on_line: Callable[[str], None] = lambda line: None
 ) -> Stage:
-    """Write the folder of a stage that is about to run, and return the stage; files of another training are moved
-    aside. Why a stage is made again is recorded as an event and given to `on_line`."""
+    """Write the folder of a stage that is about to run, and return the stage; files of another training are moved to
+    `superseded/`. If the stage was made before, the reason to make it again is recorded as an event and passed to
+    `on_line`."""
     path, kind = run.stage_path(stage.name), run.pipeline.kind_of(stage)
     reason = why_remade(run, stage, expected)
     make_room(path, expected)
@@ -90,8 +91,8 @@ def lay_out(
 
 
 def make_room(path: Path, expected: Fingerprint) -> None:
-    """Move the content of a stage folder aside, with a warning, if another training wrote it: its checkpoints will not
-    be continued."""
+    """Move the folder of a stage to `superseded/`, with a warning, if another training wrote it: its checkpoints must
+    not be continued."""
     saved = read_fingerprint(path)
     if saved is not None and saved.of_training != expected.of_training:
         supersede(path)
@@ -100,8 +101,8 @@ def make_room(path: Path, expected: Fingerprint) -> None:
 
 
 def _output(stage: str, key: str, reference: str, inputs: dict[str, Result]) -> str:
-    """Return the folder to which `model = "stage:NAME"` or `data = "stage:NAME"` refers; any other value is returned as
-    it is."""
+    """Return the folder to which `model = "stage:NAME"` or `data = "stage:NAME"` refers; return any other value
+    unchanged."""
     name = source_of(reference)
     if name is None:
         return reference

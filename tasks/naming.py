@@ -1,4 +1,4 @@
-"""Names and tags of flow runs and task runs, by which the UI of Prefect finds them: pipeline, run and user."""
+"""Set names and tags of flow runs and task runs, by which users find them in Prefect's UI: pipeline, run and user."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def user_name() -> str:
     """Return the name of the user of this process, or the number of a user without a name."""
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # a container whose user has no entry in its list of users
+    except (KeyError, OSError):  # in a container, the user may have no entry in the list of users
         return str(os.getuid())
 
 
@@ -55,7 +55,7 @@ def _first_name() -> str:
 
 @cache
 def _vocabulary() -> frozenset[str]:
-    from coolname.data import config  # the generator of Prefect's names
+    from coolname.data import config  # the library from which Prefect generates names
 
     lists: dict[str, Any] = config
     return frozenset(word for entry in lists.values() for word in entry.get("words", ()))

@@ -48,15 +48,15 @@ class Child(Document):
     """The child flow run that executes a stage on another work pool."""
 
     flow_run: str
-    """Id of the flow run; empty if the parent requested it and died before the server responded."""
+    """Id of the child flow run; empty if the parent requested it and died before the server responded."""
     attempt: int
     token: str = ""
-    """Random part of the idempotency key. After a stage was moved aside, or the directory of a run was removed, the
-    attempts count from 1 again, and the server would return the flow run that ended then."""
+    """Random part of the idempotency key. The number of attempts starts again at 1 if the stage folder or the run
+    directory was removed; without the token the server would then return a flow run that has ended."""
     failures: int = 0
-    """Number of children in a row that died without recording an error and without a new checkpoint."""
+    """Number of consecutive child flow runs that died without recording an error and without a new checkpoint."""
     failed_at: int = 0
-    """Step of the newest checkpoint at the last of these failures."""
+    """Step of the newest checkpoint when the last such child flow run died."""
 
 
 def perform_elsewhere(
@@ -86,7 +86,7 @@ def perform_elsewhere(
 
 
 def _ended(run: Run, stage: StageConfig, stored: Stored, on_line: Callable[[str], None]) -> FlowRun:
-    """Follow the flow run that an earlier parent started, or a new one, and return it when it has ended."""
+    """Follow the child flow run that an earlier parent started, or start a new one; return it when it has ended."""
     with get_client(sync_client=True) as client:
         child = _going(client, run.stage_path(stage.name)) or _begin(run, stage, stored)
         try:
@@ -99,8 +99,8 @@ def _ended(run: Run, stage: StageConfig, stored: Stored, on_line: Callable[[str]
 
 
 def count_death(path: Path) -> int:
-    """Count the failure of a child that could not count it, because its machine or its process was gone; return how
-    many children in a row died so. A new child does not continue the count of state.json."""
+    """Count the failure of a child flow run that died without recording it, because its machine or its process was
+    lost; return the number of consecutive such failures. A new child does not continue the count in state.json."""
     child, step = read_document(path / NOTE, Child), read_state(path).checkpoint_step or 0
     if child is None:
         return 1
@@ -112,11 +112,11 @@ def count_death(path: Path) -> int:
 
 
 def _going(client: SyncPrefectClient, path: Path) -> Child | None:
-    """Return the flow run that an earlier parent started, if it has not ended."""
+    """Return the child flow run that an earlier parent started; None if there is none or it has ended."""
     child = read_document(path / NOTE, Child)
     try:
         run = client.read_flow_run(UUID(child.flow_run)) if child and child.flow_run else None
-    except ObjectNotFound:  # another server started it
+    except ObjectNotFound:  # the flow run is on another Prefect server
         return None
     return child if run is not None and run.state_type not in _FINAL else None
 
@@ -130,7 +130,8 @@ def _begin(run: Run, stage: StageConfig, stored: Stored) -> Child:
     try:
         where = stored.send_run()
         path.mkdir(parents=True, exist_ok=True)
-        write_json(path / NOTE, request.model_dump())  # first: after a kill in between, the same flow run is requested
+        # Written before the request, so that a retry after a kill requests the same flow run.
+        write_json(path / NOTE, request.model_dump())
         created: Any = run_deployment(
             f"stage/{stage.work_pool}",
             parameters={"run": where, "name": stage.name},
@@ -151,8 +152,8 @@ def _begin(run: Run, stage: StageConfig, stored: Stored) -> Child:
 
 
 def _asked(before: Child | None) -> Child:
-    """Return the next child to request from the server, or the one that an earlier parent requested, if that parent
-    died before the server responded."""
+    """Return the next child flow run to request from the server, or the one that an earlier parent requested before it
+    died without a response."""
     if before is None:
         return Child(flow_run="", attempt=1, token=uuid4().hex)
     if not before.flow_run:
@@ -161,7 +162,7 @@ def _asked(before: Child | None) -> Child:
 
 
 class Wait:
-    """Reporter of what a stage waits for until a worker picks up its flow run, to the flow's log and to
+    """Reporter of the reason why a stage waits until a worker picks up its flow run, to the flow's log and to
     `state.json`."""
 
     def __init__(
@@ -171,7 +172,7 @@ class Wait:
         self._said, self._next = "", 0.0
 
     def look(self) -> None:
-        """Report what the stage waits for, once and whenever it changes."""
+        """Report the reason why the stage waits, once and whenever it changes."""
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + _WORKERS_SECONDS
@@ -201,7 +202,7 @@ def _follow(
             if run.state_type == StateType.SCHEDULED:
                 wait.look()
             last_response = time.monotonic()
-        except ObjectNotFound as error:  # it was deleted
+        except ObjectNotFound as error:  # the flow run was deleted
             where = f"stage {stage.name!r} on {stage.work_pool!r}"
             raise StageFailed(f"{where}: its flow run {flow_run} is gone from the server") from error
         except httpx.HTTPError:  # the server may be restarting; the child continues meanwhile
@@ -218,9 +219,9 @@ def _follow(
 
 
 def _cancel(client: SyncPrefectClient, child: Child, grace_seconds: float) -> None:
-    """Cancel the child, which saves a checkpoint and ends, and wait as long as its worker may take for that."""
+    """Cancel the child flow run, so that it saves a checkpoint and ends; wait at most `grace_seconds` for its end."""
     flow_run = UUID(child.flow_run)
-    with suppress(httpx.HTTPError, ObjectNotFound):  # this process stops all the same
+    with suppress(httpx.HTTPError, ObjectNotFound):  # this process stops in any case
         client.set_flow_run_state(flow_run, Cancelling())
         deadline = time.monotonic() + grace_seconds
         while time.monotonic() < deadline and client.read_flow_run(flow_run).state_type not in _FINAL:
@@ -228,8 +229,8 @@ def _cancel(client: SyncPrefectClient, child: Child, grace_seconds: float) -> No
 
 
 def _why(stage: StageConfig, path: Path, ended: FlowRun) -> CosmosError:
-    """Return the error that the stage itself recorded or, if its machine went away before that, one from the flow run's
-    state."""
+    """Return the error that the stage recorded in `state.json` or, if its machine was lost before, an error made from
+    the state of the flow run."""
     state, message = read_state(path), ended.state.message if ended.state else ""
     where = f"stage {stage.name!r} on {stage.work_pool!r}"
     if state.state == "failed" and state.error_type in BY_NAME:

@@ -1,4 +1,5 @@
-"""Reuse a verified result with the same fingerprint, of this run or of another run, instead of making it again.
+"""Look up a verified result with the same fingerprint, of this run or of another run, to reuse it instead of making it
+again.
 
 For a stage with a work pool, a result is looked up before a worker of the pool is requested, which may start a machine.
 """
@@ -65,6 +66,6 @@ def existing_of_pool(run: Run, stage: StageConfig) -> Result | None:
             for expected in made_on_pool(run.output_dir, run.pipeline, stage, local):
                 if result := existing(run, stage, expected):
                     return result
-        except CosmosError:  # an input is readable only on the machines of the pool
+        except CosmosError:  # the machines of the pool may have inputs that this machine lacks
             return None
     return None

@@ -55,7 +55,8 @@ def reward_service(run: Run, stage: StageConfig) -> Iterator[dict[str, str]]:
 
 
 def _environment(run: Run, stage: StageConfig) -> Mapping[str, str]:
-    """Return the environment of this process, or an empty mapping if the stage uses no remote rewards."""
+    """Return the environment variables of this process, which may name a reward service, if the stage uses remote
+    rewards; otherwise an empty mapping."""
     recipe = run.pipeline.recipes[stage.name]
     asks = recipe.train.train_policy.remote_rewards or recipe.validation.remote_rewards
     return os.environ if asks and run.pipeline.kind_of(stage).scores else {}

@@ -67,12 +67,13 @@ from tasks.store_sync import Stored
 logger = logging.getLogger(__name__)
 
 _MAX_BACKOFF_SECONDS = 60.0
-MOST_RETRIES = 100_000  # high enough that Prefect's limit never applies
+MOST_RETRIES = 100_000  # so high that `should_retry` decides instead of Prefect
 
 
 @worker.stoppable()
 def run_stages(run: Run, names: Sequence[str], *, is_here: bool = False) -> State[Any]:
-    """Bring stages, in topological order, to their results, independent ones in parallel; return the flow's state.
+    """Bring the stages `names`, in topological order, to their results, independent stages in parallel; return the
+    final state of the flow run.
 
     A stage with a work pool runs on that pool, unless this process already runs there (`is_here`).
 
@@ -150,11 +151,12 @@ def stage_task(
 
 
 def should_retry(run: Run, name: str, error: object) -> bool:
-    """Return True if a failed stage is to be tried again: always after a preemption, and after a crash until `retries`
-    attempts in a row made no progress; never after a user error, a cancellation, or the same error at the same step."""
+    """Return True if a failed stage is to be retried: always after a preemption; after a crash, until `retries`
+    consecutive attempts made no progress; never after a user error, a cancellation, or the same error at the same
+    step."""
     if worker.is_stopping() or not isinstance(error, CosmosError) or error.exit_code in {EXIT_USAGE, EXIT_REFUSED}:
         return False
-    if isinstance(error, (Cancelled, DiskFull)):  # on a full disk the failure cannot be counted
+    if isinstance(error, (Cancelled, DiskFull)):  # on a full disk the number of failures cannot be written
         return False
     if isinstance(error, Preempted):
         return True
@@ -185,14 +187,14 @@ def _run_stage(run: Run, name: str) -> State[Any] | Result:
             artifacts.show_refusal()
         return ended(error)
     events.stage_completed(run, name, result, was_reused=was_reused)
-    if was_reused:  # the run that made the result has shown its metrics
+    if was_reused:  # the artifacts of this result were published by the run that made it
         return Completed(name="Reused", data=result, message=result["reused_from"] or "done in this run")
     artifacts.finish(result)
     return result
 
 
 def _run_elsewhere(run: Run, name: str) -> State[Any] | Result:
-    """Follow a stage on its work pool; an end without a recorded error counts as one failed attempt."""
+    """Follow a stage on its work pool until it ends; an end without a recorded error counts as one failed attempt."""
     stage, path = run.pipeline.stage(name), run.stage_path(name)
     try:
         result, was_reused = perform_elsewhere(run, stage, lambda line: get_run_logger().info(line))
@@ -202,7 +204,7 @@ def _run_elsewhere(run: Run, name: str) -> State[Any] | Result:
             record_failure(path, failure)
             if not isinstance(failure, Preempted):
                 update_state(path, failures=count_death(path))
-            if not should_retry(run, name, failure):  # a child that records its failure emits this event itself
+            if not should_retry(run, name, failure):  # a child flow run that records its failure emits the event itself
                 events.stage_failed(run, name, failure)
         if not should_retry(run, name, failure):
             return ended(failure)
@@ -252,7 +254,7 @@ def perform(
 
 
 def _failure(error: Exception, path: Path) -> CosmosError:
-    """Return the error as a CosmosError, so that a bug or a broken disk counts as one failed attempt and is not retried
+    """Convert an error to a CosmosError, so that a bug or a broken disk counts as one failed attempt and is not retried
     endlessly."""
     if isinstance(error, CosmosError):
         return error
@@ -271,7 +273,8 @@ def _made_once(
     on_progress: Callable[[Position], None],
     on_line: Callable[[str], None],
 ) -> tuple[Result, bool]:
-    """Make the result in a worker, unless another run is making the same result: then wait for it and adopt it."""
+    """Make the result of a stage in a worker, unless another run is making the same result: then wait for that result
+    and adopt it."""
     path, stored = run.stage_path(stage.name), Stored(run, stage)
     with Lock(fingerprint_folder(run.output_dir, expected.value) / "lock") as shared:
         has_waited = not shared.try_acquire()
@@ -302,7 +305,7 @@ def _made_once(
                 services.enter_context(sending(path, _saves_of(run, stage)))
                 services.enter_context(stored.sending(expected))
                 variables = services.enter_context(reward_service(run, stage))
-                services.callback(devices.close)  # first: others need the GPUs while the last checkpoint is sent
+                services.callback(devices.close)  # runs first: the GPUs are released before the last checkpoint is sent
                 launch.environment, launch.locks = {**visible, **variables}, (*launch.locks, *locks)
                 launch.secrets = (*launch.secrets, *variables)
                 result = worker.run(launch)
@@ -318,7 +321,7 @@ def _saves_of(run: Run, stage: StageConfig) -> str:
 
 
 def _in_this_process(run: Run, stage: StageConfig, expected: Fingerprint, on_line: Callable[[str], None]) -> Result:
-    """Run a stage that needs neither a worker nor torch, and return its result."""
+    """Run a stage that needs neither a worker nor torch in the flow's process, and return its manifest."""
     path = run.stage_path(stage.name)
     laid_out = lay_out(run, stage, expected, on_line)
     state, began = read_state(path), time.time()
@@ -349,7 +352,7 @@ def _finish(run: Run, stage: StageConfig, expected: Fingerprint) -> None:
 
 
 def _take_charge(path: Path) -> None:
-    """Record that this process runs the stage; after a crash of its own earlier attempt, first wait 1, 2, 4 ... 60 s.
+    """Record that this process runs the stage. After a failed attempt of the same process, first wait 1, 2, 4 ... 60 s.
 
     A new process, which a user's resume starts, begins with the full number of retries and without a wait.
     """
@@ -362,8 +365,8 @@ def _take_charge(path: Path) -> None:
 
 
 def _owner_watch(path: Path, grace_seconds: float) -> Callable[[], None]:
-    """Return a function to call while the stage is locked: a worker without a parent may use its grace period to save
-    and is then killed; a live parent is waited for."""
+    """Return a function to call while waiting for the lock of a stage. After the grace period it kills a worker whose
+    launcher has ended; it waits for a live launcher."""
     began = time.monotonic()
 
     def watch() -> None:

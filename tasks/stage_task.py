@@ -1,4 +1,4 @@
-"""A kind of stages as a Prefect task, which a flow in Python calls: `model = sft("sft.toml", data=rows)`.
+"""Stage kind as a Prefect task, which a Python flow calls: `model = sft("sft.toml", data=rows)`.
 
 A call adds a stage to the run of the flow and brings it to its result, as the flow `post-train` does with a stage of a
 TOML file: with fingerprint and reuse, lock, retries by progress, work pool, artifact store, report and lineage.
@@ -39,14 +39,15 @@ from tasks.stage import MOST_RETRIES, bring_to_result, should_retry, stage_task
 
 @dataclass(frozen=True)
 class StageHandle:
-    """A finished stage of the run of a flow, for later calls and for the flow's own `if`."""
+    """Result of a task: a finished stage of the run of a Python flow, to pass to later calls and for conditions in the
+    flow."""
 
     name: str
     path: Path
     """Folder of the stage."""
     metrics: dict[str, float]
     outputs: dict[str, str]
-    """Folder or address of what the stage made, by `model` or `data`."""
+    """Folders or addresses of the model and the data that the stage made, by `model` or `data`."""
 
 
 class StageTask(Task[Any, StageHandle]):
@@ -103,7 +104,7 @@ class StageTask(Task[Any, StageHandle]):
 
 @cache
 def stage_task_of(kind: str) -> StageTask:
-    """Return the task of a kind of stages."""
+    """Return the Prefect task of a stage kind."""
     return StageTask(all_kinds()[kind])
 
 
@@ -134,7 +135,7 @@ def _function_of(kind: StageKind) -> Callable[..., Any]:
 
 
 def _first_key(kind: StageKind) -> str:
-    """Return what the first argument of a call is."""
+    """Return the key that the first positional argument of a call sets."""
     for key in ("entry", "after"):
         if key in kind.required_keys:
             return key
@@ -144,8 +145,8 @@ def _first_key(kind: StageKind) -> str:
 
 
 def _bring_to_handle(run: Run, name: str, stages: Sequence[str]) -> State[Any] | StageHandle:
-    """Bring a stage and those that it implies, which have tasks of their own, to their results, in topological order;
-    return the handle of the stage, or the final state of the first one without a result.
+    """Bring a stage and the stages that it implies, which have separate tasks, to their results in topological order.
+    Return the handle of the stage, or the final state of the first stage without a result.
 
     Raises:
         CosmosError: an attempt of the stage failed, and it is to be tried again.
@@ -166,23 +167,23 @@ def _handle(run: Run, name: str) -> StageHandle:
     path = run.stage_path(name)
     result = read_result(path)
     assert result is not None
-    made = {key: str(result["info"][key]) for key in ("model", "data") if result["info"].get(key)}
-    outputs = {key: value if "://" in value else str(path / value) for key, value in made.items()}
+    paths = {key: str(result["info"][key]) for key in ("model", "data") if result["info"].get(key)}
+    outputs = {key: value if "://" in value else str(path / value) for key, value in paths.items()}
     return StageHandle(name, path, dict(result["metrics"]), outputs)
 
 
 def _call_of(
     flow: FlowInPython, kind: StageKind, name: str, keys: dict[str, Any], overrides: Mapping[str, Any]
 ) -> tuple[Call, Path]:
-    """Return a call with plain values, and the file from whose folder paths in its recipe start."""
-    recipe, given_after = keys.pop("recipe", None), keys.pop("after", ())
+    """Return a call with plain JSON values, and the file from whose folder relative paths in its recipe start."""
+    recipe, after_argument = keys.pop("recipe", None), keys.pop("after", ())
     if "sweep" in keys:
         raise ConfigError(f"stage {name!r}: sweep is no argument of a task; a sweep is a loop of the flow")
     if "kind" in keys:
         raise ConfigError(f"stage {name!r}: kind is no argument of a task; call the task of that kind")
     source = Path(flow.entrypoint.rpartition(":")[0])
     tables: Values = {}
-    handles = [given_after] if isinstance(given_after, StageHandle | str) else list(given_after)
+    handles = [after_argument] if isinstance(after_argument, StageHandle | str) else list(after_argument)
     if _first_key(kind) == "after" and kind.reads_model and handles:
         first = handles[0]
         if isinstance(first, str):
@@ -222,7 +223,7 @@ def _nested(key: str, value: Any) -> Values:
 
 
 def _entry(entry: Any) -> Any:
-    """Return `FILE.py:FUNCTION` of a function; any other value as it is."""
+    """Return the import path `FILE.py:FUNCTION` of a function; return any other value unchanged."""
     return f"{inspect.getsourcefile(entry)}:{entry.__qualname__}" if callable(entry) else entry
 
 
@@ -236,7 +237,7 @@ def _recipe_file(flow: FlowInPython, name: str, recipe: str | Path) -> Path:
 
 
 def _stage_of(flow: FlowInPython, name: str, key: str, handle: StageHandle | str) -> str:
-    """Return the name of a handle's stage.
+    """Return the name of the stage that a handle or a reference names.
 
     Raises:
         ConfigError: it is a stage of another run.

@@ -33,13 +33,14 @@ from tasks.layout import make_room
 logger = logging.getLogger(__name__)
 
 OUTPUT_DIR = "COSMOS_OUTPUT_DIR"
-"""Environment variable with the folder of runs, on a machine that executes a stage of a run in an artifact store."""
+"""Name of the environment variable with the folder of runs, on a machine that executes a stage of a run from an
+artifact store."""
 _RECORD_SECONDS = 10.0
 _CHECKPOINT_SECONDS = 1.0
 
 
 class Stored:
-    """A stage of a run, with the artifact store of its pipeline."""
+    """Synchronisation of one stage of a run with the artifact store of its pipeline."""
 
     def __init__(self, run: Run, stage: StageConfig) -> None:
         self._run, self._stage, self._path = run, stage, run.stage_path(stage.name)
@@ -79,8 +80,8 @@ class Stored:
 
     @contextmanager
     def lease(self, expected: Fingerprint) -> Iterator[bool]:
-        """Hold the exclusive right among all machines to make the result of a fingerprint; yield True if another
-        machine held it meanwhile.
+        """Hold the exclusive right among all machines to make the result of a fingerprint during the block; yield True
+        if another machine held it in the meantime.
 
         Raises:
             Preempted: this process was asked to stop while waiting.
@@ -102,7 +103,7 @@ class Stored:
             self._lease.release()
 
     def loss(self) -> str:
-        """Return why this machine must no longer work on the stage, or an empty string if it may continue."""
+        """Return the reason why this machine must no longer work on the stage; empty if it may continue."""
         return self._lease.loss if self._lease else ""
 
     @contextmanager
@@ -136,7 +137,7 @@ class Stored:
                 for loop in loops:
                     loop.join()
         except BaseException:
-            # The checkpoint that the worker saved when it was stopped, for the machine that continues.
+            # Send the checkpoint that the worker saved when it was stopped, for the machine that continues.
             _once(partial(self._push, checkpoints, threading.Event()), self._path)
             raise
 
@@ -152,7 +153,7 @@ class Stored:
         if self._lease:
             self._lease.check()
         if result.get(STORED) != self._store.url:
-            self._fetched(result, self._path)  # from another store
+            self._fetched(result, self._path)  # the outputs may be in another store
             self._store.put_outputs(self._path, result)
             if self._run.pipeline.kind_of(self._stage).is_reusable:
                 self._store.put_made(result)
@@ -168,8 +169,8 @@ class Stored:
             _once(lambda: self._record().push(is_last=True), self._path)
 
     def send_run(self) -> str:
-        """Store what another machine needs to run this stage; return the address of the run to pass to it: the
-        directory of the run, or its URL in the store."""
+        """Store the files that another machine needs to run this stage; return the address of the run to pass to that
+        machine: the directory of the run, or its URL in the store."""
         if self._store is None:
             return str(self._run.path)
         record = self._record()
@@ -180,14 +181,14 @@ class Stored:
         return self._store.put_run(self._run.path, has_grown=True)
 
     def mirror(self) -> Callable[[], None]:
-        """Return a function that copies the record of the machine that executes the stage to this machine, to show its
-        progress."""
+        """Return a function that copies the record of the stage from the machine that executes it to this machine, to
+        show its progress."""
         if self._store is None:
             return lambda: None
         return partial(_once, lambda: self._record().pull(), self._path)
 
     def receive_result(self) -> Result | None:
-        """Return the result of this stage, on whatever machine it was made; None if the stage is not complete.
+        """Return the manifest of this stage, whichever machine made it; None if the stage is not complete.
 
         Raises:
             ConfigError, UploadError: the store refuses, or is not reached.
@@ -215,8 +216,8 @@ class Stored:
             record.pull()
 
     def _fetched(self, result: Result, path: Path) -> bool:
-        """Fetch outputs that are missing on this machine from the store that has them; return True if any were
-        fetched."""
+        """Fetch outputs that are missing or damaged on this machine from the store that has them; return True if any
+        were fetched."""
         url, is_here = result.get(STORED), all((path / record["path"]).is_file() for record in result["outputs"])
         if not url or (is_here and problem(path, result) is None):
             return False
@@ -228,7 +229,7 @@ class Stored:
             if stop.is_set():
                 raise Preempted("the training has ended")
 
-        if not (self._lease and self._lease.is_lost):  # the new holder sends and prunes its own checkpoints
+        if not (self._lease and self._lease.is_lost):  # a new holder of the lease sends and removes checkpoints itself
             for name in checkpoints.push(pause):
                 record_event(self._path, "sent", name)
 
@@ -244,7 +245,7 @@ class Stored:
         return self._store.put_run(self._run.path).rpartition("/")[2]
 
     def _read(self) -> set[str]:
-        """Return the stages whose output files this stage reads, not only their metrics."""
+        """Return the names of the stages whose output files, rather than only their metrics, this stage reads."""
         if self._stage.entry:
             return set(self._stage.after)
         return {name for each in self._run.pipeline.inputs(self._stage) if (name := source_of(each.location))}
@@ -261,8 +262,8 @@ class Stored:
 
 
 def received(url: str, name: str) -> Run:
-    """Open the run with a URL in a store, on a machine that may have no files of the run; `name` is the stage to
-    execute.
+    """Open the run at a URL in an artifact store, on a machine that may have no files of the run; `name` is the stage
+    to execute.
 
     Raises:
         ConfigError, UploadError: the store refuses, is not reached, or has no such run.

@@ -44,8 +44,7 @@ class Condition(Document):
     passed: bool
     metric: str = ""  # the metric that matched a condition with `*`
     paired: dict[str, Any] | None = None
-    """Comparison of both models item by item, see `run.paired_items.Paired.describe`; None if values were compared
-    directly."""
+    """Comparison of both models per item, see `run.paired_items.Paired.describe`; None if there was none."""
 
     @property
     def title(self) -> str:

@@ -43,41 +43,41 @@ def run(stage: Stage) -> Outcome:
             paired = _paired(stage, condition, name, measured, record) if record is not None else None
             noise = 0.0 if record is None or paired else _noise(stage, condition, name, measured, published)
             entry = _entry(condition, name, measured[name], condition.limit(published.get(name)), noise)
-            if paired is not None and measured[name] == measured[name]:  # not NaN
+            if paired is not None and measured[name] == measured[name]:  # false for NaN
                 entry |= _of_items(condition, paired, stage.config.confidence)
             report.append(entry)
             if not entry["passed"]:
                 failed.append(_refusal(condition, entry))
     stage.path.mkdir(parents=True, exist_ok=True)
-    write_json(stage.path / CONDITIONS, report)  # a gate that refuses writes no result
+    write_json(stage.path / CONDITIONS, report)  # written here because a gate that refuses writes no manifest
     if failed:
         raise GateFailed(f"gate {stage.name!r}: {'; '.join(failed)}")
     return Outcome(metrics=metrics, info={"conditions": report})
 
 
 def _entry(condition: Condition, name: str, value: float, limit: float | None, noise: float) -> dict[str, JsonValue]:
-    """Return the entry of a condition in the report."""
+    """Return the report of a condition: its text, the measured value, the bound and whether it holds."""
     entry: dict[str, JsonValue] = {"condition": condition.text, "value": value, "bound": limit}
     entry["passed"] = condition.holds(value, limit, noise)
     return entry | ({"metric": name} if "*" in condition.metric else {}) | ({"noise": noise} if noise else {})
 
 
 def _of_items(condition: Condition, paired: Paired, confidence: float) -> dict[str, JsonValue]:
-    """Return the verdict of the comparison per item, and what it found."""
+    """Return the verdict of a comparison per item, and its statistics."""
     is_higher = condition.comparison.startswith(">")
     p_value = paired.p_value(condition.offset) if is_higher else paired.reversed.p_value(-condition.offset)
     return {"passed": p_value <= 1 - confidence, "paired": paired.describe(confidence) | {"p_value": p_value}}
 
 
 def _refusal(condition: Condition, entry: dict[str, Any]) -> str:
-    """Return why a condition does not hold."""
+    """Return a message about a condition that does not hold."""
     bound = "" if entry["bound"] is None else f", bound {entry['bound']:.6g}"
     noise = f", noise {entry['noise']:.3g}" if "noise" in entry else ""
-    if found := entry.get("paired"):
+    if paired := entry.get("paired"):
         noise = (
-            f"; {found['difference']:+.3g} ({found['low']:+.3g} .. {found['high']:+.3g}) on {found['items']} items, of "
-            f"which {found['better']} are better and {found['worse']} worse, p = {found['p_value']:.3g}; as many items "
-            f"show a difference of {found['detectable']:.2g}"
+            f"; {paired['difference']:+.3g} ({paired['low']:+.3g} .. {paired['high']:+.3g}) on {paired['items']} items, of "
+            f"which {paired['better']} are better and {paired['worse']} worse, p = {paired['p_value']:.3g}; as many items "
+            f"show a difference of {paired['detectable']:.2g}"
         )
     return (
         f"{condition.text} does not hold: {entry.get('metric', condition.metric)} = {entry['value']:.6g}{bound}{noise}"
@@ -87,9 +87,9 @@ def _refusal(condition: Condition, entry: dict[str, Any]) -> str:
 def _paired(
     stage: Stage, condition: Condition, name: str, measured: dict[str, float], record: dict[str, Any]
 ) -> Paired | None:
-    """Return the comparison with the published model per item, if its run is still there and measured the same items;
-    None if there is none, or if the metric is not the mean of the items: the log-likelihoods of a perplexity are better
-    where they are higher."""
+    """Return the comparison with the published model per item of a benchmark. None if the run of the published model is
+    not on this machine, if it measured other items, or if the metric is not the mean of the items (the log-likelihoods
+    of a perplexity are better where they are higher)."""
     if not (stage.config.confidence and condition.needs_published) or condition.comparison == "==":
         return None
     new = next((result.get("path") for result in stage.inputs.values() if result["metrics"] is measured), None)
@@ -98,7 +98,7 @@ def _paired(
         result = read_result(old.parent)
         is_published = result is not None and result["metrics"].get(name) == published
         if new and is_published and (paired := compare_items(name, Path(new), old.parent)):
-            is_mean = not abs(paired.mean - (measured[name] - published)) > 1e-6  # also if they are not numbers
+            is_mean = not abs(paired.mean - (measured[name] - published)) > 1e-6  # true for NaN as well
             return paired if is_mean else None
     return None
 
@@ -106,7 +106,7 @@ def _paired(
 def _noise(
     stage: Stage, condition: Condition, name: str, measured: dict[str, float], published: dict[str, float]
 ) -> float:
-    """Return the margin by which a comparison with the published model has to hold."""
+    """Return the margin by which a comparison with the published model has to hold at the configured confidence."""
     if not (stage.config.confidence and condition.needs_published):
         return 0.0
     noise = margin(name, stage.config.confidence, measured, published)
@@ -128,19 +128,19 @@ def _measured(
     for name, result in stage.inputs.items():
         for key in result["metrics"]:
             metrics[f"{name}.{key}"] = metrics[key] = (key, result["metrics"])
-    found = {key: metrics[shown] for shown, (key, _) in metrics.items() if condition.matches(shown)}
-    if not found:
+    matching = {key: metrics[shown] for shown, (key, _) in metrics.items() if condition.matches(shown)}
+    if not matching:
         reported = sorted({key for key, _ in metrics.values()})
         raise ConfigError(
             f"gate {stage.name!r}: no stage in its `after` reported {condition.metric!r}; "
             f"reported: {', '.join(reported) or 'nothing'}"
         )
     if published is None or not condition.needs_published:
-        return list(found.values())
-    known = [each for name, each in found.items() if isinstance(published.get(name), int | float)]
-    if not known:
-        names = " or ".join(map(repr, found))
+        return list(matching.values())
+    comparable = [each for name, each in matching.items() if isinstance(published.get(name), int | float)]
+    if not comparable:
+        names = " or ".join(map(repr, matching))
         raise ConfigError(
             f"gate {stage.name!r}: {condition.text!r}: what is published has no {names}; compare with a number"
         )
-    return known
+    return comparable

@@ -4,7 +4,7 @@ from cosmos_core.run.libraries import ROWS
 from cosmos_core.types import StageKind
 
 ROWS_BESIDE = ("name", "subset", "revision", "split", "max_skipped_fraction", "conversation_column_name")
-"""Keys of `train.train_policy.data_term` that determine the rows of a data term."""
+"""Keys of `train.train_policy.data_term` that determine its supervised rows."""
 DECIDE_ROWS = (
     "train.train_policy.dataset",
     "train.train_policy.data_packer",
@@ -19,7 +19,7 @@ DECIDE_ROWS = (
     "validation.dataset",
     "validation.max_rows",
 )
-"""Keys that only `prepare` reads; later stages read the rows that it wrote."""
+"""Recipe keys that only the kind `prepare` reads; later stages read the rows that it wrote."""
 RENDER_PROMPTS = (
     "enable",
     "enable_tools",
@@ -49,7 +49,7 @@ KIND = StageKind(
     reads_model="tokenizer",
     reads_data="source",
     is_numeric=False,
-    # Only keys that determine the rows: a changed learning rate must not tokenise again.
+    # Only keys that determine the rows are listed, so that a changed learning rate does not tokenise them again.
     recipe_tables=(
         "train.seed",
         "train.train_policy.type",

@@ -23,7 +23,7 @@ KIND = StageKind(
     is_numeric=False,
     hands_on_metrics=True,
 )
-_OF_ONE_STAGE = ("data",)  # keys of a result's info that name folders which are not passed on
+_OF_ONE_STAGE = ("data",)  # keys of `info` that are folders of the chosen stage, and are not passed on
 
 
 def run(stage: Stage) -> Outcome:
@@ -38,7 +38,7 @@ def run(stage: Stage) -> Outcome:
         GateFailed: the metric is not a number in any branch.
     """
     sweep = stage.config.sweep
-    assert sweep is not None  # `required_keys`
+    assert sweep is not None  # the kind has `sweep` in its `required_keys`
     values = {branch.stages: _value(stage, branch, sweep.metric) for branch in sweep.branches}
     candidates = [branch for branch in sweep.branches if not math.isnan(values[branch.stages])]
     if not candidates:

@@ -15,7 +15,7 @@ KIND = StageKind(
     allowed_keys=("reward_service", "reward_service_pool"),
     reads_model="weights",
     reads_data="prepared",
-    # Rollout and custom: held-out completions may be generated and scored during training.
+    # `rollout` and `custom` are read because held-out completions may be generated and scored during training.
     recipe_tables=("train", "policy", "validation", "rollout", "custom", "judge"),
     unread=DECIDE_ROWS,
     libraries=TRAINING,

@@ -1,4 +1,5 @@
-"""Kind `upload`: publish a model. The source is hashed again before, the copy after, and the pointer moves last."""
+"""Stage kind `upload`: publish a model. The source is hashed again before the upload, the copy is verified, and the
+pointer to the current version moves last."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from cosmos_core.upload.saves import Saves, saves_url
 logger = logging.getLogger(__name__)
 
 _PUBLICATION = "publication.json"
-"""File in the folder of the stage that records what it has published, written when the pointer has moved."""
+"""Name of the file in the folder of an upload stage that records what it has published; written after the pointer has
+moved."""
 
 KIND = StageKind(
     name="upload",
@@ -40,7 +42,7 @@ def run(stage: Stage) -> Outcome:
         ConfigError: there is no model to publish.
         UploadError: the model was altered since it was made, or the target failed.
     """
-    from tasks.cancellation import publication_check  # imported here: it imports Prefect
+    from tasks.cancellation import publication_check  # a lazy import, because this module imports Prefect
 
     folder = Path(stage.model)
     if not folder.is_dir():
@@ -54,14 +56,14 @@ def run(stage: Stage) -> Outcome:
             raise UploadError(f"stage {stage.name!r} publishes nothing: stage {name!r}: {damage}")
     metrics = {key: value for result in stage.inputs.values() for key, value in result["metrics"].items()}
     version = f"{stage.run_path.name}-{stage.fingerprint[:8]}"
-    files = [file for file in files_below(folder) if file != folder / RECORD]  # written by the target of its origin
+    # The record of an earlier publication is not part of the model.
+    files = [file for file in files_below(folder) if file != folder / RECORD]
     record = {
         "version": version,
         "run_id": stage.run_path.name,
         "stage": str(stage.path),
         "metrics": metrics,
         "inputs": {name: result["digest"] for name, result in stage.inputs.items()},
-        # The record that another target wrote into the folder is not part of the model.
         "files": {str(file.relative_to(folder)): sha256(file) for file in files},
     }
     target, check = open_target(stage.config.target), publication_check()
@@ -77,7 +79,7 @@ def run(stage: Stage) -> Outcome:
 
 
 def _there_already(stage: Stage, target: Target, folder: Path, record: dict[str, Any]) -> str:
-    """Return the address of the model if it is already published, so that nothing is to be done; else an empty
+    """Return the address of the model if it is already published, so that nothing has to be sent; otherwise an empty
     string."""
     if not (hasattr(target, "where") and hasattr(target, "damage")):
         return ""
@@ -87,14 +89,14 @@ def _there_already(stage: Stage, target: Target, folder: Path, record: dict[str,
         logger.warning("what was published cannot be told and is published anew: %s", error)
         return ""
     if current is None or current.get("version") in {None, record["version"]}:
-        return ""  # the same version is published again, which repairs damaged files
+        return ""  # publishing the same version again repairs damaged files
     return _left_behind(stage, target, folder, record, current) or _same_weights(target, folder, record, current)
 
 
 def _left_behind(stage: Stage, target: Any, folder: Path, record: dict[str, Any], current: dict[str, Any]) -> str:
     """Return the address at which this stage has published the same weights before, if they are intact and the pointer
-    was moved to another version since; else an empty string. A resumed run undoes neither a rollback nor a newer
-    publication, unless this stage is to be made again."""
+    was moved to another version since; otherwise an empty string. A resumed run then undoes neither a rollback nor a
+    newer publication, unless this stage is forced to run again."""
     folders = [stage.path, *(stage.run_path / "superseded").glob(f"{stage.name}.*")]
     notes = [note for note in (read_object(each / _PUBLICATION) for each in folders) if "files" in note]
     weights = _weights(record)
@@ -114,8 +116,8 @@ def _left_behind(stage: Stage, target: Any, folder: Path, record: dict[str, Any]
 
 
 def _same_weights(target: Any, folder: Path, record: dict[str, Any], current: dict[str, Any]) -> str:
-    """Return the address of the current version, if another run published it with the same files except for the card,
-    and they are undamaged; else an empty string."""
+    """Return the address of the current version if another run published it with the same files, except for the model
+    card, and they are undamaged; otherwise an empty string."""
     version, weights = str(current["version"]), _weights(record)
     if _weights(current) != weights:
         return ""
@@ -131,7 +133,7 @@ def _weights(record: dict[str, Any]) -> dict[str, str]:
 
 
 def _send_saves(stage: Stage) -> None:
-    """Send those checkpoints of the training that were not sent while it ran."""
+    """Send the checkpoints of the training that were not sent during the training."""
     ckpt, parent = stage.recipe.train.ckpt, stage.config.target.rpartition("/")[0]
     if ckpt.upload_s3 == "all" and parent and parent.startswith(ckpt.s3_url()):
         for name, result in stage.inputs.items():

@@ -30,7 +30,7 @@ KIND = StageKind(
         "custom",
         "judge",
     ),
-    # Validation reads its rows in order, so how training shuffles and when it validates does not matter.
+    # Validation reads its rows in order: shuffling and the schedule of validation during training have no effect.
     unread=(
         *DECIDE_ROWS,
         "train.train_policy.dataloader_shuffle",
