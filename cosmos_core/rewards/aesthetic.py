@@ -31,7 +31,7 @@ class AestheticReward:
     def score(self, items: Sequence[Item]) -> Columns:
         """Return the score of each image, or of the middle frame of each video."""
         values = self._clip.images([image_of(item.media) for item in items]).float()
-        for weight, bias in self._layers:  # the predictor has no activations between them, only dropout
+        for weight, bias in self._layers:  # no activations between layers, only dropout
             values = values @ weight.T + bias
         return {"aesthetic": values[:, 0].tolist()}
 

@@ -27,7 +27,7 @@ from cosmos_core.rewards.binding import Binding, bind
 from cosmos_core.types import Group, Score
 
 PENALTIES = frozenset({"overlong"})
-"""Packaged rewards whose maximum is 0; all others may reach 1."""
+"""Names of packaged rewards whose maximum is 0; all other rewards may reach 1."""
 
 Scored = tuple[float, dict[str, float]]
 
@@ -37,7 +37,7 @@ _KEY = "train.train_policy.reward_function"
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A reward function with the binding of its arguments."""
+    """Reward function with the binding of its arguments."""
 
     name: str
     function: Callable[..., Any]
@@ -45,7 +45,7 @@ class Reward:
 
     @property
     def keywords(self) -> tuple[str, ...]:
-        """Return the names of `binding.KEYWORDS` that the function takes."""
+        """Return the names of the optional parameters (`binding.KEYWORDS`) that the reward function takes."""
         return self.binding.keywords
 
     def __call__(self, fields: Mapping[str, Any]) -> Scored:
@@ -74,7 +74,7 @@ class Reward:
             Exception: any error that the function raises.
         """
         results = self._call(self.binding.list_arguments(fields))
-        if hasattr(results, "tolist"):  # numpy and torch
+        if hasattr(results, "tolist"):  # an array of numpy or torch
             results = results.tolist()
         if not isinstance(results, list | tuple) or len(results) != len(fields):
             returned = f"{len(results)} values" if isinstance(results, list | tuple) else f"a {type(results).__name__}"
@@ -212,7 +212,7 @@ async def _await_result(result: Awaitable[Any]) -> Any:
 
 
 def _parse_score(result: Any) -> Scored:
-    if isinstance(result, Mapping) and "score" in result:  # the format of verl; other values are text for logs
+    if isinstance(result, Mapping) and "score" in result:  # verl's format; values that are no numbers are for logs
         metrics = {k: v for k, v in result.items() if k != "score" and isinstance(v, int | float)}
         result = (result["score"], metrics)
     value, metrics = result if isinstance(result, tuple) else (result, {})
@@ -222,7 +222,7 @@ def _parse_score(result: Any) -> Scored:
 
 
 def _finite(value: Any, what: str) -> float:
-    if hasattr(value, "item"):  # numpy and torch scalars
+    if hasattr(value, "item"):  # a scalar of numpy or torch
         value = value.item()
     if value is None:
         raise ValueError(f"{what} nothing; the rule is a number, or (number, dict of numbers)")

@@ -28,7 +28,7 @@ KEYWORDS = {
     "judge_config": "the recipe's [judge] table",
     "custom": "the recipe's [custom] table",
 }
-"""Parameters that a reward may declare in addition to the completion, the reference and columns."""
+"""Parameters, with a description, that a reward may declare besides the completion, the reference and row columns."""
 
 WANTED = (
     "def f(completion, reference, **others), def f(prompts, completions, **columns) as in TRL, or "
@@ -39,7 +39,7 @@ _COMPLETION = ("to_be_evaluated", "completion", "solution_str")
 _OF_A_COMPLETION = (*_COMPLETION, "media", "turns", "num_tokens", "completion_ids", "finish_reason")
 """Parameters that differ between the completions of a prompt; a function needs at least one of them."""
 _OF_THE_RECIPE = ("max_tokens", "overlong", "judge_config", "custom", "metadata")
-"""Parameters that stay single values for a function that takes lists."""
+"""Parameters that stay single values even if the reward function takes lists for the completions of a prompt."""
 _PLURALS = {
     "completions": "completion", "prompts": "prompt", "references": "reference", "solution_strs": "solution_str",
     "ground_truths": "ground_truth", "data_sources": "data_source", "extra_infos": "extra_info",
@@ -92,7 +92,7 @@ class Binding:
         completions.
 
         Raises:
-            TypeError: as `arguments`.
+            TypeError: a parameter is neither a known name nor a column of the row.
         """
         return self._bind_values(lambda name: _values(name, group), group)
 
@@ -137,7 +137,7 @@ def bind(name: str, function: Callable[..., Any]) -> Binding:
     accepted = {
         _PLURALS.get(each.name, each.name) for each in binding.parameters if each.kind is not each.VAR_POSITIONAL
     }
-    is_all_known = accepted <= {*KEYWORDS, *_PLURALS.values(), *_others_of(binding)}  # `answer` may be the completion
+    is_all_known = accepted <= {*KEYWORDS, *_PLURALS.values(), *_others_of(binding)}  # `answer` may mean the completion
     if not accepted & {*_OF_A_COMPLETION} and not (binding._takes_others and is_all_known):
         names = ", ".join(each.name for each in binding.parameters) or "nothing"
         raise RewardError(f"{name!r} takes {names}: no parameter is the completion; arguments are bound by name, "
@@ -164,7 +164,7 @@ def _value(name: str, fields: Fields) -> Any:
         return fields.get(name)
     if name in columns:
         return columns[name]
-    if name == "ground_truth":  # nested in another column in rows of verl
+    if name == "ground_truth":  # in rows of verl, the value is nested in `reward_model`
         model = columns.get("reward_model")
         return model["ground_truth"] if isinstance(model, dict) and "ground_truth" in model else fields["reference"]
     return {"extra_info": {}, "data_source": ""}[name]
@@ -176,7 +176,7 @@ def _values(name: str, group: Sequence[Fields]) -> Any:
     if name in _OF_THE_RECIPE:
         return _value(name, group[0])
     if name in _PLURALS and name not in columns:
-        if name == "completions":  # as in TRL, messages if the prompt is a list of messages
+        if name == "completions":  # as in TRL, a list of messages if the prompt is one
             return [fields["turns"] if isinstance(columns.get("prompt"), list) else fields["to_be_evaluated"]
                     for fields in group]  # fmt: skip
         if name == "prompts":

@@ -29,23 +29,23 @@ _BOXED_INTEGER = re.compile(rf"\\boxed\{{{_INTEGER}\}}[\s$.]*")
 
 
 def boxed_math(to_be_evaluated: str, reference: str) -> float:
-    """Return 1 if the completion's last LaTeX or plain expression equals the reference, else 0, also when it has none.
+    """Return 1 if the completion's last LaTeX or plain expression equals the reference, else 0, also if it lacks one.
 
     The reference is LaTeX; without `$..$` or `\\boxed{}` it counts as boxed. In a reference in the format of GSM8K
     (`#### 72`), only the text after `####` counts. A reference that cannot be parsed is invalid. `\\fbox`, a trailing
-    full stop or comma, thin spaces between digits, `6.02e23` and `0.\\overline{3}` are supported in both.
+    full stop or comma, thin spaces between digits, `6.02e23` and `0.\\overline{3}` are supported in both texts.
     """
     reference = _tidy(require_reference(require_reference(reference).rpartition("####")[2]))
     end = _tidy(to_be_evaluated)
     if (completion_match := _BOXED_INTEGER.fullmatch(end)) and (reference_match := re.fullmatch(_INTEGER, reference)):
-        # Most completions end in a boxed integer, which needs no parser.
+        # Compare boxed integers, with which most completions end, without the slow parser.
         return float(int(completion_match[1].replace(",", "")) == int(reference_match[1].replace(",", "")))
     return _grade(end, reference)
 
 
 def _tidy(text: str) -> str:
-    """Return the text from its last box on, because math-verify would join several boxes to one answer; normalise the
-    box and the numbers for its parser."""
+    """Return the text from its last box on, because math-verify would join several boxes to one answer, with the box
+    and the numbers normalised for math-verify's parser."""
     boxes = list(_BOX.finditer(text))
     text = "\\boxed" + text[boxes[-1].end() :] if boxes else text
     text = _SPACE_IN_NUMBER.sub("", text)
@@ -68,7 +68,7 @@ def _fraction(match: re.Match[str]) -> str:
     return f"\\frac{{{over}}}{{{(10 ** len(repeated) - 1) * 10 ** len(once)}}}"
 
 
-@lru_cache(maxsize=1024)  # completions of a prompt share the reference, and often the answer
+@lru_cache(maxsize=1024)  # completions of a prompt often repeat an answer
 def _grade(end: str, reference: str) -> float:
     expected = _parse_reference(reference)
     if not expected:

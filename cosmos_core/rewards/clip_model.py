@@ -61,7 +61,7 @@ class ClipModel:
 
 
 def device_of(settings: Settings) -> str:
-    """Return the device for a model: the CPU if the settings name a GPU and there is none."""
+    """Return the device for a model: the device in the settings, or the CPU if the machine lacks that GPU."""
     import torch
 
     return "cpu" if settings.device.startswith("cuda") and not torch.cuda.is_available() else settings.device

@@ -33,7 +33,7 @@ _TOKENS = 9216
 _FPS = 16.0
 _PAD = "<|video_pad|>"
 _IS_VIDEO = 2
-"""Token type of the placeholders for video patches."""
+"""Value of `mm_token_type_ids` for tokens that are placeholders of video patches."""
 log = logging.getLogger(__name__)
 
 

@@ -14,7 +14,7 @@ _ARTICLE = re.compile(r"\b(an|a) (?=[a-z]{2})(?!(?:sin|cos|tan|cot|sec|csc|log|l
 
 _DOLLAR = re.compile(r"(?<!\\)\$")
 
-# Order matters in all three tables: articles are removed before spaces, longer strings before their substrings.
+# Entries of the three tables of replacements below apply in order: longer strings come before their substrings.
 _REPLACED = (
     ("\\$", ""), ("\\ ", ""), (" ", ""), (".$", "$"), ("mbox", "text"),
     (",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}"),
@@ -52,7 +52,7 @@ def direct_math(to_be_evaluated: str, reference: str) -> float:
 def _remove_articles(answer: str) -> str:
     """Return the answer without articles; between dollar signs `a` is a variable, as in `$a sin x$`."""
     parts = _DOLLAR.split(answer)
-    is_opened_before = len(parts) % 2 == 0  # the text before `=` was removed
+    is_opened_before = len(parts) % 2 == 0  # removing the text before `=` may have removed a dollar sign
     return "$".join(part if i % 2 != is_opened_before else _ARTICLE.sub("", part) for i, part in enumerate(parts))
 
 

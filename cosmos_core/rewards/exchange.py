@@ -1,5 +1,5 @@
-"""Exchange of one request with a reward service: enqueue it at a replica, fetch the scores, and send it again if it was
-lost.
+"""Exchange of one request with a reward service: enqueue the request at a replica, fetch the scores, and enqueue a lost
+request again.
 
 The content of requests and the use of scores are in `remote.py`, the wire format is in `protocol.py`.
 """
@@ -34,9 +34,9 @@ _MOST_MISSES = 5
 _LEAST_SECONDS, _SECONDS_PER_MIB, _BOUNDS = 30.0, 3.0, (60.0, 600.0)
 _FETCH_SECONDS = 30.0
 _REFUSED = {400, 401, 403, 404, 405, 411, 413, 415, 422}
-"""Status codes of an enqueue for which a retry cannot help."""
+"""HTTP status codes with which a service refuses an enqueue permanently, so that a retry cannot help."""
 _REFUSED_FETCH = _REFUSED - {400}
-"""Status codes of a fetch for which a retry cannot help; 400 means that there are no scores yet."""
+"""HTTP status codes with which a service refuses a fetch permanently; 400 means that scores are not ready yet."""
 _AVOID_SECONDS = 5.0
 """Seconds for which a failed replica is avoided, unless its response has a `Retry-After` header."""
 
@@ -122,21 +122,21 @@ def ping(service: Service, names: Sequence[str]) -> None:
 
 @dataclass
 class Watch:
-    """State that the concurrent requests of one client share."""
+    """State about the replicas that the concurrent requests of one client share."""
 
     busy: list[int]
     """Number of pending requests at each replica."""
     counts: dict[str, int]
     """Counters of events, such as `throttled`."""
     avoided: dict[int, float] = field(default_factory=dict)
-    """Time until which other replicas are preferred to a failed replica, by index."""
+    """Monotonic time in seconds until which a failed replica is avoided, by the index of the replica."""
 
     def seconds_avoided(self, replica: int) -> float:
         """Return the number of seconds for which other replicas are preferred; 0 if the replica is not avoided."""
         return max(0.0, self.avoided.get(replica, 0.0) - time.monotonic())
 
     def has_others(self) -> bool:
-        """Return True if there is a replica that did not fail recently."""
+        """Return True if at least one replica did not fail recently."""
         return not all(self.seconds_avoided(replica) for replica in range(len(self.busy)))
 
 
@@ -145,8 +145,8 @@ class Missing(Exception):
 
 
 class Asked:
-    """One request to a reward service: it is enqueued at a replica, then fetched, and enqueued at another replica if it
-    was lost."""
+    """Request to a reward service, which is enqueued at a replica, whose scores are fetched, and which is enqueued
+    again if the service has lost it."""
 
     def __init__(self, service: Service, client: httpx.AsyncClient, seconds: float, watch: Watch) -> None:
         self._service, self._client, self._watch, self._seconds = service, client, watch, seconds
@@ -169,7 +169,7 @@ class Asked:
                 request_id = await self._enqueue(body, key)
                 for name in (name for name in names if name not in results):
                     if (response := await self._fetch(request_id, name)) is None:
-                        break  # the request was lost; enqueue it again first
+                        break  # the service lost the request, so enqueue it again before fetching
                     results[name] = response
                 if len(results) == len(names):
                     return results
@@ -228,10 +228,10 @@ class Asked:
             await self._wait(response, f"no score of {name!r} after {self._seconds:g} s{last}")
 
     async def _post(self, url: str, seconds: float, **content: Any) -> httpx.Response | None:
-        """Return the response; None if there was none, after a pause."""
+        """Post a request and return the response; None if the service did not respond, after a pause."""
         remaining = max(0.1, self._remaining_seconds())
         try:
-            async with asyncio.timeout(remaining):  # the timeout of httpx restarts with each received byte
+            async with asyncio.timeout(remaining):  # unlike httpx's timeout, does not restart with each byte
                 return await self._client.post(url, timeout=min(seconds, remaining), **content)
         except (httpx.RequestError, httpx.InvalidURL) as error:
             reason = f"the reward service at {url} is not there: {type(error).__name__}: {error}".rstrip(": ")

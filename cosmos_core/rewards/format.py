@@ -8,8 +8,8 @@ _SHAPE = re.compile(r"<think>(?:(?!</?think>).)*</think>\n\n<answer>.*?</answer>
 
 
 def format(to_be_evaluated: str, reference: str) -> float:
-    """Return 1 if the completion has exactly this form, else 0.
+    """Return 1 if the completion is exactly `<think>...</think>`, a blank line, `<answer>...</answer>`, else 0.
 
-    The first part contains no think tags, one newline may follow the end, and the reference is ignored.
+    The thoughts contain no think tags, one newline may follow the end, and the reference is ignored.
     """
     return float(_SHAPE.match(to_be_evaluated) is not None)

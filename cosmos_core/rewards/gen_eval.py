@@ -24,16 +24,16 @@ _TAGS = ("single_object", "two_object", "counting", "colors", "position", "color
 _COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 _TEMPLATES = ("a photo of a {color} {name}", "a photo of a {color}-colored {name}", "a photo of a {color} object")
 _ALIASES = {"computer mouse": "mouse", "tv remote": "remote", "computer keyboard": "keyboard"}
-"""Class names of GenEval and their names in COCO."""
+"""Class names of GenEval that differ from COCO's, with the names in COCO."""
 _THRESHOLD, _COUNTING_THRESHOLD, _MOST_OBJECTS = 0.3, 0.9, 16
 _POSITION_THRESHOLD = 0.1
 _NOT_OF_THE_TAG = -10.0
-"""Value in the groups of other tags, as in Cosmos-RL."""
+"""Value of `gen_eval_group` under each tag that is not the tag of the item, as in Cosmos-RL."""
 
 
 @dataclass
 class Found:
-    """A detected object: its box (x0, y0, x1, y1), its mask, and the confidence of the detector."""
+    """Detected object: box (x0, y0, x1, y1), mask, and confidence of the detector."""
 
     box: tuple[float, float, float, float]
     mask: np.ndarray
@@ -41,9 +41,9 @@ class Found:
 
 
 class GenEvalReward:
-    """Reward with the keys `gen_eval_score` (fraction that is right), `gen_eval_reward` (1 if all requested objects are
-    present), `gen_eval_strict` (1 if their counts are also exact), and `gen_eval_group` by tag; `options` has `clip`,
-    the CLIP model for colours."""
+    """Reward with the keys `gen_eval_score` (fraction of requests that the image meets), `gen_eval_reward` (1 if all
+    requested objects are present), `gen_eval_strict` (1 if their counts are also exact), and `gen_eval_group` by tag;
+    `options` has `clip`, the CLIP model for colours."""
 
     def __init__(self, settings: Settings) -> None:
         require(
@@ -67,7 +67,7 @@ class GenEvalReward:
         self._clip = ClipModel("gen_eval", Settings(clip, dtype=settings.dtype, device=settings.device), clip)
 
     def score(self, items: Sequence[Item]) -> Columns:
-        """Return the scores of each image; an item whose row lacks `tag` or `include` has none."""
+        """Return the scores of each image; an item whose row lacks `tag` or `include` has no scores."""
         self.errors = [""] * len(items)
         columns: Columns = {f"gen_eval_{name}": [] for name in ("score", "reward", "strict")}
         groups: dict[str, list[float]] = {tag: [] for tag in _TAGS}
@@ -97,7 +97,7 @@ class GenEvalReward:
         return score, float(is_right), float(is_strict)
 
     def detect(self, image: Image.Image, names: set[str], threshold: float) -> dict[str, list[Found]]:
-        """Return the objects of these classes in an image, in descending order of confidence."""
+        """Return the objects of the classes `names` in an image, by class and in descending order of confidence."""
         import torch
 
         inputs = self._processor(images=image, return_tensors="pt").to(self._device)
@@ -152,8 +152,8 @@ def holds(
 
 
 def strictly(include: Sequence[Mapping[str, Any]], objects: Objects, colors: Colors) -> tuple[float, bool]:
-    """Return the fraction of the requests that is met, from 0 to 1 with partial credit for wrong counts, and whether
-    all are met with exact counts."""
+    """Return the fraction of the requested objects that the image shows, with partial credit for wrong counts, and
+    whether all requests are met with exact counts."""
     groups: list[Sequence[Found] | None] = []
     scores: list[float] = []
     for request in include:

@@ -1,4 +1,4 @@
-"""Reward for completions whose number after `####` equals that of the reference, as in the GSM8K data set."""
+"""Reward for completions whose number after `####` equals the reference's number, as in the GSM8K data set."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def gsm8k(to_be_evaluated: str, reference: str) -> float:
     """Return 1 if the last `#### number` of both texts is the same number, else 0; `####42`, `#### $42`, `#### 42.` are
     42.
 
-    Unlike in Cosmos-RL, a reference without `#### number` is invalid; there, a completion without one counts as right.
+    A reference without `#### number` is invalid; in Cosmos-RL, a completion without a number then counts as right.
     """
     expected = _number(reference)
     if expected is None:

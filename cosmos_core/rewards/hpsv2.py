@@ -19,7 +19,7 @@ _INSTALL = "install hpsv2 in its own environment (venv_python), or set model_pat
 
 
 class Hpsv2Reward:
-    """Reward with the key `hpsv2`; `model_path` is a CLIP folder, or empty for the checkpoint below `download_path`."""
+    """Reward with the key `hpsv2`; `model_path` is a CLIP folder, or empty for the checkpoint in `download_path`."""
 
     def __init__(self, settings: Settings) -> None:
         is_folder = (Path(settings.model_path) / "config.json").is_file() if settings.model_path else False

@@ -9,7 +9,7 @@ from PIL import Image
 
 
 def frames_of(media: Any, most: int = 0) -> list[Image.Image]:
-    """Return an image as a list, or the frames of a video: all, or `most` of them at even distances.
+    """Return an image as a list of one frame, or the frames of a video: all, or `most` frames at even distances.
 
     Raises:
         ValueError: the value is neither an image nor a video.

@@ -20,8 +20,8 @@ _FORM = '\n\nReply with JSON: {{"reason": one sentence, "score": a whole number 
 async def judge(
     prompts: Sequence[Any], completions: Sequence[Any], references: Sequence[str], judge_config: Mapping[str, Any]
 ) -> list[tuple[float, dict[str, float]] | ValueError]:
-    """Return for each completion the score of the judge divided by `highest_score`, with the numbers of tokens that
-    the request took, 0 if the reply was in the cache. A reply without a score makes its completion invalid.
+    """Return for each completion the judge's score divided by `highest_score`, with the numbers of tokens of the
+    request, 0 if the reply was in the cache. A reply without a score makes its completion invalid.
 
     Raises:
         openai.OpenAIError: the server refuses the request, or cannot be reached after several attempts.
@@ -61,7 +61,7 @@ async def _ask(
 
 def _request(config: Mapping[str, Any], texts: Mapping[str, str]) -> dict[str, Any]:
     message = config["template"]
-    for name in ("prompt", "reference", "completion"):  # the completion last: it may contain the other names
+    for name in ("prompt", "reference", "completion"):  # last, since it may contain the other placeholders
         message = message.replace("{" + name + "}", texts[name])
     score = {"type": "integer", "minimum": 0, "maximum": config["highest_score"]}
     properties = {"reason": {"type": "string"}, "score": score}
@@ -79,7 +79,7 @@ def _request(config: Mapping[str, Any], texts: Mapping[str, str]) -> dict[str, A
 
 
 def _score(text: str, highest: int) -> float | ValueError:
-    """Return the score in a reply, which may stand in a code block; a `ValueError` if there is none."""
+    """Return the score in a judge's reply, whose JSON may be in a code block; a `ValueError` if it has no score."""
     try:
         score = json.loads(text[text.find("{") : text.rfind("}") + 1])["score"]
     except (ValueError, KeyError, TypeError):
@@ -90,7 +90,7 @@ def _score(text: str, highest: int) -> float | ValueError:
 
 
 def _text(value: Any) -> str:
-    """Return a prompt or completion as text: of a conversation, its turns, and of a single turn, its content."""
+    """Return a prompt or completion as text: a string as it is, one turn as its content, turns with their roles."""
     if isinstance(value, str):
         return value
     turns = [turn for turn in value if isinstance(turn, Mapping)]

@@ -21,14 +21,14 @@ _MOST_FRAMES = 4
 
 
 class OcrReward:
-    """Reward with the key `ocr_reward`, for a video the mean over four frames."""
+    """Reward with the key `ocr_reward`; the reward of a video is the mean over four frames."""
 
     def __init__(self, settings: Settings) -> None:
         require("ocr", "pip install 'cosmos-posttrain[ocr]' (see pyproject.toml)", "rapidocr_onnxruntime")
         _engine()
 
     def score(self, items: Sequence[Item]) -> Columns:
-        """Return the score of each item; an item without an expected text has none."""
+        """Return the score of each item; an item without an expected text has no score."""
         self.errors = [""] * len(items)
         scores: list[float | None] = []
         for i, item in enumerate(items):
@@ -64,7 +64,7 @@ def _score(item: Item) -> float:
 
 
 def _recognise_text(image: Any) -> str:
-    lines, _ = _engine()(array_of(image)[..., ::-1])  # BGR, as in OpenCV
+    lines, _ = _engine()(array_of(image)[..., ::-1])  # the engine takes BGR, like OpenCV
     return "".join(text for _, text, confidence in lines or [] if float(confidence) > 0)
 
 

@@ -11,7 +11,7 @@ def overlong(
 ) -> float:
     """Return 0 up to `max_tokens - buffer_length` sampled tokens, then a linear ramp down to -`penalty_factor`.
 
-    In Cosmos-RL there is no lower bound: a completion beyond the limit loses more.
+    Cosmos-RL has no lower bound: there, a completion beyond `max_tokens` has a larger penalty.
     """
     buffer = min(overlong["buffer_length"], max_tokens)
     excess = num_tokens - (max_tokens - buffer)

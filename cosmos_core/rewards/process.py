@@ -69,7 +69,7 @@ class Workers(ABC):
 
 
 class _RewardContext(SpawnContext):
-    """Multiprocessing context of a pool; `names` are the environment variables that the processes may see."""
+    """Multiprocessing context of a pool; `names` are further environment variables that the processes may see."""
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class _Process(SpawnProcess):
         """Kill the process group with SIGKILL: Python handles SIGTERM, but not during a loop in C."""
         self._is_terminated = True
         self._kill_group()
-        self.kill()  # the process may not have created its group yet
+        self.kill()  # a process that just started may not have created its group yet
 
     def is_alive(self) -> bool:
         """Return True if the process is running; if it has ended by itself, kill the rest of its process group."""
@@ -101,7 +101,7 @@ class _Process(SpawnProcess):
         if is_alive and self.pid:
             try:
                 os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:  # other code in this process waited for the child first
+            except ChildProcessError:  # other code in the parent has reaped the child
                 self._popen.returncode = -signal.SIGKILL  # type: ignore[attr-defined]
                 is_alive = False
         if not is_alive and not self._is_terminated:
@@ -118,8 +118,8 @@ class _Process(SpawnProcess):
 class _Popen(popen_spawn_posix.Popen):
     """Start of an interpreter with a specified environment, which the base class does not support.
 
-    Changing the environment of this process during the start would affect its other threads, and clearing it in the new
-    process is too late: /proc shows the environment at the start.
+    Changing the environment of this process during the start would affect its other threads. Clearing the environment
+    in the new process is too late, because /proc shows the environment at the start.
     """
 
     def _launch(self, process_obj: _Process) -> None:
@@ -152,7 +152,7 @@ def begin(env: Sequence[str], parent_pid: int) -> None:
     """Prepare a worker process: it leads a process group, ends with its parent, and sees no secrets."""
     os.setpgid(0, 0)
     die_with_parent(parent_pid)
-    os.dup2(2, 1)  # user code may print; this goes to the log
+    os.dup2(2, 1)  # what user code prints goes to the log
     configure()
     _take_no_memory_of_others()
     hide(env)
@@ -164,7 +164,7 @@ def _take_no_memory_of_others() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
     least = memory if most == resource.RLIM_INFINITY else min(memory, most)
     resource.setrlimit(resource.RLIMIT_DATA, (least, most))
-    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # a sandbox may have none
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # a sandbox may lack the file
         file.write("1000")
 
 

@@ -23,11 +23,11 @@ PING = "/api/reward/ping"
 LATENT_ATTR = "/api/reward/latent_attr"
 
 PIN = "X-Lepton-Replica-Target"
-"""Header of a pull: the replica that holds the request."""
+"""HTTP header of a pull with the replica that holds the request."""
 IDEMPOTENCY_KEY = "Idempotency-Key"
-"""Header of an enqueue: the uuid of the request, so that a request that is sent twice is scored once."""
+"""HTTP header of an enqueue with the uuid of the request, so that a request that is sent twice is scored once."""
 STATE = "X-Reward-State"
-"""Header of a pull without scores: `pending`, or `unknown` if the service has forgotten the request."""
+"""HTTP header of the response to a pull without scores: `pending`, or `unknown` if the service lacks the request."""
 
 MAX_JSON_BYTES = 16 * 2**20
 _MAX_NPY_HEADER = 4096
@@ -37,7 +37,7 @@ _DTYPES = {"|u1", "<f2", "<f4", "<f8"}
 
 
 class ProtocolError(ValueError):
-    """Error for a body in another format; the message describes the problem on one line."""
+    """Error for a body that does not have the format of the protocol; the message describes the problem on one line."""
 
 
 def encode_request(fields: Mapping[str, Any], array: np.ndarray) -> bytes:
@@ -52,7 +52,7 @@ def decode_request(body: bytes | bytearray | memoryview) -> tuple[dict[str, Any]
     """Return the JSON fields and the array in the body of an enqueue; the array is a read-only view of the body.
 
     Raises:
-        ProtocolError: the body has another format.
+        ProtocolError: the body does not have the format of the protocol.
     """
     view = memoryview(body)
     head = bytes(view[: MAX_JSON_BYTES + 1])
@@ -78,7 +78,7 @@ def decode_array(content: memoryview) -> np.ndarray:
         shape, is_fortran, dtype = read(stream, max_header_size=_MAX_NPY_HEADER)  # type: ignore[call-arg]
     except ProtocolError:
         raise
-    except Exception as error:  # the header is Python source from an untrusted client
+    except Exception as error:  # parsing a header from an untrusted client may raise anything
         raise ProtocolError(f"no array in numpy's format follows the JSON: {type(error).__name__}") from error
     if dtype.str not in _DTYPES:
         raise ProtocolError(f"the array is of {dtype.str!r}; uint8, float16, float32 and float64 are read")
@@ -90,7 +90,7 @@ def decode_array(content: memoryview) -> np.ndarray:
     flat = np.frombuffer(content, dtype, offset=start)
     try:
         return flat.reshape(shape, order="F" if is_fortran else "C")
-    except ValueError as error:  # an empty array whose axes exceed the limits of numpy
+    except ValueError as error:  # the axes of an empty array exceed the limits of numpy
         raise ProtocolError(f"the array has the shape {str(shape)[:100]}, which none can have") from error
 
 

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Found:
-    """Scores of one completion: the clipped score of each function, or the reason why there is none."""
+    """Scores of one completion: the clipped score of each function, or the reason why a score is missing."""
 
     scores: dict[RewardFunctionConfig, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
@@ -194,7 +194,7 @@ def _body(
     """Return the body of an enqueue: images as uint8 of B, H, W, C; videos or their latents as B, C, T, H, W; texts
     within the JSON."""
     media = [request.get("media") for request in requests]
-    # The service skips functions whose weight is not above 0.
+    # Send positive weights, because the service skips functions whose weight is not above 0.
     weights = {each.name: each.weight if each.weight > 0 else 1.0 for each in functions}
     fields: dict[str, Any] = {"prompts": [request.get("prompt") or "" for request in requests], "reward_fn": weights}
     if media[0] is None:
@@ -218,7 +218,7 @@ def _body(
 
 
 def _geneval(requests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the object specifications in rows of GenEval, as the reward of that name expects them."""
+    """Return the object specifications in rows of GenEval, in the format that the reward `gen_eval` expects."""
     rows = [{k: v for k, v in (request.get("metadata") or {}).items() if k != "video_fps"} for request in requests]
     if not all("include" in row and "tag" in row for row in rows):
         return {"metadata": rows} if any(rows) else {}
@@ -249,7 +249,7 @@ def _record_scores(
     scores, errors = response.get("scores"), response.get("errors")
     if not isinstance(scores, dict) or not scores:
         error = response.get("error")
-        for each in found:  # losing a process is transient, unlike an error that a function raised
+        for each in found:  # a lost process is transient, an error of a function is not
             is_told = bool(error) and not response.get("is_lost")
             each.lacks(function, error or "the response has no scores", is_told=is_told)
         return
@@ -283,20 +283,20 @@ def _has_failed(scores: Mapping[str, Any], i: int) -> bool:
 
 
 def _number(column: Any, i: int, count: int) -> float | None:
-    """Return entry `i` of a list with one value per completion as a finite float; None for anything else."""
+    """Return entry `i` of a list of `count` values as a finite float; None for another column or value."""
     value = column[i] if isinstance(column, list) and len(column) == count else None
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
     try:
         number = float(value)
-    except OverflowError:  # an integer of hundreds of digits
+    except OverflowError:  # an integer that exceeds the range of a float
         return None
     return number if math.isfinite(number) else None
 
 
 def _all_or_none(scores: tuple[Score, ...]) -> tuple[Score, ...]:
-    """Return the scores of a group, all marked invalid if one is invalid, because the rest would be compared with too
-    few."""
+    """Return the scores of a group, all marked invalid if one is invalid, so that no completion is compared with fewer
+    others than configured."""
     first = next((score for score in scores if score.value is None), None)
     if first is None:
         return scores

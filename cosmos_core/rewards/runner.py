@@ -37,18 +37,18 @@ ScoreGroups = Callable[[Sequence[Group]], list[ScoredGroup]]
 
 log = logging.getLogger(__name__)
 
-_MOST_BREAKS = 3  # broken pools in one call of `score`, because idle processes died
-_MOST_LATE = 4  # calls of a reward per process that may time out before the rest is cancelled
+_MOST_BREAKS = 3  # maximum number of pools that may break in one call of `score`, because idle processes died
+_MOST_LATE = 4  # number of calls of a reward per process that may time out before its other calls are cancelled
 
 
 class _Result(NamedTuple):
-    """Result of one reward for one completion; with neither value nor error, the reward does not apply."""
+    """Result of one reward for one completion; without a value and an error, the reward does not apply to the row."""
 
     value: float | None = None
     metrics: Mapping[str, float] = {}
     error: str = ""
     is_raised: bool = False
-    """Whether the function raised an error that a retry would raise again: any but those of networks and memory."""
+    """Whether the reward function raised an error that is not transient, unlike errors of networks and memory."""
 
 
 class _Call(NamedTuple):
@@ -98,7 +98,7 @@ class RewardRunner(Workers):
         RewardError: a reward is missing or cannot be loaded (on entering, or when all processes are replaced).
     """
 
-    def __init__(  # noqa: PLR0913 - settings of one pool, each with a default
+    def __init__(  # noqa: PLR0913 - all are settings, most with a default
         self,
         weights: Mapping[str, float],
         *,
@@ -147,7 +147,7 @@ class RewardRunner(Workers):
             with self._lock:
                 results_of_calls = iter(self._results(calls))
         except BaseException:
-            self.close()  # processes that still work on these requests must not delay the next ones
+            self.close()  # processes that are still busy must not delay the next requests
             raise
         # The results of a prompt are ordered by reward, then by completion.
         results = (result for of_call in results_of_calls for result in of_call)
@@ -195,7 +195,7 @@ class RewardRunner(Workers):
             of_rewards = [(calls[i].reward, future) for i, future in futures.items()]
             patience = _Patience(of_rewards, self._most_late, self._beat)
             if not wait_for(futures.values(), self._timeout + START_SECONDS, patience.look):
-                self.close()  # a request was lost with its process, or no process starts
+                self.close()  # a request was lost with its process, or no process started
             waiting, is_broken = [], False
             for i, future in futures.items():
                 reward = calls[i].reward
@@ -249,7 +249,7 @@ _told: set[tuple[str, type]] = set()
 
 
 def _start(names: Sequence[str], constants: Mapping[str, Any], env: Sequence[str], parent_pid: int) -> None:
-    """Prepare a worker process; `_load` reports errors of user modules."""
+    """Prepare a worker process and load the rewards; errors of user modules are reported by a later call of `_load`."""
     begin(env, parent_pid)
     _constants.update(constants)
     with suppress(RewardError):
@@ -275,7 +275,7 @@ def _score(name: str, requests: Sequence[Mapping[str, Any]], takes_lists: bool) 
             _error_score(reward, each, is_told=True) if isinstance(each, ValueError) else _Result(*(each or ()))
             for each in scored
         ]
-    except BaseException as error:  # noqa: BLE001 - a user's code may raise anything, and it would be raised in the parent
+    except BaseException as error:  # noqa: BLE001 - user code may raise anything, and the parent needs a result
         is_told = (name, type(error)) in _told
         _told.add((name, type(error)))
         return [_error_score(reward, error, is_told=is_told)] * len(requests)

@@ -25,7 +25,7 @@ from cosmos_core.rewards.base import Reward, load_reward, one_line, plain
 
 FOLDER = "cosmos_core.rewards"
 _OF_OPTIONS = ("max_tokens", "overlong")
-"""Keywords of reward functions that come from the recipe in training, and from `options` in the service."""
+"""Parameters of reward functions whose values come from the recipe in training, and from `options` in the service."""
 Columns = dict[str, Any]
 """Scores by key; each value is a list with one number or text per item, or a dict of such lists."""
 
@@ -38,7 +38,7 @@ class Item:
     media: Any = None
     """An image (PIL.Image), a video (uint8 array of frames, height, width and 3), or None for a text."""
     to_be_evaluated: str = ""
-    """The text to score; empty for an image or video."""
+    """Text to score; empty for an image or video."""
     reference: str = ""
     info: dict[str, Any] = field(default_factory=dict)
     """Additional fields: `video_fps`, GenEval's `tag` and `include`, and columns of the prompt's row."""
@@ -74,7 +74,7 @@ class FunctionReward:
         self.errors: list[str] = []
 
     def score(self, items: Sequence[Item]) -> Columns:
-        """Return the values of the function, and its metrics under their own keys."""
+        """Return the values of the reward function for all items, with each further metric under a separate key."""
         columns: Columns = {self._name: [None] * len(items)}
         self.errors = [""] * len(items)
         for i, item in enumerate(items):
@@ -129,7 +129,7 @@ def checked(columns: Columns, count: int) -> tuple[Columns, list[str]]:
     """Return the columns with None for numbers that are not finite, and the reason for each item without a score.
 
     Raises:
-        ValueError: a column has another length.
+        ValueError: the length of a column is not `count`.
     """
     errors = [""] * count
     return {key: _column(key, column, count, errors) for key, column in columns.items()}, errors

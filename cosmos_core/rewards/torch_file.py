@@ -67,7 +67,7 @@ def read_tensor(content: memoryview) -> np.ndarray:
         storage, offset, shape, strides = _tensor(bytes(script))
     except NoTensor:
         raise
-    except Exception as error:  # the description comes from an untrusted client
+    except Exception as error:  # parsing a file from an untrusted client may raise anything
         raise NoTensor(f"its description is none of a tensor: {type(error).__name__}") from error
     dtype = _DTYPES[storage.type_name]
     data = members.get(f"{root}/data/{storage.key}")

@@ -46,7 +46,7 @@ class UnifiedRewardReward:
         self._client = httpx.Client(base_url=settings.endpoint_url, headers=headers, timeout=_SECONDS)
 
     def score(self, items: Sequence[Item]) -> Columns:
-        """Return the score of each image; an image for which the judge returns no number has none."""
+        """Return the score of each image; an image for which the judge returns no number has no score."""
         with ThreadPoolExecutor(self._concurrent) as executor:
             results = list(executor.map(self._ask, items))
         self.errors = [error for _, error in results]

@@ -107,7 +107,7 @@ def look_at(key: str, path: str) -> str:
 
 
 def _published_vae(path: str) -> Any:
-    """Return the VAE in a file as Wan publishes it, on this machine or in a repository of the Hub."""
+    """Return the VAE in a file in Wan's published format, on this machine or in a repository of the Hub."""
     import torch
     from diffusers import AutoencoderKLWan
     from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers

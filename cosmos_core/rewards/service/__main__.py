@@ -1,4 +1,4 @@
-"""`python -m cosmos_core.rewards.service`: what `cosmos reward-service` runs."""
+"""Program `python -m cosmos_core.rewards.service`, which the command `cosmos reward-service` runs."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from cosmos_core.rewards.service.engine import Draining, Engine, Full
 _FORM_BYTES = 2**20
 _BODY_SECONDS = 120.0
 _IS_READ = "cosmos.is_read"
-"""Key in the scope of a request whose body was read to the end."""
+"""Key that is set in the ASGI scope of a request after its body was read to the end."""
 _UUID = re.compile(r"[0-9a-fA-F-]{1,64}")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class Face:
         self.registry.register(self)
 
     def app(self) -> FastAPI:
-        """Return the application."""
+        """Return the FastAPI application with all routes of the service."""
         app = FastAPI(title="Reward service", docs_url=None, redoc_url=None, openapi_url=None)
         for path, handler in (
             (ENQUEUE, self.enqueue), (PULL, self.pull), (PING, self.ping), (LATENT_ATTR, self.latent_attr),
@@ -94,7 +94,7 @@ class Face:
         return JSONResponse({"message": f"Not found scores for {key}"}, 400, headers={STATE: state})
 
     async def ping(self, request: Request) -> Response:
-        """Confirm that the service is running; with `info_data`, that it serves the rewards named there."""
+        """Confirm that the service is running, and that it serves the rewards that the field `info_data` names."""
         form = await _form(request)
         try:
             info = json.loads(form.get("info_data") or "{}")
@@ -109,7 +109,7 @@ class Face:
         return JSONResponse({"message": "Ping request received"})
 
     async def latent_attr(self, request: Request) -> Response:
-        """Confirm that latents with these attributes can be decoded."""
+        """Confirm that the service can decode latents with the attributes in the request."""
         form = await _form(request)
         try:
             fields = json.loads(form.get("fields", ""))
@@ -202,7 +202,7 @@ class Face:
             return True
         kind, _, credentials = request.headers.get("Authorization", "").partition(" ")
         content = credentials.strip().encode("utf-8", "replace")
-        if kind.lower() == "basic" and request.method == "GET":  # a browser that requests the page
+        if kind.lower() == "basic" and request.method == "GET":  # a browser requests the status page
             try:
                 content = base64.b64decode(content, validate=True).partition(b":")[2]
             except binascii.Error:
@@ -222,7 +222,7 @@ def _unknown(request: Request) -> Response:
 def _refusal(status: int, message: str, retry_after: int = 0) -> Response:
     headers = {"Retry-After": str(retry_after)} if retry_after else {}
     if status not in {429, 503}:
-        headers["Connection"] = "close"  # the unread rest of a body must not be parsed as a request
+        headers["Connection"] = "close"  # an unread body must not be parsed as a new request
     return JSONResponse({"message": message}, status, headers=headers)
 
 

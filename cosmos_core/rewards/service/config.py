@@ -24,7 +24,7 @@ class RewardArgs(Table):
     """Table `[[reward_args]]`: one reward."""
 
     reward_type: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.-]+$")]
-    """Name of the reward for clients, and of its module in cosmos_core/rewards, unless `entry` names another one."""
+    """Name of the reward for clients, and of its module in cosmos_core/rewards unless `entry` names user code."""
     entry: str = ""
     """User code, `module:thing` or `path/file.py:thing`: a function as in `reward_function`, or a class with
     `score(items)`."""
@@ -44,9 +44,9 @@ class RewardArgs(Table):
     devices: Strings = ()
     """Devices of the reward, with one process each; empty: `device`."""
     endpoint_url: str = ""
-    """URL of a server that runs the model."""
+    """URL of a server that runs the reward's model; empty: the reward needs no server."""
     endpoint_api_key: str = ""
-    """API key for that server; `$NAME` reads it from the environment."""
+    """API key for the server at `endpoint_url`; `$NAME` reads the key from the environment."""
     env: Strings = ()
     """Environment variables that the reward's processes receive in addition to standard ones."""
     options: dict[str, Any] = {}
@@ -123,9 +123,9 @@ class ServiceConfig(Table):
     """Maximum total bytes of waiting requests; beyond it, clients receive status 429 and retry. It also limits decoded
     videos, and scores in memory."""
     max_pending: PositiveInt = 1024
-    """Maximum number of requests that wait or are being read."""
+    """Maximum number of requests that wait for scores or are being read."""
     result_seconds: PositiveFloat = 3600.0
-    """Seconds for which scores can be fetched."""
+    """Seconds for which scores are kept and can be fetched."""
     max_results: PositiveInt = 100_000
     """Maximum number of scores in memory; the oldest are dropped first."""
     batch_seconds: NonNegativeFloat = 0.005
@@ -136,7 +136,7 @@ class ServiceConfig(Table):
     """Maximum number of seconds after SIGTERM to finish accepted requests and wait until clients have fetched their
     scores."""
     reward_args: Annotated[tuple[RewardArgs, ...], Field(strict=False)] = ()
-    """Tables of the rewards."""
+    """Tables `[[reward_args]]`, one for each reward."""
     decode_args: DecodeArgs = DecodeArgs()
     """Settings of the decoder of latents."""
     no_latent_decoder: bool = False

@@ -26,22 +26,22 @@ class Connection(H11Protocol):
     _waiting: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the timeout; asyncio calls this method and the next two."""
+        """Start the timeout of a new connection; asyncio calls this method."""
         super().connection_made(transport)
         self._watch()
 
     def data_received(self, data: bytes) -> None:
-        """Parse the data, and stop the timeout if a request is complete."""
+        """Parse received data, and stop the timeout if the head of a request is complete."""
         super().data_received(data)
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel the timeout."""
+        """Cancel the timeout of a closed connection."""
         super().connection_lost(exc)
         self._stop()
 
     def _watch(self) -> None:
-        """Start the timeout if no request is in progress; more bytes of an incomplete head do not extend it."""
+        """Start the timeout if no request is in progress; bytes of an incomplete request head do not extend it."""
         if self.cycle is not None and not self.cycle.response_complete:
             self._stop()
         elif self._waiting is None:
@@ -66,7 +66,7 @@ class Refused(Response):
     async def __call__(
         self, scope: Message, receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]
     ) -> None:
-        """Send the response at once, and complete it when the body has ended; the signature is that of ASGI."""
+        """Send the response at once, and complete it when the body has ended; ASGI prescribes the signature."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": self.body, "more_body": True})
         await _discard(receive)

@@ -60,7 +60,7 @@ class Engine:
         self.store: Store = _store(config, self.replica)
 
     async def start(self) -> None:
-        """Load every reward, then resume requests of an earlier service.
+        """Load every reward, then resume unfinished requests of an earlier process of the service.
 
         Raises:
             RewardError: a reward cannot be loaded.
@@ -90,7 +90,7 @@ class Engine:
         """Kill all processes."""
         for pool in (*self.pools.values(), *filter(None, [self.decoder])):
             if not pool.loaded.cancel() and not pool.loaded.cancelled():
-                pool.loaded.exception()  # otherwise asyncio logs an exception that was never retrieved
+                pool.loaded.exception()  # else asyncio logs the exception as never retrieved
             await pool.close()
         await self.store.close()
 
@@ -113,7 +113,7 @@ class Engine:
         """
         if self.is_draining:
             raise Draining
-        is_alone = not self.pending_bytes  # a request above the total limit may wait alone
+        is_alone = not self.pending_bytes  # a request that exceeds the total limit may wait alone
         if len(self.pending) + self._num_arriving >= self.config.max_pending or (
             self.pending_bytes + num_bytes > self.config.max_pending_bytes and not is_alone
         ):
@@ -129,9 +129,9 @@ class Engine:
             self._num_arriving -= 1
 
     async def accept(self, uuid: str, body: bytes | bytearray) -> None:
-        """Store a request and queue it; a request that is already known is not scored again.
+        """Store a request and queue it for scoring; a request that is already known is not scored again.
 
-        A request that the store has kept although its acceptance was interrupted is queued again.
+        A request whose acceptance was interrupted after it was stored is queued again.
 
         Raises:
             ProtocolError: the body is not a valid request.
@@ -143,7 +143,7 @@ class Engine:
             return
         request = await asyncio.to_thread(parse_request, uuid, body, self.pools)
         self._check_latents(request)
-        if uuid in self.pending:  # it was sent twice at the same time
+        if uuid in self.pending:  # the client sent the request twice at the same time
             return
         if self._has_drained:
             raise Draining
@@ -178,8 +178,8 @@ class Engine:
         return uuid in self.pending or await self.store.is_known(uuid)
 
     def check_latent_attributes(self, fields: dict[str, Any]) -> None:
-        """Check that latents with these attributes can be decoded: attributes that this VAE does not need are ignored,
-        but another VAE is refused.
+        """Check that latents with the attributes `fields` can be decoded: attributes that this VAE does not need are
+        ignored, but attributes that name another VAE are refused.
 
         Raises:
             ProtocolError: there is no decoder, or the client names another VAE.
@@ -221,7 +221,7 @@ class Engine:
     async def _resume(self, uuid: str, body: bytes) -> None:
         try:
             request = await asyncio.to_thread(parse_request, uuid, body, self.pools)
-        except ProtocolError as error:  # a reward is no longer served
+        except ProtocolError as error:  # a stored request names a reward that is no longer served
             log.warning("request %s is dropped: %s", uuid, error)
             await self.store.finish(uuid)
             return
@@ -241,7 +241,7 @@ class Engine:
             return
         size = result["array"].nbytes
         while self.decoded_bytes and self.decoded_bytes + size > self.config.max_pending_bytes:
-            await asyncio.sleep(0.05)  # backpressure: the decoder waits for the rewards
+            await asyncio.sleep(0.05)  # backpressure: decode no more until rewards have scored
         self.decoded_bytes += size
         request.array, request.media, request.decoded_bytes = result["array"], "video", size
         self._queue(request)
@@ -250,7 +250,7 @@ class Engine:
         await self._keep(job.request, job.name, result, seconds)
 
     async def _keep(self, request: Request, name: str, result: dict[str, Any], seconds: float) -> None:
-        """Store one result; while the store is not reachable, retry instead of dropping the result."""
+        """Store the result of one reward; while the store is not reachable, retry instead of dropping the result."""
         content: dict[str, Any] = {
             "scores": result.get("scores"), "input_info": request.input_info, "duration": f"{seconds:.2f}",
             "decoded_duration": f"{request.decoded_seconds:.2f}", "type": name,
@@ -260,10 +260,10 @@ class Engine:
         elif any(result.get("errors", [])):
             content["errors"] = result["errors"]
         self._finished.append((time.monotonic(), request.count))
-        self._forget_finished()  # `rate` may never be called
+        self._forget_finished()  # here too, since `rate` may never be called
         request.left.discard(name)
         text = json.dumps(content, separators=(",", ":"), ensure_ascii=False)
-        # JSON may contain an unpaired surrogate, which cannot be encoded.
+        # Replace an unpaired surrogate in the JSON, which cannot be encoded as UTF-8.
         await self._insist(self.store.put, request.uuid, name, text.encode(errors="replace").decode())
         if not request.left and request.uuid in self.pending:
             await self._insist(self.store.finish, request.uuid)

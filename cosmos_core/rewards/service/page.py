@@ -28,7 +28,7 @@ _COLUMNS = ("reward", "processes", "waiting", "scoring", "items", "seconds / ite
 
 
 def render(engine: Engine, statuses: Counter[tuple[str, int]]) -> str:
-    """Return the HTML of the page."""
+    """Return the HTML of the status page; `statuses` counts responses by route and HTTP status."""
     rows = "".join(_row(name, engine) for name in engine.pools)
     errors = sorted((text for pool in engine.pools.values() for text in pool.errors), reverse=True)[:20]
     listed = "".join(f"<li>{escape(text)}</li>" for text in errors) or "<li>none</li>"

@@ -34,8 +34,8 @@ sys.modules["cosmos_core"] = module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 runpy.run_module("cosmos_core.rewards.service.worker", run_name="__main__", alter_sys=True)
 """
-"""Program that imports this package without its parent folder on the path: the packages installed there belong to this
-interpreter and must not be imported by another one."""
+"""Program that imports cosmos_core without its parent folder on the path, because the packages installed in that folder
+belong to this interpreter and must not be imported by another interpreter."""
 _PACKAGE = str(Path(__file__).parents[2])
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 30.0
 _LINE_BYTES = 64 * 2**20
@@ -75,7 +75,7 @@ class Program:
 
 @dataclass
 class Counts:
-    """Counters of a pool."""
+    """Counters of requests and errors of the processes of one reward."""
 
     items: int = 0
     errors: int = 0
@@ -86,11 +86,11 @@ class Counts:
 
 
 Deliver = Callable[[Job, dict[str, Any], float], Awaitable[None]]
-"""Callback that receives the scores and errors of a request, or its error, and the duration of its batch in seconds."""
+"""Callback that receives a request, its scores and errors, and the duration of its batch in seconds."""
 
 
 class Lost(Exception):
-    """Error of a process that ended, hung, or could not load; `may_pass`: the error may be transient."""
+    """Error of a process that ended, hung, or could not load; `may_pass` says whether the error may be transient."""
 
     def __init__(self, message: str, *, may_pass: bool = False) -> None:
         super().__init__(message)
@@ -98,7 +98,7 @@ class Lost(Exception):
 
 
 class Killed(Lost):
-    """Error of a process that was killed by a signal, which is not an error of the reward itself."""
+    """Error of a process that was killed by the signal `number`, which is not an error of the reward itself."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"its process was killed by signal {number}", may_pass=True)
@@ -122,18 +122,18 @@ class Pool:
         self._tasks = [asyncio.create_task(self._keep(device)) for device in program.devices]
 
     def submit(self, job: Job) -> None:
-        """Queue a request."""
+        """Queue a request for the next batch."""
         self.queue.append(job)
         self._more.set()
 
     async def close(self) -> None:
-        """Kill the processes."""
+        """Kill all processes of the reward."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _keep(self, device: str) -> None:
-        """Keep a process running on the device; restart it after an error."""
+        """Keep a process running on the device `device`, and restart the process after an error."""
         pause = _FIRST_PAUSE
         while True:
             process = Process(self.program, device)
@@ -182,7 +182,7 @@ class Pool:
                 self.in_flight -= len(jobs)
             self.counts.batches += 1
             self.counts.seconds += time.monotonic() - began
-            if "error" in reply and len(jobs) > 1:  # retry one by one to find the failing request
+            if "error" in reply and len(jobs) > 1:  # retry requests one by one to isolate the failing one
                 for job in reversed(jobs):
                     job.attempts = max(1, job.attempts)
                     self.queue.appendleft(job)
@@ -285,7 +285,7 @@ class Process:
         return reply, result_arrays
 
     async def alive_while(self, waiting: Any) -> None:
-        """Wait for `waiting`, unless the process ends first.
+        """Wait for the awaitable `waiting`, unless the process ends first.
 
         Raises:
             Lost: the process ended.
@@ -341,11 +341,11 @@ class Process:
         code = self._process.returncode if self._process else None
         if code is None:
             return Lost("its process closed its output")
-        if code < 0 or code > 128:  # a shell wrapper exits with 128 + the signal
+        if code < 0 or code > 128:  # a shell exits with 128 + the signal of its child
             return Killed(-code if code < 0 else code - 128)
         return Lost(f"its process exited with code {code}")
 
 
 def interpreter(venv_python: str) -> str:
-    """Return the Python interpreter of a reward: its own, or that of the service."""
+    """Return the Python interpreter of a reward's processes: `venv_python`, or the interpreter of the service."""
     return sys.executable if venv_python in {"", "python"} else venv_python

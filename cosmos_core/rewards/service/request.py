@@ -15,7 +15,7 @@ _LISTS = (
     "references", "completions", "video_infos", "metadata", "geneval_tags", "geneval_includes", "geneval_excludes",
     "num_tokens", "finish_reason", "turns",
 )  # fmt: skip
-"""Fields with one value per item."""
+"""Names of request fields that are lists with one value per item."""
 _TABLES = ("video_infos", "metadata")
 _TEXTS = ("references", "completions", "geneval_tags", "finish_reason")
 _SCALARS = ("ocr_use_gpu", "geneval_only_strict")
@@ -38,7 +38,7 @@ class Request:
     decoded_bytes: int = 0
     """Size of the decoded video in bytes, if the request has latents."""
     left: set[str] = field(default_factory=set)
-    """Rewards whose scores are missing."""
+    """Names of the rewards whose scores are still missing."""
 
     @property
     def count(self) -> int:
@@ -154,7 +154,7 @@ def _info(media: str, array: np.ndarray, fields: Mapping[str, Any]) -> dict[str,
 
 
 def _as_bfloat16(value: float) -> float:
-    """Return the value rounded to bfloat16, half to even."""
+    """Return `value` rounded to the nearest bfloat16, ties to even."""
     with np.errstate(over="ignore"):
         bits = int(np.float32(value).view(np.uint32))
     if not math.isfinite(value):

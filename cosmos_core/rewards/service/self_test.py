@@ -29,7 +29,7 @@ _TEXTS = {
     "overlong": ("42", "42"),
     "single_choice": ("<answer>B</answer>", "B"),
 }
-"""A correct completion and its reference, by text reward."""
+"""Pairs of a correct completion and its reference, by the name of a text reward."""
 
 
 async def self_test(config: ServiceConfig) -> int:
@@ -73,7 +73,7 @@ def _is_numbers(values: Any) -> bool:
 
 
 def _request(name: str) -> bytes:
-    """Return the body of a request with two items: an image as in the prompt, and noise."""
+    """Return the body of a request with two items: an image that the prompt describes, and an image of noise."""
     if name in _TEXTS:
         return _text_request(name)
     images = np.stack([array_of(card("HELLO")), np.random.default_rng(0).integers(0, 256, (256, 256, 3), np.uint8)])

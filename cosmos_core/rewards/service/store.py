@@ -14,7 +14,7 @@ class Store(Protocol):
     """Interface of the storage of requests and scores."""
 
     async def accept(self, uuid: str, body: bytes) -> None:
-        """Keep a request until `finish`."""
+        """Store an accepted request until `finish` is called for it."""
 
     async def is_known(self, uuid: str) -> bool:
         """Return True if a request was accepted and has not expired."""
@@ -43,11 +43,11 @@ class Store(Protocol):
         ...
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections to the storage."""
 
 
 class MemoryStore:
-    """In-memory store of at most `most` scores with `most_bytes` in total, each for `seconds`."""
+    """In-memory store of at most `most` scores and `most_bytes` bytes, which keeps each score for `seconds`."""
 
     def __init__(self, seconds: float, most: int, most_bytes: int) -> None:
         self._seconds, self._most, self._most_bytes = seconds, most, most_bytes

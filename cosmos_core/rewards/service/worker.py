@@ -138,7 +138,7 @@ def _media(media: str, array: np.ndarray, i: int) -> Any:
     pixels = array[i]
     if pixels.dtype != np.uint8:
         pixels = np.clip(np.nan_to_num(pixels), 0, 255).astype(np.uint8)
-    if media == "video":  # channels, frames, height, width
+    if media == "video":  # move channels (first axis) to the end
         return np.ascontiguousarray(np.moveaxis(pixels, 0, -1))
     from PIL import Image
 
@@ -162,7 +162,7 @@ def _decode_batch(header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> tu
 def _error_message(error: Exception) -> str:
     """Return the error message for the client; exit if the error leaves the device unusable."""
     traceback.print_exc()
-    if "CUDA error" in str(error):  # every later call on the device would fail too
+    if "CUDA error" in str(error):  # after a CUDA error, every later call fails too
         sys.exit(1)
     return one_line(error)
 
