@@ -179,7 +179,7 @@ def plan(
     output_dir = _ready(pipeline, is_only_planned=estimate)
     try:
         pipeline = pinned_urls(pinned(pipeline))
-    except CosmosError as error:  # an estimate needs only config.json, which may be readable where commits are not
+    except CosmosError as error:  # an estimate needs only config.json, not the commits on the Hub
         if not estimate:
             raise
         note([str(error)])
@@ -297,7 +297,7 @@ def main() -> None:
         _end("interrupted", EXIT_PREEMPTED)
     except _COMMAND_LINE_ERROR as error:
         _end(error.format_message(), EXIT_USAGE)
-    except BrokenPipeError:  # `cosmos logs | head`
+    except BrokenPipeError:  # the reader of the output has ended, as in `cosmos logs | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_CRASH)
     except OSError as error:
@@ -310,7 +310,7 @@ def _end(message: str, code: int) -> None:
 
 
 def _pipeline(configs: list[Path], overrides: list[str]) -> Pipeline:
-    """Return the composed pipeline, after notes on standard error about settings that are ignored or changed."""
+    """Return the composed pipeline; print notes on standard error about settings that are ignored or changed."""
     from cosmos_core.config.capabilities import notices_of
     from cosmos_core.config.compose import load_pipeline
     from cosmos_core.config.mesh import on_these_gpus
@@ -322,8 +322,8 @@ def _pipeline(configs: list[Path], overrides: list[str]) -> Pipeline:
 
 
 def _ready(pipeline: Pipeline, *, is_only_planned: bool = False) -> Path:
-    """Return the folder of runs, after all checks that need no worker. With `is_only_planned`, a setting that this
-    version does not support is only reported."""
+    """Return the folder of runs after all checks of a pipeline that need no worker. With `is_only_planned`, a setting
+    that this version does not support is only reported."""
     from cosmos_core.config.capabilities import check_capabilities
     from cosmos_core.config.mesh import check_meshes
     from cosmos_core.run.directory import writable
@@ -372,8 +372,8 @@ def _claimable(run: Run) -> Run:
 
 
 def _end_at_once(code: int) -> NoReturn:
-    """Exit without cleanup once nothing else runs in this process: freeing its imported modules would take most of a
-    second."""
+    """Exit without cleanup, because nothing else runs in this process and freeing its imported modules would take most
+    of a second."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

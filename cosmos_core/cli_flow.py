@@ -1,4 +1,4 @@
-"""`cosmos run FILE.py:FLOW`, its resume and its plan: a flow in Python that calls the tasks of the package `tasks`."""
+"""`cosmos run FILE.py:FLOW` with its resume and plan: run a Python flow that calls the tasks of the package `tasks`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 def flow_of(configs: Sequence[Path], *, is_toml_only: bool) -> str:
-    """Return the entrypoint `FILE.py:FLOW` that a command names instead of a TOML file; empty: it names none.
+    """Return the entrypoint `FILE.py:FLOW` that a command names instead of a TOML file; empty if it names a TOML file.
+    `is_toml_only` is True if an option of the command supports only TOML files.
 
     Raises:
         ConfigError: the command has options that only a TOML file knows.
@@ -53,7 +54,7 @@ def refuse_parameters(words: Sequence[str]) -> None:
 
 
 def is_flow(run_path: Path) -> bool:
-    """Return True if a flow in Python made a run, not a TOML file."""
+    """Return True if a run was created by a Python flow rather than from a TOML file."""
     return bool(_facts(run_path).entrypoint)
 
 
@@ -90,8 +91,8 @@ def run_flow(entrypoint: str, parameters: Mapping[str, Any], run_id: str, output
 
 
 def plan_flow(entrypoint: str, parameters: Mapping[str, Any]) -> None:
-    """Print what is known of a flow before it runs: the stages of its last run with the same parameters, and which of
-    them would be reused. Nothing is started.
+    """Print the plan of a Python flow: the stages of its last run with the same parameters, and which of them would be
+    reused. Nothing is started.
 
     Args:
         entrypoint: `FILE.py:FLOW`.

@@ -133,7 +133,7 @@ def try_model(
 
 
 def _model_of(name: str, output_dir: Path) -> str:
-    """Return the folder of the model of a run or of a stage; any other name is returned unchanged."""
+    """Return the model folder of a run or of a stage; return any other name unchanged."""
     from cosmos_core.observe.record import read_run
     from cosmos_core.run.directory import find_run
     from cosmos_core.run.manifest import read_result
@@ -170,7 +170,7 @@ def _write_and_run(
 
 
 def _proposed(asked: dict[str, str]) -> list[tuple[str, Any, str]]:
-    """Return key, value and reason of each setting, from a subprocess that may import torch.
+    """Return (key, value, reason) of each proposed setting, from a subprocess that may import torch.
 
     Raises:
         CosmosError: the model or the rows cannot be used.
@@ -192,7 +192,7 @@ def _recipe(asked: dict[str, str], settings: list[tuple[str, Any, str]]) -> str:
         tables.setdefault(table, []).append(f"{name} = {json.dumps(value, ensure_ascii=False)}  # {reason}")
     command = " ".join(f"--{name} {value}" for name, value in asked.items() if value and name != "method")
     body = f"# cosmos {asked['method']} {command}\n"
-    if asked["method"] == "eval":  # a recipe without stages is a training
+    if asked["method"] == "eval":  # without stages, a recipe would be a training
         body += '\n[[pipeline.stages]]\nname = "evaluate"\nkind = "evaluate"\n'
     for table, lines in sorted(tables.items()):
         body += f"\n[{table}]\n" + "\n".join(lines) + "\n"

@@ -36,15 +36,14 @@ _SECRET_NAME = re.compile(
 _LOGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/@\s]*:([^/@\s]+)@", re.I)
 _OVERLAP = 4096
 _SHORTEST = 8
-"""Minimum length in characters of a value that is masked: a shorter one, like `false`, may be an ordinary word."""
+"""Minimum number of characters of a value that is masked: a shorter value, like `false`, may be an ordinary word."""
 _BLOCK = 1 << 20
 _named: set[str] = set()
 _values: set[str] = set()
 
 
 def handed_on(names: Iterable[str]) -> dict[str, str]:
-    """Return the environment variables that a user's code receives: those that any program needs, and those in
-    `names`."""
+    """Return the environment variables that user code receives: those that any program needs, and those in `names`."""
     return {name: value for name, value in os.environ.items() if name in set(names) or _is_needed(name, value)}
 
 
@@ -86,7 +85,7 @@ def hide_in_records() -> None:
 
     def masking(*arguments: Any, **named: Any) -> logging.LogRecord:
         record = make(*arguments, **named)
-        with suppress(Exception):  # logging itself reports arguments that do not fit the format
+        with suppress(Exception):  # logging itself reports arguments that do not match the format
             message = record.getMessage()
             if (hidden := masked(message)) != message:
                 record.msg, record.args = hidden, ()
@@ -134,13 +133,13 @@ def mask_file(file: Path, names: Iterable[str] = ()) -> None:
     with open(file, "r+b", buffering=0) as log:
         while block := os.pread(log.fileno(), _BLOCK + overlap, start):
             spans = [match.span() for secret in secrets for match in re.finditer(re.escape(secret), block)]
-            for begin, end in (*spans, *secret_spans(block.decode("latin-1"))):  # one character per byte
+            for begin, end in (*spans, *secret_spans(block.decode("latin-1"))):  # latin-1 gives one character per byte
                 os.pwrite(log.fileno(), b"*" * (end - begin), start + begin)
             start += _BLOCK
 
 
 class _Masking:
-    """A text stream that masks secrets; it does not see the output of C code and of subprocesses."""
+    """Text stream that masks secrets; it does not see the output of C code and of subprocesses."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -156,7 +155,7 @@ class _Masking:
 
 
 def _secrets(names: Iterable[str] = ()) -> list[str]:
-    """Return the values to mask, the longest first, since one may be contained in another."""
+    """Return the secret values to mask, the longest first, because a value may contain a shorter one."""
     secrets, named = set(_values), _named.union(names)
     for name, value in os.environ.items():
         if name in named or _is_secret_name(name):

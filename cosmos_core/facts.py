@@ -34,13 +34,13 @@ class Facts:
 
     host: str
     gpus: tuple[str, ...]
-    """Model name of each visible GPU; for a cluster, of each GPU in it."""
+    """Model name of each visible GPU of the machine, or of each GPU in a cluster."""
     threads: int
     """Number of CPU threads that the process may use."""
     versions: dict[str, str]
     """Version of each requested library that is installed."""
     lacks: str = ""
-    """Description of what is missing for torch.compile; empty if nothing is missing."""
+    """Description of the missing requirement of torch.compile, such as a compiler; empty if nothing is missing."""
 
     @property
     def device(self) -> str:
@@ -49,15 +49,15 @@ class Facts:
 
 
 def measure(libraries: Sequence[str] = ()) -> Facts:
-    """Return the hardware and the library versions that this process sees."""
+    """Return the hardware and the versions of the libraries as this process sees them."""
     versions = {name: installed for name in libraries if (installed := _version(name))}
     gpus = tuple(name for name, _ in _visible_gpus())
     return Facts(platform.node(), gpus, len(os.sched_getaffinity(0)), versions, _compiler_lacks(has_gpus=bool(gpus)))
 
 
 def _compiler_lacks(*, has_gpus: bool) -> str:
-    """Return what is missing to compile kernels: a C compiler for Triton on a GPU, a C++ compiler on a CPU, or
-    Python.h."""
+    """Return a description of the missing requirement for compiling kernels: a C compiler for Triton on a GPU, a C++
+    compiler on a CPU, or Python.h; empty if nothing is missing."""
     variable, names, language = ("CC", ("gcc", "clang"), "C") if has_gpus else ("CXX", ("g++", "clang++"), "C++")
     command = os.environ.get(variable, "").split()
     if not any(shutil.which(name) for name in command[:1] or names):
@@ -121,7 +121,7 @@ def _visible_gpus() -> tuple[tuple[str, str], ...]:
         return ()
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:  # no driver
+    except pynvml.NVMLError:  # there is no NVIDIA driver
         return ()
     try:
         cards = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]

@@ -1,5 +1,5 @@
-"""Imports without garbage collection. The imports of a process create a million objects that stay alive, and repeated
-searches for cycles among them take a fifth of the time in which it starts."""
+"""Import modules without garbage collection. The imports of a process create a million objects that stay alive;
+searching for cycles among them takes a fifth of its start-up time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Disable garbage collection in the block, and exclude the objects created in it from later collections."""
+    """Disable garbage collection in the block, and exclude the objects that the block creates from later
+    collections."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

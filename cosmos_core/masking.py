@@ -44,7 +44,7 @@ def secret_spans(text: str) -> Iterator[tuple[int, int]]:
     for match in _AFTER.finditer(text):
         if _is_drawn(match[1]) or re.fullmatch(r"[0-9a-fA-F]{16,}", match[1]):
             yield match.span(1)
-    for match in _SLASHED.finditer(text):  # base64; a secret key of AWS has 40 characters
+    for match in _SLASHED.finditer(text):  # base64, such as a secret key of AWS, which has 40 characters
         if _is_mixed(match[0]) and _piece_length(match[0]) < (3.2 if len(match[0]) == 40 else 2.5):
             yield match.span()
     for match in _WORD.finditer(text):
@@ -69,8 +69,8 @@ def hide_spans(text: str) -> str:
 
 
 def _is_secret_word(word: str, is_alone: bool) -> bool:
-    """Return True if letters and digits look random; `is_alone` is True if they are no part of a path, a name or a
-    digest."""
+    """Return True if a string of letters and digits looks random; `is_alone` is True if it is no part of a path, a name
+    or a digest."""
     has_digit = any(letter.isdigit() for letter in word)
     if re.fullmatch(r"[0-9a-f]+|[0-9A-F]+", word):
         return is_alone and has_digit and not word.isdigit() and len(word) >= 32 and len(word) not in _DIGESTS

@@ -1,5 +1,5 @@
-"""Processes that end with their parent, however the parent ends. Imports the standard library only, so that a child
-process starts without delay."""
+"""Let processes end with their parent, however the parent ends. This module imports only the standard library, so that
+a child process starts without delay."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask the kernel to send SIGKILL to this process when the process `parent`, or the thread of it that started this
-    one, ends: a hanging process would not notice. Linux only."""
+    """Ask the kernel to send SIGKILL to this process when the process `parent` ends, or the thread in it that started
+    this process; a hanging process would not notice the end. Linux only."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent ended before the call to prctl
         os._exit(1)
 
 
 def adopt_orphans() -> None:
-    """Make this process the new parent of all its descendants that lose their own parent."""
+    """Make this process the parent of every descendant whose own parent ends."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 

@@ -31,7 +31,8 @@ def is_import_path(name: str) -> bool:
 
 
 def is_code(name: str) -> bool:
-    """Return True if `name` is `file.py:thing` or `module:thing`, where it may also be a path or an id on the Hub."""
+    """Return True if `name` has the form of user code, `file.py:thing` or `module:thing`, in a field where it may also
+    be a path or an id on the Hub."""
     return _CODE.fullmatch(name) is not None
 
 
@@ -61,8 +62,8 @@ def known_names(folder: str) -> list[str]:
 
 
 def offered_names(folder: str, suffix: str = "") -> list[str]:
-    """Return the names that a package folder offers, without importing its modules: those of modules that define a
-    function of the same name or, with a suffix, a class: `some_name.py` defines `SomeNameSuffix`."""
+    """Return the names that a package folder offers, without importing its modules: the names of modules that define a
+    function of the same name or, with a `suffix`, a class: `some_name.py` defines `SomeNameSuffix`."""
     [path] = importlib.import_module(folder).__path__
     names = []
     for name in known_names(folder):
@@ -91,8 +92,8 @@ def load_named(name: str, folder: str, suffix: str) -> Any:
 
 
 def import_user_code(path: str) -> Any:
-    """Return the object at an import path of a user's code; an error of the import is reported as an error of the
-    user's.
+    """Return the object at an import path of user code; an error during the import is reported as an error of the
+    user's file.
 
     Raises:
         ConfigError: it does not exist, or its file raised; the message has the location.
@@ -107,7 +108,8 @@ def import_user_code(path: str) -> Any:
 
 
 def location_of(error: BaseException, function: Any = None) -> str:
-    """Return the file and line at which an error was raised; with `function`, the last line in that function's file.
+    """Return the file and line at which an error was raised; if `function` is given, the last line in the file of that
+    function.
 
     A function that did not raise, but returned an invalid value, is located by its first line.
     """
@@ -150,7 +152,7 @@ def _names_in(file: Path) -> set[str] | None:
     try:
         with _PARSER:
             waiting: list[ast.AST] = [ast.parse(file.read_bytes())] if file.suffix == ".py" else []
-    except (SyntaxError, ValueError):  # reported with its line when the file is imported
+    except (SyntaxError, ValueError):  # the error is reported with its line when the file is imported
         return None
     if not waiting:
         return None
@@ -158,7 +160,7 @@ def _names_in(file: Path) -> set[str] | None:
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.add(node.name)  # names inside a function or class are not names of the file
+            names.add(node.name)  # names inside a function or class are not top-level names
             continue
         if isinstance(node, ast.Import | ast.ImportFrom):
             names |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
@@ -183,7 +185,7 @@ def _file_of(path: str) -> Path:
     for part in module_name.split("."):
         spec = PathFinder.find_spec(part, folders) if folders is not None else None
         if spec is None and folders is not None and part == module_name.split(".")[0]:
-            spec = importlib.util.find_spec(part) if part else None  # installed by an import hook
+            spec = importlib.util.find_spec(part) if part else None  # the module may be provided by an import hook
         folders = list(spec.submodule_search_locations) if spec and spec.submodule_search_locations else None
     if spec is None or not spec.origin or not Path(spec.origin).is_file():
         raise ConfigError(f"{path!r}: module {module_name!r} was not found")
@@ -217,7 +219,7 @@ def _module_from_file(file: Path) -> Any:
         sys.modules[name] = module
         try:
             spec.loader.exec_module(module)
-        except BaseException:  # a later import must not find a partly initialised module
+        except BaseException:  # a later import must not get a partly initialised module
             del sys.modules[name]
             raise
     return sys.modules[name]

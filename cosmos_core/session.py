@@ -1,5 +1,5 @@
-"""Execute one `cosmos run` or `cosmos resume`: start a server if there is none, run the flow, show progress and a
-summary."""
+"""Execute one `cosmos run` or `cosmos resume`: start a Prefect server if there is none, run the flow, show progress and
+a summary."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _LEAST_ROOM = 1 << 20  # bytes
 
 
 def run_session(server: ExitStack, wait_for_server: Callable[[], None], run: Run, from_stage: str, verify: bool) -> int:
-    """Run the flow in this process, close the server and return the exit code."""
+    """Run the flow `post-train` in this process, close the Prefect server and return the exit code."""
     _prepare_process()
     names = [stage.name for stage in run.pipeline.stages]
     interrupted, flow_error = False, ""
@@ -65,7 +65,7 @@ def run_session(server: ExitStack, wait_for_server: Callable[[], None], run: Run
     kill_below()
     print_summary(run.path)
     code = EXIT_PREEMPTED if interrupted else exit_code(run)
-    if code == EXIT_PREEMPTED and flow_error and not interrupted:  # no stage failed, yet the flow did
+    if code == EXIT_PREEMPTED and flow_error and not interrupted:  # the flow failed although no stage did
         code = EXIT_CRASH
         _say(flow_error)
     _explain(run, code)
@@ -75,7 +75,7 @@ def run_session(server: ExitStack, wait_for_server: Callable[[], None], run: Run
 def run_python_flow(
     server: ExitStack, wait_for_server: Callable[[], None], entrypoint: str, parameters: Mapping[str, Any]
 ) -> int:
-    """Run a flow in Python in this process, close the server and return the exit code.
+    """Run a Python flow in this process, close the Prefect server and return the exit code.
 
     Args:
         entrypoint: `FILE.py:FLOW`.
@@ -112,7 +112,7 @@ def run_python_flow(
 
 
 def import_python_flow(entrypoint: str) -> tuple[Any, Callable[[], Run | None]]:
-    """Return a flow, and the function that returns the run on which it works.
+    """Return the flow at an entrypoint, and a function that returns the run on which the flow works.
 
     Raises:
         ConfigError: there is no such flow, or its module raises an error.
@@ -172,7 +172,7 @@ def _say(message: str) -> None:
 
 
 def _run_flow(run: Run, from_stage: str, verify: bool) -> str:
-    """Run the flow `post-train` to its end; return why it did not complete, or an empty string."""
+    """Run the flow `post-train` to its end; return the reason why it did not complete, or an empty string."""
     from flows.post_train import post_train
 
     return _final_message(
@@ -181,7 +181,8 @@ def _run_flow(run: Run, from_stage: str, verify: bool) -> str:
 
 
 def _final_message(run_flow: Callable[[], Any], folder: Path) -> str:
-    """Run a flow, which returns its state, to its end; return why it did not complete, or an empty string.
+    """Run a flow to its end with `run_flow`, which returns its state; return the reason why it did not complete, or an
+    empty string.
 
     Raises:
         Preempted: the flow was stopped or cancelled.
@@ -199,7 +200,7 @@ def _final_message(run_flow: Callable[[], Any], folder: Path) -> str:
         trouble = disk_full(error, folder) or _probe(folder) or error
         return f"{'' if isinstance(trouble, DiskFull) else 'Prefect: '}{trouble}"
     finally:
-        # At exit Prefect would wait a minute for a server that has stopped by then.
+        # At exit Prefect would wait a minute for a server that has already stopped.
         APILogWorker.drain_all(timeout=_DRAIN_SECONDS)
         EventsWorker.drain_all(timeout=_DRAIN_SECONDS)
     if state.is_cancelled():
@@ -230,12 +231,12 @@ def _terminate(number: int, frame: object) -> None:
 def session(
     output_dir: Path, standby: Standby | None, runner: Callable[..., int] = run_session
 ) -> Iterator[Callable[..., int]]:
-    """Start the parts of a run below `output_dir` that take seconds, and yield `runner`, which waits until they are
-    ready."""
+    """Start the Prefect server of a run below `output_dir`, which takes seconds, and yield `runner`, which waits until
+    the server is ready."""
     os.environ.update(quiet_environment(os.environ))
     # The display shows the progress; Prefect's own log lines go to its server.
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
-    adopt_orphans()  # the workers of a supervisor that was killed become children of this process
+    adopt_orphans()  # workers whose supervisor was killed become children of this process
     with ExitStack() as server:
         yield partial(runner, server, server.enter_context(prefect_server(output_dir / SHARED, standby)))
 

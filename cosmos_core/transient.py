@@ -1,4 +1,4 @@
-"""Distinguish transient errors, after which a retry may succeed, from permanent ones: memory, disks and networks.
+"""Distinguish transient errors of memory, disks and networks, after which a retry may succeed, from permanent errors.
 
 A library wraps an error in one of its own (transformers turns a lost connection into a plain OSError), so the causes of
 an error are examined too. Classes are matched by name, so that none of these libraries has to be installed.
@@ -24,7 +24,7 @@ _OF_NETWORK = {
     "Timeout", "MaxRetryError", "ProtocolError", "HTTPClientError", "ClientConnectionError",
 }  # fmt: skip
 _MISTAKES = (LookupError, NameError, TypeError, AttributeError, AssertionError, FileNotFoundError, PermissionError)
-"""Programming errors: an error that was being handled when one of these was raised is not its cause."""
+"""Programming errors. An error that was being handled when one of these was raised is not its cause."""
 _STATUSES = {408, 425, 429}
 """Transient HTTP statuses below 500."""
 
@@ -39,7 +39,7 @@ def is_of_machine(error: BaseException) -> bool:
     return any(
         not _OF_MACHINE.isdisjoint(_classes(each))
         or (isinstance(each, OSError) and each.errno in _MACHINE)
-        or (isinstance(each, RuntimeError) and "allocate memory" in str(each))  # torch raises a RuntimeError on CPU
+        or (isinstance(each, RuntimeError) and "allocate memory" in str(each))  # torch on CPU raises a RuntimeError
         for each in _chain(error)
     )
 
@@ -50,7 +50,7 @@ def is_of_network(error: BaseException) -> bool:
 
 
 def _is_of_network(error: BaseException) -> bool:
-    if status := _status(error):  # the server was reached
+    if status := _status(error):  # the server has responded, so the connection works
         return status >= 500 or status in _STATUSES
     return not _OF_NETWORK.isdisjoint(_classes(error)) or (isinstance(error, OSError) and error.errno in _NETWORK)
 

@@ -24,10 +24,11 @@ class StageKind:
 
     name: str
     entry: str
-    """Import path `module:function` of the program, which is called with one `run.stage.Stage`; empty: each stage names
-    its own program."""
+    """Import path `module:function` of the stage's program, which is called with one `run.stage.Stage`; empty: each
+    stage of the kind names its program in `entry`."""
     result_version: int
-    """Part of the fingerprint; increased by hand when a change of code changes results."""
+    """Version number of the results of the kind, a part of the fingerprint; increased by hand when a change of code
+    changes results."""
     makes: Literal["", "data", "model", "metrics", "publication", "page"] = ""
     """Product of the stage: prepared rows, a model with the architecture of its base model, metrics of a model, a
     published copy of a model, a page about the run. Empty: something else."""
@@ -35,48 +36,50 @@ class StageKind:
     """Training data of the stage: the rows of a data set, or rollouts scored by rewards. Empty: the stage does not
     train."""
     has_mesh: bool = False
-    """True: the stage runs on the ranks of `policy.parallelism`."""
+    """Whether the stage runs on the ranks of `policy.parallelism`."""
     has_engine: bool = False
-    """True: the stage has no mesh, and generates with one engine in its own process, on the GPUs of
+    """Whether the stage has no mesh but generates with one engine in its own process, on the GPUs of
     `rollout.parallelism.tp_size`."""
     scores: bool = False
-    """True: the stage may call the rewards of its recipe."""
+    """Whether the stage may call the reward functions of its recipe."""
     reads_model: Literal["", "tokenizer", "weights"] = ""
-    """Part of the model that the stage reads: the model of its key `model`, otherwise of its recipe. `cosmos check`
-    tests kinds that read one. Empty: the stage reads no model of its own."""
+    """Part of the model that the stage reads, where the model is that of its key `model`, otherwise of its recipe.
+    `cosmos check` tests the kinds that read one. Empty: the stage reads no model by itself."""
     reads_data: Literal["", "source", "prepared"] = ""
-    """`source`: the stage reads the data set of its recipe, or of its key `data`. `prepared`: it reads rows that
-    another stage prepared."""
+    """Rows that the stage reads. `source`: the data set of its recipe, or of its key `data`. `prepared`: the rows that
+    another stage prepared. Empty: none."""
     required_keys: dict[str, str] = field(default_factory=dict)
     """Keys of `[[pipeline.stages]]` that the stage needs, each with an example of its value."""
     allowed_keys: tuple[str, ...] = ()
     """Keys of `[[pipeline.stages]]` that are valid only for the kinds that list them."""
     is_numeric: bool = True
-    """False: the result does not depend on threads or accelerator, so another machine may reuse it."""
+    """Whether the result depends on the number of threads and the accelerator; if not, any machine may reuse it."""
     in_worker: bool = True
-    """False: the stage does light work without torch, and runs in the flow's own process."""
+    """Whether the stage runs in a worker process; if not, it does light work without torch in the flow's process."""
     is_reusable: bool = True
-    """False: the result depends on the outside world (a gate, an upload), so the stage runs each time."""
+    """Whether a result may be reused; if not, it depends on more than its inputs (a gate, an upload), and the stage
+    runs each time."""
     recipe_tables: tuple[str, ...] = ()
     """Dotted prefixes of the recipe keys that this kind reads; only these keys enter its fingerprint."""
     unread: tuple[str, ...] = ()
-    """Keys below `recipe_tables` that this kind does not read; `run.fingerprint.reads_of` adds keys that other settings
-    disable."""
+    """Recipe keys below `recipe_tables` that this kind does not read; `run.fingerprint.reads_of` adds keys that other
+    settings disable."""
     reports: tuple[str, ...] = ("*",)
-    """Patterns of the metrics that a result may have, in addition to those of held-out rows if the kind `scores`."""
+    """Patterns of the names of metrics that a result may have, in addition to those of held-out rows if the kind
+    `scores`."""
     hands_on_metrics: bool = False
-    """True: the result repeats the metrics of the stages in `after`."""
+    """Whether the result repeats the metrics of the stages in `after`."""
     chooses: bool = False
-    """True: the stage passes on the model of one of the branches of its `sweep`."""
+    """Whether the stage passes on the model of one of the branches of its `sweep`."""
     table: str = ""
     """Recipe table that only this kind reads; its keys are also keywords of the task of the kind. Empty: none."""
     check: str = "cosmos_core.train.check:run"
-    """Import path of the program with which `cosmos check` looks at a stage that reads a model."""
+    """Import path of the program with which `cosmos check` checks a stage that reads a model."""
     extras: dict[str, str] = field(default_factory=dict)
-    """Packages that the program needs in addition to those of every installation, each with the extra that installs
-    it."""
+    """Packages that the stage's program needs in addition to those of every installation, each with the extra that
+    installs it."""
     libraries: tuple[str, ...] = ()
-    """Packages that affect the results of the program; their versions in the worker's interpreter enter the
+    """Packages that affect the results of the stage's program; their versions in the worker's interpreter enter the
     fingerprint."""
 
     def reads(self, key: str) -> bool:
@@ -85,7 +88,7 @@ class StageKind:
 
     @property
     def trains(self) -> bool:
-        """Return True if the stage changes weights."""
+        """Return True if stages of this kind train: they change the weights of a model."""
         return bool(self.feed)
 
     @property
@@ -99,11 +102,11 @@ class Outcome:
     """Return value of a stage program, which the worker writes to `result.json`."""
 
     outputs: tuple[str, ...] = ()
-    """Files or folders relative to the stage directory; every file below a folder enters the manifest."""
+    """Output files or folders, relative to the stage directory; every file below a folder enters the manifest."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Final metrics that gates and the summary read, e.g. `validation/accuracy`."""
     info: dict[str, JsonValue] = field(default_factory=dict)
-    """Further entries of the result: named outputs such as `model`, the checks of an export, notices."""
+    """Further entries of the result by name: outputs such as `model`, the checks of an export, notices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +114,7 @@ class ImageRef:
     """Reference to an image in prepared rows, without its pixels."""
 
     path: str | None
-    """Path of the image file, relative to the folder of the media if it is below that folder; None: `content` has the
-    file."""
+    """Path of the image file, relative to the media folder if it is below that folder; None: `content` has the file."""
     content: bytes | None
     """Bytes of the image file, if the data set contains them; None: the file at `path` is read."""
     sha256: str
@@ -129,31 +131,30 @@ class Prompt:
     """Token ids of the rendered prompt, with the generation prompt of the chat template and each image as its
     tokens."""
     text: str
-    """The rendered prompt as text, in which a placeholder stands for each image."""
+    """Text of the rendered prompt, in which a placeholder stands for each image."""
     reference: str
-    """The reference answer that rewards compare with; empty if there is none."""
+    """Reference response with which reward functions compare; empty if there is none."""
     images: tuple[ImageRef, ...] = ()
-    """The images of the prompt, in the order of their tokens."""
+    """Images of the prompt, in the order of their tokens."""
     embedding: dict[str, Any] = field(default_factory=dict)
-    """For a diffusion model, the output of its text encoder: tensors by name, without a dimension for samples. The
-    prompt then has no token ids."""
+    """Output of the text encoder of a diffusion model: tensors by name, without a dimension for samples. The prompt
+    then has no token ids."""
     conditioning_clip: Any = None
-    """For a diffusion model of videos, clean latents of a clip whose first frames may condition a rollout; None: no
-    clip."""
+    """Clean latents of a clip whose first frames may condition a rollout of a video model; None: no clip."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """The columns of the prompt's row, for rewards; for text models also the unrendered prompt, under `prompt`."""
+    """Columns of the prompt's row, for reward functions; for text models also the unrendered prompt, under `prompt`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Consecutive stochastic steps of a sampler whose other steps are deterministic."""
+    """Window of consecutive stochastic steps of a sampler whose other steps are deterministic."""
 
     size: int
-    """Number of stochastic steps."""
+    """Number of stochastic steps in the window."""
     first: int
-    """Index of the earliest step that may be stochastic, counted from the noise."""
+    """Index of the earliest sampler step that may be stochastic, counted from the noise."""
     end: int
-    """Index after the latest step that may be stochastic."""
+    """Index after the latest sampler step that may be stochastic."""
     moves_every: int = 0
     """Number of train steps after which the window moves one sampler step towards the data, from the last position back
     to the first (MixGRPO, arXiv 2507.21802); 0: its position is random for each train step (Flow-GRPO-Fast)."""
@@ -166,30 +167,30 @@ class FlowSampling:
 
     num_steps: int = 40
     guidance_scale: float = 1.0
-    """Scale of classifier-free guidance; up to 1: no guidance."""
+    """Scale of classifier-free guidance; 1 or less: no guidance."""
     solver: Literal["euler", "dpm2"] = "euler"
-    """Solver of the deterministic steps."""
+    """Solver of the differential equation for deterministic steps."""
     kernel: str = ""
     """Kernel of the stochastic steps, a key of `models.flow_steps.KERNELS`; empty: every step is deterministic."""
     eta: float = 0.7
     """Scale of the noise that stochastic steps add."""
     window: Window | None = None
-    """The stochastic steps; None: all but the last step, which would leave its noise in the result."""
+    """Window of the stochastic steps; None: all steps but the last, which would leave its noise in the result."""
     trained_on: tuple[int, ...] = ()
     """Indices of the stochastic steps whose latents are kept for training."""
     keeps_means: bool = False
-    """True: the means of the steps in `trained_on` are kept too."""
+    """Whether the means of the steps in `trained_on` are kept for training."""
     schedule: str = ""
     """Schedule of noise levels, a key of `models.flow.SCHEDULES`; empty: the schedule of the model's family."""
     size: tuple[int, int] = (1024, 1024)
-    """Height and width in pixels."""
+    """Height and width of an image or video in pixels."""
     num_frames: int = 1
-    """Number of frames of a video; 1, or a model of images: an image."""
+    """Number of frames of a video; 1: an image. An image model ignores the number."""
     given_frames: tuple[int, int] = (0, 0)
     """Minimum and maximum number of conditioning latent frames, if the prompt has a clip and the model supports
     them."""
     same_noise: bool = False
-    """True: all completions of a prompt start from the same noise."""
+    """Whether all samples of a prompt start from the same noise."""
     weights: str = "policy"
     """Name of the weights with which the model samples."""
 
@@ -214,7 +215,7 @@ class Sampling:
     """Temperature by which the trainer divides logits; None: `temperature`."""
 
     may_be_outdated: bool = False
-    """True: the weights may be those of an earlier train step than the step that trains on the tokens."""
+    """Whether the weights may be older than the train step that trains on the tokens."""
 
     @property
     def is_off_policy(self) -> bool:
@@ -235,11 +236,12 @@ class Segment:
 
     token_ids: tuple[int, ...]
     is_sampled: bool
-    """True: the policy sampled the tokens, including the end token, and may be trained on them."""
+    """Whether the policy sampled the tokens, including the end token; only such tokens may be trained on."""
     logprobs: tuple[float, ...]
-    """Natural-log probability of each token under the distribution from which it was sampled; () if not sampled."""
+    """Natural logarithm of the probability of each token under the distribution from which it was sampled; () if the
+    tokens were not sampled."""
     version: int
-    """Step N of the policy whose weights sampled the tokens, or were current when the tool was called."""
+    """Train step of the weights that sampled the tokens, or that were current when the tool was called."""
 
     def __post_init__(self) -> None:
         assert len(self.logprobs) == (len(self.token_ids) if self.is_sampled else 0), "one log-probability per draw"
@@ -247,13 +249,13 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A turn of a conversation after its prompt, as text."""
+    """Turn of a conversation after its prompt, as text."""
 
     role: Literal["assistant", "tool"]
     text: str
     """Text of the turn; without special tokens for the role `assistant`."""
     is_error: bool = False
-    """True: the tool could not be called, or failed."""
+    """Whether the tool could not be called, or failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,11 +266,11 @@ class DiffusionSample:
     pixels: Any
     """uint8 tensor with the dimensions height, width, 3 for an image, and frames in front of them for a video."""
     latents: Any
-    """The clean latents from which the pixels were decoded."""
+    """Clean latents from which the pixels were decoded."""
     sigmas: tuple[float, ...]
-    """The noise levels of the path, from noise to 0."""
+    """Noise levels of the sampling path, from noise to 0."""
     version: int
-    """Step N of the policy whose weights generated the sample."""
+    """Train step of the weights that generated the sample."""
     steps: tuple[int, ...] = ()
     """Indices of the stochastic steps that were kept; the fields `before` to `log_probs` have an entry for each."""
     before: Any = None
@@ -276,26 +278,26 @@ class DiffusionSample:
     after: Any = None
     """Latents after each kept step."""
     means: Any = None
-    """Mean of the distribution from which `after` was sampled."""
+    """Mean of the distribution from which each latent in `after` was sampled."""
     log_probs: tuple[float, ...] = ()
-    """Log-probability of `after`, averaged over its elements."""
+    """Log-probability of each latent in `after`, averaged over its elements."""
     num_given: int = 0
     """Number of conditioning latent frames at the beginning of the video."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The segments that follow a prompt, as token ids: no text is tokenised a second time.
+    """Completion of a prompt: the segments that follow it, as token ids, so that no text is tokenised a second time.
 
     One turn under one version of the weights is one segment; a turn during which the weights were updated is two.
     """
 
     segments: tuple[Segment, ...]
     finish_reason: Literal["stop", "length"]
-    """`stop`: the policy sampled an end token. `length`: the completion was truncated, in a turn or between two
-    turns."""
+    """Reason for the end of the completion. `stop`: the policy sampled an end token. `length`: the completion was
+    truncated, in a turn or between two turns."""
     text: str
-    """Text decoded without special tokens; of several turns, the last turn of the policy."""
+    """Decoded text without special tokens; if there are several turns, the last turn of the policy."""
     turns: tuple[Turn, ...] = ()
     """Turns of a conversation, in order; () if the engine supports only one turn."""
     diffusion_sample: DiffusionSample | None = None
@@ -313,12 +315,12 @@ class Completion:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Return the tokens of all segments."""
+        """Return the token ids of all segments."""
         return tuple(token for segment in self.segments for token in segment.token_ids)
 
     @property
     def loss_mask(self) -> tuple[int, ...]:
-        """Return for each token 1 if the policy sampled it, 0 if it was inserted."""
+        """Return 1 for each token that the policy sampled, and 0 for each inserted token."""
         return tuple(int(segment.is_sampled) for segment in self.segments for _ in segment.token_ids)
 
     @property
@@ -333,7 +335,7 @@ class Completion:
 
     @property
     def version(self) -> int:
-        """Return the oldest version of the weights that sampled any of its tokens."""
+        """Return the oldest version of the weights that sampled any token of the completion, a train step."""
         if self.diffusion_sample is not None:
             return self.diffusion_sample.version
         return min(segment.version for segment in self.segments if segment.is_sampled)
@@ -350,13 +352,13 @@ class Group:
 
     @property
     def version(self) -> int:
-        """Return the oldest version of the weights that sampled any of its tokens."""
+        """Return the oldest version of the weights that sampled any token of the group, a train step."""
         return min(completion.version for completion in self.completions)
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Reward of one completion. An invalid score (`value is None`) is unknown, never zero."""
+    """Score of one completion: its total reward. An invalid score (`value is None`) is unknown, never zero."""
 
     value: float | None
     metrics: dict[str, float] = field(default_factory=dict)
@@ -364,7 +366,7 @@ class Score:
     error: str = ""
     """Reason why the score is invalid, one line."""
     is_raised: bool = False
-    """True: a reward function raised an exception and would raise it again, unlike after a crash or a timeout."""
+    """Whether a reward function raised an exception that a retry would raise again, unlike a crash or a timeout."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,7 +146,7 @@ class FlowInPython:
                     return run, earlier_call.stages
                 _refuse_if_finished(run, earlier_call, call)
                 _forget(run, calls, name)
-            run = _with_stages_of(run, calls)  # omit the stages of a call that was killed earlier_call it was recorded
+            run = _with_stages_of(run, calls)  # omit the stages of a call that was killed before it was recorded
         run = self._grown(run, call, source)
         self._hold(run)
         others = {each for other in calls.values() for each in other.stages}

@@ -73,11 +73,11 @@ def _refusal(condition: Condition, entry: dict[str, Any]) -> str:
     """Return a message about a condition that does not hold."""
     bound = "" if entry["bound"] is None else f", bound {entry['bound']:.6g}"
     noise = f", noise {entry['noise']:.3g}" if "noise" in entry else ""
-    if paired := entry.get("paired"):
+    if pair := entry.get("paired"):
         noise = (
-            f"; {paired['difference']:+.3g} ({paired['low']:+.3g} .. {paired['high']:+.3g}) on {paired['items']} items, of "
-            f"which {paired['better']} are better and {paired['worse']} worse, p = {paired['p_value']:.3g}; as many items "
-            f"show a difference of {paired['detectable']:.2g}"
+            f"; {pair['difference']:+.3g} ({pair['low']:+.3g} .. {pair['high']:+.3g}) on {pair['items']} items, of "
+            f"which {pair['better']} are better and {pair['worse']} worse, p = {pair['p_value']:.3g}; as many items "
+            f"show a difference of {pair['detectable']:.2g}"
         )
     return (
         f"{condition.text} does not hold: {entry.get('metric', condition.metric)} = {entry['value']:.6g}{bound}{noise}"
