@@ -64,7 +64,7 @@ class SkippedRow(DataError):
 
 
 class ReadRow(Row):
-    """A row that records which of its columns have been read."""
+    """Row of a data set that records which of its columns have been read."""
 
     def __init__(self, row: Row, own_names: Mapping[str, str], where: str) -> None:
         """`own_names` maps `prompt`, `response`, `chosen` and `rejected` to the names of the row's columns.
@@ -175,7 +175,7 @@ def read_prompt(  # noqa: PLR0913 - column names, and flags whose defaults fit m
 ) -> tuple[list[Message], str]:
     """Return the prompt of a row as turns, and its reference answer ("" if there is none).
 
-    A final assistant turn is removed from the prompt, and is the reference answer if no column holds an answer. With
+    A final assistant turn is removed from the prompt, and is the reference answer if no column holds a reference. With
     `keeps_last` the turn stays in the prompt, for the policy to continue. `with_images`: see `read_conversation`.
 
     Raises:

@@ -25,7 +25,7 @@ class Skipped(NamedTuple):
     where: str
     """Location of the row that was left out."""
     refusal: str = ""
-    """Error of a row that cannot be read or rendered; empty if the row merely has nothing to learn."""
+    """Error of a row that cannot be read or rendered; empty if the row has no content to learn."""
 
 
 class Chunk(NamedTuple):
@@ -34,7 +34,7 @@ class Chunk(NamedTuple):
     batch: pa.RecordBatch
     skipped: list[Skipped]
     merged: list[str]
-    """Locations of rows whose turns were merged, because the chat template refuses them as they are."""
+    """Locations of rows whose turns were merged, because the chat template refuses the original turns."""
     counts: Counter[str]
     """Counts of `images`, `image_tokens` and `learned_ends` (learned end tokens), and of rows: `truncated_rows`
     were cut, `other_column` were read from another column than the recipe names, `plain_rows` learn every token,

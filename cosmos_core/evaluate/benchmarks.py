@@ -62,10 +62,10 @@ def _manager(settings: EvaluateConfig) -> TaskManager:
     """Return the index of tasks, without lm-eval's own tasks if the recipe uses none of those, because reading them
     takes half a minute."""
     if settings.include_path:
-        own = TaskManager(include_path=settings.include_path, include_defaults=False)
-        tasks = {name for name, entry in own.task_index.items() if entry.kind in {Kind.TASK, Kind.PY_TASK}}
+        user_tasks = TaskManager(include_path=settings.include_path, include_defaults=False)
+        tasks = {name for name, entry in user_tasks.task_index.items() if entry.kind in {Kind.TASK, Kind.PY_TASK}}
         if tasks.issuperset(settings.tasks):
-            return own
+            return user_tasks
     return TaskManager(include_path=settings.include_path or None)
 
 

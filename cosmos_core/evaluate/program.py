@@ -36,10 +36,10 @@ def check(stage: Stage) -> Outcome:
     Raises:
         ConfigError, DataError, ModelError: the first problem.
     """
-    found = _describe_model(stage)
+    architecture = _describe_model(stage)
     counts = open_benchmarks(stage.recipe.evaluate).num_items
     items = ", ".join(f"{name} ({count} items)" for name, count in counts.items())
-    return Outcome(info={"found": f"{found}, engine {engine_of(stage.recipe)}; {items}"})
+    return Outcome(info={"found": f"{architecture}, engine {engine_of(stage.recipe)}; {items}"})
 
 
 def run(stage: Stage) -> Outcome:

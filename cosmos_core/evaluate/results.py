@@ -65,9 +65,9 @@ def facts_of(results: Mapping[str, Any]) -> dict[str, JsonValue]:
     facts: dict[str, JsonValue] = {}
     for task, config in results["configs"].items():
         settings = {name: config[name] for name in _FACTS if config.get(name) is not None}
-        own = {"version": results["versions"].get(task), "num_fewshot": results["n-shot"].get(task)}
+        run_settings = {"version": results["versions"].get(task), "num_fewshot": results["n-shot"].get(task)}
         items = results["n-samples"].get(task, {}).get("effective")
-        facts[task] = json.loads(json.dumps(own | {"items": items} | settings, default=str))
+        facts[task] = json.loads(json.dumps(run_settings | {"items": items} | settings, default=str))
     return facts
 
 

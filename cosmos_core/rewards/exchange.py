@@ -43,7 +43,7 @@ _AVOID_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Service:
-    """URLs of the replicas of a reward service, and the credentials for them."""
+    """URLs of the replicas of a reward service, and the credentials for the replicas."""
 
     replicas: tuple[tuple[str, str], ...]
     """Pairs of the enqueue URL and the fetch URL of each replica."""
@@ -127,7 +127,7 @@ class Watch:
     busy: list[int]
     """Number of pending requests at each replica."""
     counts: dict[str, int]
-    """Counters of events, such as `throttled`."""
+    """Numbers of events of the client, by name, such as `throttled`."""
     avoided: dict[int, float] = field(default_factory=dict)
     """Monotonic time in seconds until which a failed replica is avoided, by the index of the replica."""
 

@@ -147,18 +147,18 @@ class RemoteRewards:
         async with slots:
             self.counts["requests"] += 1
             call = Asked(self._service, client, self._config.timeout_seconds, self._watch)
-            found = [found for _, found in batch]
+            scores = [scores for _, scores in batch]
             try:
                 body = await asyncio.to_thread(self._body, [request for request, _ in batch])
                 results = await call.results(body, list(dict.fromkeys(each.name for each in self._config.reward_fns)))
             except Missing as error:
-                for each in found:
+                for each in scores:
                     each.error = str(error)
                 return
             for function in self._config.reward_fns:
-                _note_metrics(function, results[function.name], found)
+                _note_metrics(function, results[function.name], scores)
             for function, metric in self._config.metric_names.items():
-                _record_scores(function, metric, results[function.name], found)
+                _record_scores(function, metric, results[function.name], scores)
 
     def _body(self, requests: Sequence[Mapping[str, Any]]) -> bytes:
         latents, videos = None, [request.get("media") for request in requests]

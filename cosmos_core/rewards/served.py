@@ -101,9 +101,9 @@ def load_served(name: str, entry: str, settings: Settings) -> Scorer:
     """
     classes = offered_names(FOLDER, "Reward")
     if entry:
-        thing = import_user_code(entry)
-        if inspect.isclass(thing):
-            return cast(Callable[[Settings], Scorer], thing)(settings)
+        user_object = import_user_code(entry)
+        if inspect.isclass(user_object):
+            return cast(Callable[[Settings], Scorer], user_object)(settings)
         return FunctionReward(name, load_reward(entry), settings)
     if name in classes:
         reward_class: Callable[[Settings], Scorer] = import_thing(f"{FOLDER}.{name}:{class_name(name)}Reward")

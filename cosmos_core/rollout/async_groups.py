@@ -50,7 +50,7 @@ class AsyncGroupSource:
     between: Callable[[int], None] = lambda step: None
     """Function called with the train step while the source waits for groups; may raise to stop."""
     beyond: int = 0
-    """Number of prompts that engines get in addition to those of the allowed steps, so that they stay busy.
+    """Number of prompts that engines get in addition to the prompts of the allowed steps, so that engines stay busy.
 
     Groups that turn out too old are generated again. With a filter, the number is limited to the groups that the filter
     is expected to drop, judged by recent steps.
@@ -89,7 +89,7 @@ class AsyncGroupSource:
         return self.filter is not None and not self.take(self._position, 1)
 
     def next(self, step: int, num_groups: int | None = None) -> tuple[list[ScoredGroup], dict[str, float]]:
-        """Return the groups of train step `step` and metrics about them; wait until they are generated and scored."""
+        """Wait until the groups of train step `step` are generated and scored; return the groups and their metrics."""
         start = time.perf_counter()
         with self._ready:
             self._step = step
@@ -189,7 +189,7 @@ class AsyncGroupSource:
     def _request_again(self, step: int, positions: Sequence[int]) -> None:
         """Request all groups at these positions again whose weights are too old for `step`.
 
-        Does nothing until the engines have weights that are new enough.
+        Nothing is requested until the engines have weights that are new enough.
         """
         if self.fleet.version + self.allowed < step:
             return
@@ -203,7 +203,7 @@ class AsyncGroupSource:
     def _request_group(self, position: int, prompt: Prompt, *, is_urgent: bool = False) -> Future[Group]:
         """Request the group at `position`, and return its future.
 
-        Its seeds are those of the step that would use it if no group were dropped. A step that spans two epochs may
+        Seeds are those of the step that would use the group if no group were dropped. A step that spans two epochs may
         sample a prompt twice, with different seeds.
         """
         step = self.steps.step_of(position)
@@ -253,7 +253,7 @@ class AsyncGroupSource:
         return self.steps.first(self._step + num_steps) - self.steps.first(self._step)
 
     def _score_finished(self) -> None:
-        """Wait briefly for finished groups and score them."""
+        """Wait briefly for engines to finish groups, and score finished groups."""
         with self._ready:
             pending = dict(self._pending)
         if not pending:

@@ -117,7 +117,7 @@ class Engine(Protocol):
     def sleep(self, level: Literal[1, 2] = 1) -> None:
         """Release accelerator memory until `wake`.
 
-        Level 2 also releases the weights; a load replaces them before the next submission.
+        Level 2 also releases the weights, so new weights must be loaded before the next submission.
         """
         ...
 
@@ -155,7 +155,7 @@ class EngineWrapper:
 
     @property
     def slept(self) -> int:
-        """Return the level of the deepest sleep since the last load, or 0 if the inner engine does not record it."""
+        """Return the level of the deepest sleep since the last weight load; 0 if the wrapped engine lacks a record."""
         return getattr(self._inner, "slept", 0)
 
     def close(self) -> None:
@@ -260,7 +260,7 @@ class Receiver:
             yield from bucket
 
     def buckets(self, buckets: Iterable[Bucket]) -> Iterator[Bucket]:
-        """Yield the buckets, and record the names of their tensors."""
+        """Yield the buckets of a weight load, and record the names of the tensors in the buckets."""
         self._names = set()
         for bucket in buckets:
             self._names.update(name for name, _ in bucket)

@@ -122,7 +122,7 @@ class EnginePool:
         self._pinned: deque[_Request] = deque()
         """Queue of requests for one version of the weights, which are sent after all other requests."""
         self._unheard: queue.SimpleQueue[tuple[PooledEngine, Description | None, ConnectionError]] = queue.SimpleQueue()
-        """Members that did not receive a submission, with their description at that time and the error."""
+        """Queue of engines that did not receive a submission, each with its description at that time and the error."""
         self._problem: Exception | None = None
         self.lock = threading.RLock()
         self.engines: dict[Handle, PooledEngine] = {}
@@ -144,7 +144,7 @@ class EnginePool:
     def request(
         self, prompt: Prompt, sampling: Sampling, step: int, *, is_urgent: bool, version: int | None = None
     ) -> Future[Group]:
-        """Request one group, before all waiting requests or after them; may be called from any thread.
+        """Request one group from any thread; an urgent request precedes all waiting requests, others follow them.
 
         `version` is the version of the weights that must generate the group; the future raises `LostWeights` if no
         engine holds that version any more.

@@ -92,7 +92,7 @@ class Fleet:
     def request(
         self, prompt: Prompt, sampling: Sampling, step: int, *, is_urgent: bool = False, version: int | None = None
     ) -> Future[Group]:
-        """Request one group, before all waiting requests or after them; on the first rank, from any thread.
+        """Request one group, ahead of waiting requests if it is urgent; on the first rank, from any thread.
 
         `version`: see `EnginePool.request`; the caller must not load other weights before the group is done.
         """

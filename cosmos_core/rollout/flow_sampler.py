@@ -98,10 +98,10 @@ class FlowSamplerEngine:
         """Do nothing, because the trainer needs the weights; see `Engine.sleep`."""
 
     def wake(self) -> None:
-        """See `Engine.wake`."""
+        """Do nothing, because `sleep` released no memory; see `Engine.wake`."""
 
     def close(self) -> None:
-        """See `Engine.close`."""
+        """Do nothing, because the modules belong to the trainer; see `Engine.close`."""
 
     @property
     def _num_ranks(self) -> int:

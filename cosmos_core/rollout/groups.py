@@ -35,7 +35,7 @@ class GroupSource(Protocol):
         ...
 
     def next(self, step: int, num_groups: int | None = None) -> tuple[list[ScoredGroup], dict[str, float]]:
-        """Return the groups of train step `step`, counted from 0, and metrics about them.
+        """Return the groups of train step `step`, counted from 0, and metrics about the groups.
 
         `num_groups` is the number of groups to return; None: the number that one train step needs.
         """
@@ -178,7 +178,7 @@ class FilteredGroupSource:
         return not self.take(self._drawn, 1)
 
     def next(self, step: int, num_groups: int | None = None) -> tuple[list[ScoredGroup], dict[str, float]]:
-        """Return the groups of train step `step`, and metrics about them.
+        """Return the groups of train step `step`, and metrics about the groups.
 
         Fewer groups than requested are returned if prompts or rounds of generation are exhausted, and none if the
         filter dropped all groups.

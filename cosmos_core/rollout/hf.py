@@ -140,13 +140,13 @@ class HfEngine:
         return logprobs
 
     def sleep(self, level: Literal[1, 2] = 1) -> None:
-        """Do nothing; the module stays in memory. See `Engine.sleep`."""
+        """Do nothing, because the trainer's module stays in memory; see `Engine.sleep`."""
 
     def wake(self) -> None:
-        """Do nothing; see `Engine.wake`."""
+        """Do nothing, because `sleep` released no memory; see `Engine.wake`."""
 
     def close(self) -> None:
-        """Do nothing; memory is freed with the last reference. See `Engine.close`."""
+        """Do nothing, because memory is freed with the last reference to the module; see `Engine.close`."""
 
     @contextmanager
     def _inference(self) -> Iterator[None]:

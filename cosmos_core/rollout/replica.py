@@ -63,7 +63,7 @@ class _Load:
     seconds: float
     """Time limit for the next bucket to arrive or to be loaded."""
     is_taken: bool = False
-    """Whether the engine's thread has been told to load the buckets, now or after earlier commands."""
+    """Whether the engine's thread has the command to load the buckets, now or after earlier commands."""
 
 
 class Replica:

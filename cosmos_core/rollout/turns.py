@@ -60,7 +60,7 @@ class _Conversation:
 
     @property
     def room(self) -> int:
-        """Return the number of tokens that the completion may still grow by."""
+        """Return the number of tokens by which the completion may still grow."""
         return self.group.sampling.max_tokens - sum(len(segment.token_ids) for segment in self.segments)
 
     def end(self, reason: Literal["stop", "length"]) -> None:

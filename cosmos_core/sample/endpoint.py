@@ -57,7 +57,7 @@ class Endpoint:
         completions = []
         try:
             for request in requests:
-                wait_for([request], math.inf, self._beat)  # the client has its own limit of time
+                wait_for([request], math.inf, self._beat)  # no time limit here, since the client has one
                 completions.append(request.result())
         except OpenAIError as error:
             for request in requests:
@@ -92,15 +92,15 @@ class Endpoint:
         if not getattr(reply, "choices", None):  # the client returns a reply that is not JSON as text
             raise OpenAIError(f"the reply has no choices: {str(reply)[:100]}")
         choice = reply.choices[0]
-        text = (choice.message.content or "").encode(errors="replace").decode()  # without halves of surrogate pairs
+        text = (choice.message.content or "").encode(errors="replace").decode()  # without lone surrogates
         ids = tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
         segment = Segment(ids, True, (0.0,) * len(ids), 0)  # servers may return no log-probabilities
         return Completion((segment,), "stop" if choice.finish_reason == "stop" else "length", text)
 
 
 def _extensions(sampling: Sampling) -> dict[str, float]:
-    """Return the settings that are in use and that the API of vLLM has in addition to that of OpenAI; other servers may
-    refuse them."""
+    """Return the sampling settings in use that vLLM's API has and OpenAI's API lacks, and that other servers may
+    refuse."""
     settings: dict[str, float] = {}
     if sampling.top_k > 0:
         settings["top_k"] = sampling.top_k

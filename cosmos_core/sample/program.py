@@ -64,10 +64,10 @@ def run(stage: Stage) -> Outcome:
         with telling_of_full_disk(stage.path):
             with replaced_folder(stage.path / _ROWS) as folder:
                 write_text(folder / "train.jsonl", _lines(rows))
-            known = zip(records, rates, strict=True)
+            rated_prompts = zip(records, rates, strict=True)
             write_text(
                 stage.path / _RATES,
-                _lines([{"prompt": prompts[each.id].text, "pass_rate": rate} for each, rate in known]),
+                _lines([{"prompt": prompts[each.id].text, "pass_rate": rate} for each, rate in rated_prompts]),
             )
     logger.info("%d rows of %d prompts", len(rows), len(prompts))
     return Outcome(outputs=(_ROWS, _RATES, FILE), metrics=metrics, info={"data": _ROWS})
@@ -100,14 +100,14 @@ def _complete(stage: Stage, prompts: Prompts, sampling: Sampling) -> list[Sample
 def _completer(stage: Stage, sampling: Sampling, stack: ExitStack) -> Callable[[Sequence[Prompt]], list[Group]]:
     """Return a function that completes prompts with the model of the stage, or with the model of an endpoint."""
     if stage.recipe.sample.endpoint:
-        from cosmos_core.sample.endpoint import Endpoint  # its package openai is optional
+        from cosmos_core.sample.endpoint import Endpoint  # imported here, since the package openai is optional
 
         endpoint = Endpoint(stage, sampling)
         stack.callback(endpoint.close)
 
         def ask(prompts: Sequence[Prompt]) -> list[Group]:
-            asked = [(prompt, messages_of(prompt, stage)) for prompt in prompts]
-            return broadcast_object(endpoint.complete(asked) if is_first() else [])
+            conversations = [(prompt, messages_of(prompt, stage)) for prompt in prompts]
+            return broadcast_object(endpoint.complete(conversations) if is_first() else [])
 
         return ask
     stage.progress.phase("load")
@@ -119,8 +119,8 @@ def _completer(stage: Stage, sampling: Sampling, stack: ExitStack) -> Callable[[
 
 def messages_of(prompt: Prompt, stage: Stage) -> list[dict[str, Any]]:
     """Return the turns of a prompt's conversation, with its system prompt."""
-    given = prompt.metadata.get("prompt", prompt.text)
-    turns = [{"role": "user", "content": given}] if isinstance(given, str) else [*given]
+    content = prompt.metadata.get("prompt", prompt.text)
+    turns = [{"role": "user", "content": content}] if isinstance(content, str) else [*content]
     return with_system(turns, system_of(prompt.metadata) or stage.recipe.train.train_policy.system_prompt)
 
 

@@ -65,10 +65,10 @@ def rows_of(
 ) -> list[dict[str, Any]]:
     """Return the rows of a prompt: conversations, or with `pairs` at most one pair; `origin` has further columns."""
     if config.pairs:
-        found = pair(sampled, passing, config.min_margin)
-        if found is None:
+        best_and_worst = pair(sampled, passing, config.min_margin)
+        if best_and_worst is None:
             return []
-        best, worst = found
+        best, worst = best_and_worst
         return [
             {
                 "prompt": [*prompt],
@@ -98,13 +98,13 @@ def metrics_of(
     groups = [values for record in records if (values := _rewards(record.candidates))]
     candidates = [each for record in records for each in record.candidates]
     kept_rewards = [each.reward for each_passing in passing for each in each_passing if each.reward is not None]
-    known = [rate for rate in rates if rate is not None]
+    known_rates = [rate for rate in rates if rate is not None]
     means = {
         "reward_random": [float(np.mean(values)) for values in groups],
         "reward_best": [max(values) for values in groups],
         "reward_kept": kept_rewards,
-        "pass_rate": known,
-        "solved": [float(rate > 0) for rate in known],
+        "pass_rate": known_rates,
+        "solved": [float(rate > 0) for rate in known_rates],
         "length": [float(each.num_tokens) for each in candidates],
         "truncated": [float(not each.is_finished) for each in candidates],
     }

@@ -38,7 +38,7 @@ def first_prompts(folder: Path) -> dict[str, JsonValue]:
 
 
 def call_rewards(stage: Stage, weights: Mapping[str, float], splits: Sequence[str], num_frames: int | None) -> str:
-    """Call rewards on made-up completions, and return a line that names them and those that scored only some.
+    """Call rewards on made-up completions, and return a line with their names and with messages about missing scores.
 
     Args:
         stage: the stage that uses the rewards.

@@ -35,7 +35,7 @@ _NUM_DRAWN_GROUPS, _NUM_DRAWN = 2, 4
 _MOST_CHARACTERS = 20_000
 _MOST_STEPS = 1_000
 _MOST_DRAWN_BYTES = 1 << 30
-"""Limit for the images and videos of all steps; those of the newest step are always kept."""
+"""Maximum size in bytes of the image and video files of all steps; files of the newest step are always kept."""
 _WINDOW = 8  # steps; a mean without a trend rises from all 4 earlier to all 4 later steps with probability 1/70
 _NGRAM = 4
 

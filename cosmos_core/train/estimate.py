@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Estimated needs of one training stage. Bytes are those of one GPU; None: unknown, and `notes` says why."""
+    """Estimated needs of one training stage, in bytes per GPU; `notes` has the reasons for unknown numbers (None)."""
 
     parameters: int
     """Number of parameters; tied parameters count once."""

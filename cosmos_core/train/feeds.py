@@ -38,7 +38,7 @@ class Feed:
     """Number of the next train step, counted from 0."""
 
     def next(self) -> tuple[list[Any], dict[str, float]] | None:
-        """Return the samples of the next train step and metrics about them; None if the data has ended."""
+        """Return the samples of the next train step, and metrics about the samples; None if the data has ended."""
         if self.total_steps is not None and self.step >= self.total_steps:
             return None
         batch = self.samples(self.step)
@@ -46,7 +46,7 @@ class Feed:
         return batch
 
     def samples(self, step: int) -> tuple[list[Any], dict[str, float]]:
-        """Return the samples of train step `step`, counted from 0, and metrics about them."""
+        """Return the samples of train step `step`, counted from 0, and metrics about the samples."""
         raise NotImplementedError(type(self).__name__)
 
     def state_dict(self) -> dict[str, Any]:
@@ -59,7 +59,7 @@ class Feed:
 
 
 def total_steps(recipe: Recipe, num_rows: int) -> int:
-    """Return the number of train steps of a run: those of its epochs, at most `max_num_steps`.
+    """Return the number of train steps of a run: the steps of all epochs, at most `max_num_steps`.
 
     Raises:
         DataError: the rows do not fill one step.

@@ -159,7 +159,7 @@ class Loop:
     def _measured(self, metrics: dict[str, float] | None = None) -> dict[str, float]:
         """Return the validation metrics of the current step.
 
-        If a stop is requested during the validation, `metrics`, those of the train step, are logged first.
+        If a stop is requested during the validation, the train step's metrics (`metrics`) are logged first.
         """
         try:
             return self.validation.run(self.step)

@@ -41,7 +41,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
-    """Return the two-dimensional parameters except those of embeddings and of the output head."""
+    """Return the two-dimensional parameters of a model except embeddings and the output head."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     excluded_modules = [module for module in model.modules() if isinstance(module, nn.Embedding)] + (
         [head] if head else []

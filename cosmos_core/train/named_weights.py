@@ -58,7 +58,8 @@ class NamedWeights:
     def use(self, name: str) -> Iterator[None]:
         """Context manager in which the model computes with a set of weights.
 
-        Tensors in the policy's dtype are swapped one by one; others are copied and restored, because a cast loses bits.
+        Tensors in the policy's dtype are swapped one by one. For other dtypes, the policy's weights are saved and
+        restored, because a cast loses bits.
         """
         if name == "policy":
             yield

@@ -1,8 +1,8 @@
 """Log-probabilities of preference rows under the reference policy, which is the model that the stage starts from.
 
-They are computed once, before the first step, and saved in `<stage>/reference/`: those of pairs, so that training needs
-no copy of the reference weights, several epochs cost one pass, and a resumed stage uses the same bits; and those of
-held-out rows, which later stages read to validate against the same reference.
+The log-probabilities are computed once, before the first step, and saved in `<stage>/reference/`. For pairs, training
+then needs no copy of the reference weights, several epochs cost one pass, and a resumed stage uses the same bits. For
+held-out rows, later stages can validate against the same reference.
 """
 
 from __future__ import annotations

@@ -108,15 +108,15 @@ def _of_another_mesh(stage: Stage, found: list[tuple[int, Path]]) -> Iterator[tu
 
 
 def _without_mesh(fingerprint: Any) -> dict[str, Any]:
-    """Return the fingerprint's ingredients except those of the mesh, under dotted keys; empty if unknown."""
+    """Return the ingredients of a fingerprint, by dotted key, without the mesh; empty if the fingerprint is unknown."""
     if not isinstance(fingerprint, dict):
         return {}
     return {key: value for key, value in flat_keys(fingerprint["ingredients"]).items() if not is_below(key, _MESH)}
 
 
 def _link(folder: Path, step: int, fingerprint: str, stage: Stage) -> None:
-    """Link the checkpoint of one step, and the best checkpoint that it names, into the stage and give them its
-    fingerprint."""
+    """Link the checkpoint of one step, and the best checkpoint that it names, into the stage, with the stage's
+    fingerprint in the manifests."""
     extra = read_json(step_folder(folder, step) / "policy" / EXTRA)
     assert isinstance(extra, dict)  # `problem` has verified the file's digest
     best = (extra.get("best") or {}).get("step", step)

@@ -41,7 +41,7 @@ class RolloutFeed(Feed):
         self.notice = unused_rows(recipe, len(prompts))
 
     def next(self) -> tuple[list[Any], dict[str, float]] | None:
-        """Return the samples of the next train step and metrics about them; None if the data has ended.
+        """Return the samples of the next train step, and metrics about the samples; None if the data has ended.
 
         A source that drops groups may end before the last planned step.
 

@@ -305,7 +305,7 @@ def _no_metrics(step: int) -> dict[str, float]:
 
 
 def _watch(stage: Stage) -> Callable[[int, dict[str, float]], dict[str, float]]:
-    """Return the check for log-probability drift between engines and trainer; without engines it does nothing."""
+    """Return a function that checks for log-probability drift between engines and trainer, if the stage has engines."""
     train = stage.recipe.train
     if not train.train_policy.has_rollouts or stage.recipe.policy.is_diffusers:
         return lambda step, metrics: {}

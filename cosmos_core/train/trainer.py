@@ -70,7 +70,7 @@ class Trainer:
                 self.adapter.runner.reshard()
 
     def set_learning_rate(self, step: int, total_steps: int | None) -> dict[str, float]:
-        """Set the learning rates of train step `step`, counted from 0, and return them as metrics."""
+        """Set the learning rates of train step `step`, counted from 0, and return the learning rates as metrics."""
         return set_learning_rate(self.optimizer, step, total_steps, self._train)
 
     def update(self, update: Update) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Pairs of completions of one prompt to compare: the chosen one and the rejected one."""
+"""Pairs of completions of one prompt to compare: a chosen and a rejected completion."""
 
 from __future__ import annotations
 
