@@ -12,7 +12,7 @@ _UNUSED = {
 
 class _Lean(MetaPathFinder):
     """Import hook that makes libraries report optional dependencies as missing where this project does not use the
-    modules that need them: importing scikit-learn, SciPy, pandas and boto3 takes a fifth of the start-up time of a
+    modules that need them: importing scikit-learn, SciPy, pandas and boto3 takes a fifth of the time of starting a
     process."""
 
     def find_spec(self, name: str, path: object, target: object = None) -> None:

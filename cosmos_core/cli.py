@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from cosmos_core.config.compose import Pipeline
     from cosmos_core.run.directory import Run
 
-# `ClickException`: newer versions of typer contain their own click, older ones import the package.
+# The class is `ClickException`: newer versions of typer contain their own click, older versions import the package.
 _COMMAND_LINE_ERROR: type[typer.BadParameter] = typer.BadParameter.__mro__[2]
 
 app = typer.Typer(

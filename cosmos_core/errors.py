@@ -34,7 +34,7 @@ class CosmosError(Exception):
 
 
 class ConfigError(CosmosError, ValueError):
-    """The configuration has no valid meaning, or asks for something impossible."""
+    """Error for a configuration that has no valid meaning or requires something impossible."""
 
     exit_code = EXIT_USAGE
 
@@ -58,7 +58,7 @@ class RewardError(CosmosError, ValueError):
 
 
 class Preempted(CosmosError):
-    """The process was asked to stop and saved a checkpoint first."""
+    """Error for a process that was requested to stop and saved a checkpoint first."""
 
     exit_code = EXIT_PREEMPTED
 

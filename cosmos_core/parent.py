@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 
-_PR_SET_PDEATHSIG = 1  # prctl(2)
+_PR_SET_PDEATHSIG = 1  # constant of prctl(2)
 _PR_SET_CHILD_SUBREAPER = 36
 
 

@@ -19,8 +19,8 @@ _NETWORK = {
 }  # fmt: skip
 _OF_MACHINE = {"MemoryError", "OutOfMemoryError"}
 _OF_NETWORK = {
-    "ConnectionError", "TimeoutError", "gaierror", "SSLError", "URLError",  # of Python, requests, urllib3 and botocore
-    "NetworkError", "TimeoutException", "RemoteProtocolError", "ProxyError",  # httpx
+    "ConnectionError", "TimeoutError", "gaierror", "SSLError", "URLError",  # of Python, requests, urllib3, botocore
+    "NetworkError", "TimeoutException", "RemoteProtocolError", "ProxyError",  # error classes of httpx
     "Timeout", "MaxRetryError", "ProtocolError", "HTTPClientError", "ClientConnectionError",
 }  # fmt: skip
 _MISTAKES = (LookupError, NameError, TypeError, AttributeError, AssertionError, FileNotFoundError, PermissionError)
@@ -50,7 +50,7 @@ def is_of_network(error: BaseException) -> bool:
 
 
 def _is_of_network(error: BaseException) -> bool:
-    if status := _status(error):  # the server has responded, so the connection works
+    if status := _status(error):  # an HTTP status means that the server was reached
         return status >= 500 or status in _STATUSES
     return not _OF_NETWORK.isdisjoint(_classes(error)) or (isinstance(error, OSError) and error.errno in _NETWORK)
 

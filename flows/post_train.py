@@ -83,7 +83,7 @@ def open_or_create(config: str, overrides: Sequence[str], run_id: str, request: 
             )
         return open_run(path, kinds)
     pipeline = on_these_gpus(load_pipeline(path, overrides, kinds))
-    lend_credentials(pipeline)  # needed to look up files in stores and on the Hub
+    lend_credentials(pipeline)  # credentials are needed to look up files in stores and on the Hub
     check_targets(pipeline)
     check_store(pipeline)
     # A flow run that Prefect retries continues the run that it created.

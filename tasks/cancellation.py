@@ -82,7 +82,8 @@ def listen_for_stop(run: Run) -> None:
 def stop_stages(run: Run, stages: list[PrefectFuture[Any]]) -> None:
     """Ask the workers of this process to save a checkpoint and exit, and wait for them; ignore any further SIGTERM."""
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until the flow ends, when Prefect restores it
+        # SIGTERM is ignored until the flow ends, when Prefect restores its handler.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     worker.stop_all()
     wait(stages, timeout=max(run.pipeline.config.grace_seconds, worker.longest_grace()) + 5)
 

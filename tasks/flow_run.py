@@ -146,7 +146,7 @@ class FlowInPython:
                     return run, earlier_call.stages
                 _refuse_if_finished(run, earlier_call, call)
                 _forget(run, calls, name)
-            run = _with_stages_of(run, calls)  # omit the stages of a call that was killed before it was recorded
+            run = _with_stages_of(run, calls)  # without the stages of a call that was killed before it was recorded
         run = self._grown(run, call, source)
         self._hold(run)
         others = {each for other in calls.values() for each in other.stages}
@@ -316,7 +316,8 @@ def _stop_on_signals() -> None:
         worker.stop_all()
         if number == signal.SIGINT:
             raise KeyboardInterrupt
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until the flow ends, when Prefect restores it
+        # SIGTERM is ignored until the flow ends, when Prefect restores its handler.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise TerminationSignal(signal=number)
 
     if threading.current_thread() is threading.main_thread():

@@ -221,7 +221,7 @@ def _follow(
 def _cancel(client: SyncPrefectClient, child: Child, grace_seconds: float) -> None:
     """Cancel the child flow run, so that it saves a checkpoint and ends; wait at most `grace_seconds` for its end."""
     flow_run = UUID(child.flow_run)
-    with suppress(httpx.HTTPError, ObjectNotFound):  # this process stops in any case
+    with suppress(httpx.HTTPError, ObjectNotFound):  # an unreachable server must not prevent the stop of this process
         client.set_flow_run_state(flow_run, Cancelling())
         deadline = time.monotonic() + grace_seconds
         while time.monotonic() < deadline and client.read_flow_run(flow_run).state_type not in _FINAL:

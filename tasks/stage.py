@@ -67,7 +67,7 @@ from tasks.store_sync import Stored
 logger = logging.getLogger(__name__)
 
 _MAX_BACKOFF_SECONDS = 60.0
-MOST_RETRIES = 100_000  # so high that `should_retry` decides instead of Prefect
+MOST_RETRIES = 100_000  # so high that `should_retry` decides about retries instead of Prefect
 
 
 @worker.stoppable()
@@ -305,7 +305,8 @@ def _made_once(
                 services.enter_context(sending(path, _saves_of(run, stage)))
                 services.enter_context(stored.sending(expected))
                 variables = services.enter_context(reward_service(run, stage))
-                services.callback(devices.close)  # runs first: the GPUs are released before the last checkpoint is sent
+                # Called first, so that GPUs are free while the last checkpoint is sent.
+                services.callback(devices.close)
                 launch.environment, launch.locks = {**visible, **variables}, (*launch.locks, *locks)
                 launch.secrets = (*launch.secrets, *variables)
                 result = worker.run(launch)

@@ -153,7 +153,7 @@ class Stored:
         if self._lease:
             self._lease.check()
         if result.get(STORED) != self._store.url:
-            self._fetched(result, self._path)  # the outputs may be in another store
+            self._fetched(result, self._path)  # fetch outputs that only another store has
             self._store.put_outputs(self._path, result)
             if self._run.pipeline.kind_of(self._stage).is_reusable:
                 self._store.put_made(result)

@@ -27,7 +27,7 @@ def local_data_files(folder: Path) -> list[Path]:
     As in lm-eval, a relative path starts from the working directory. A missing file is left out: lm-eval refuses the
     task that needs it.
     """
-    # What tasks include has a name such as `_default_template_yaml`, so that it is not a task itself.
+    # A YAML file that tasks include has a name such as `_default_template_yaml`, so that it is no task itself.
     names = {name for file in sorted(folder.rglob("*yaml")) for name in _data_files(file)}
     return sorted({Path(path).absolute() for name in names for path in glob.glob(name, recursive=True)})
 

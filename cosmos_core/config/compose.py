@@ -101,7 +101,7 @@ class Pipeline:
     def behind(self, name: str) -> set[str]:
         """Return the stage and every stage that depends on it, by name."""
         names = {self.stage(name).name}
-        for stage in self.stages:  # stages are in topological order, so one pass is enough
+        for stage in self.stages:  # one pass is enough, because stages are in topological order
             if names & set(stage.after):
                 names.add(stage.name)
         return names
@@ -219,7 +219,7 @@ def _recipe_file(path: Path, stage: StageConfig, notices: list[str]) -> Values:
     if not stage.recipe:
         return {}
     file = path.parent / stage.recipe
-    if not os.path.exists(file):  # unlike Path.exists, returns False for an invalid path
+    if not os.path.exists(file):  # os.path.exists returns False for an invalid path; Path.exists raises
         raise ConfigError(f"{path}: stage {stage.name!r}: recipe = {stage.recipe!r}: no such file ({file})")
     values = read_config(file, notices)
     if "pipeline" in values:

@@ -47,7 +47,8 @@ class Condition:
         was published yet."""
         if not self.needs_published:
             return float(self.bound)
-        return None if published is None else round(published + self.offset, 12)  # otherwise 0.1 + 0.2 is above 0.3
+        # Rounded, because 0.1 + 0.2 is above 0.3.
+        return None if published is None else round(published + self.offset, 12)
 
     def matches(self, name: str) -> bool:
         """Return True if the condition is about a metric; a pattern does not match standard errors, which only their
@@ -101,7 +102,7 @@ def _standard_error(name: str, metrics: Mapping[str, float]) -> float | None:
     count = metrics.get(f"{folder}/prompts", 0.0)
     if count < 1 or not (last == "accuracy" or last.startswith("pass@")):
         return None
-    if metrics[name] < 0 or metrics[name] > 1:  # a percentage, or no fraction at all
+    if metrics[name] < 0 or metrics[name] > 1:  # a percentage or another number outside of 0 to 1
         return None
     fraction = (metrics[name] * count + 1) / (count + 2)
     return math.sqrt(fraction * (1 - fraction) / count)

@@ -79,7 +79,7 @@ def _near(name: str) -> str:
     """Return suggestions for an unknown key: the same name in other tables, otherwise similar names."""
     names = sorted({key.name for key in all_keys()})
     near = [key for key in names if key.rpartition(".")[2] == name.rpartition(".")[2]]
-    if not near and len(name) <= MAX_NAME:  # comparing longer names is slow and useless
+    if not near and len(name) <= MAX_NAME:  # comparing very long names is slow and finds nothing
         near = difflib.get_close_matches(name, names, n=1)
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else "; `cosmos config coverage` lists them all"
 

@@ -27,7 +27,7 @@ def read_config(path: Path, notices: list[str], over: Sequence[Path] = ()) -> Va
 
 
 def _read(path: Path, notices: list[str], below: tuple[Path, ...]) -> Values:
-    resolved = Path(os.path.realpath(path))  # unlike Path.resolve, raises no error for a cycle of links
+    resolved = Path(os.path.realpath(path))  # Path.resolve would raise an error for a cycle of links
     if len(below) == MAX_DEPTH:
         raise ConfigError(f"{path}: behind {MAX_DEPTH} files that extend each other, the most that there may be")
     if resolved in below:
@@ -45,7 +45,7 @@ def _read(path: Path, notices: list[str], below: tuple[Path, ...]) -> Values:
     merged: Values = {}
     for base in bases:
         file = path.parent / base
-        if not os.path.exists(file):  # unlike Path.exists, returns False for an invalid path
+        if not os.path.exists(file):  # os.path.exists returns False for an invalid path; Path.exists raises
             raise ConfigError(f"{path}: extends = {base!r}: no such file ({file})")
         merged = merge(merged, _at_home(_read(file, notices, (*below, resolved)), file))
     return merge(merged, values)

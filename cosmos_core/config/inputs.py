@@ -223,7 +223,7 @@ def _service_parts(file: Path) -> Iterator[tuple[str, Path]]:
     are not on this machine are left out, because the service may run on another one."""
     try:
         tables = read_toml(file).get("reward_args", [])
-    except ConfigError:  # the service reports the error with its line
+    except ConfigError:  # the reward service itself reports the error in its file
         return
     names = [str(table.get(key, "")) for table in tables if isinstance(table, dict) for key in ("entry", "model_path")]
     for name in filter(None, dict.fromkeys(names)):

@@ -28,9 +28,9 @@ _SHAPES = {
 _UNION_MEMBER = re.compile(r"(constrained-)?(float|int|str|bool)|(tuple|dict|list|literal|function-\w+|nullable)\[.*\]")
 
 MAX_FILE_BYTES = 16 << 20
-MAX_DEPTH = 32  # levels of tables: above the depth of the schema, below Python's recursion limit
+MAX_DEPTH = 32  # maximum number of nested tables: above the schema's depth, below Python's recursion limit
 _MOST_NAMED = 3
-MAX_LINE = 1000  # characters of an error message, about one screen
+MAX_LINE = 1000  # maximum number of characters of an error message, about one screen
 
 
 def read_toml(path: Path) -> Values:
@@ -53,7 +53,7 @@ def read_toml(path: Path) -> Values:
         raise ConfigError(f"{path}: not UTF-8 text at byte {error.start}") from error
     except RecursionError:
         raise ConfigError(f"{path}: nested more than {MAX_DEPTH} tables deep") from None
-    except ValueError as error:  # TOMLDecodeError, or an integer with more digits than Python parses
+    except ValueError as error:  # a TOMLDecodeError, or an integer with more digits than Python parses
         raise ConfigError(f"{path}: not valid TOML: {_one_line(str(error))}") from error
     if values is None:
         raise ConfigError(f"{path}: more than {MAX_FILE_BYTES} bytes, the most that a configuration may have")
@@ -116,7 +116,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any], table: str = "") -> 
 
 
 def _is_replaced(key: str, below: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
-    if key == "train.train_policy":  # the new type does not have the keys of the old type
+    if key == "train.train_policy":  # a table of another type replaces it, since it does not have the old type's keys
         return "type" in value and value["type"] != below.get("type", value["type"])
     return key in _maps() and not isinstance(value, Part)
 

@@ -95,7 +95,8 @@ def sort_settings(settings: Sequence[Setting], names: Sequence[str]) -> Settings
         ConfigError: the first key is neither a stage, nor a recipe table, nor `pipeline`.
     """
     grouped = Settings()
-    known = {*StageConfig.model_fields, *Recipe.model_fields}  # a stage may have the name of a recipe table
+    # Keys after the name of a stage, which may also be the name of a recipe table.
+    known = {*StageConfig.model_fields, *Recipe.model_fields}
     for setting in settings:
         first, *rest = setting.keys
         if first in names and rest and (first not in Recipe.model_fields or rest[0] in known):

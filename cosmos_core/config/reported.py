@@ -63,7 +63,8 @@ def _can_report(pipeline: Pipeline, stage: StageConfig, metric: str) -> bool:
         is_measured = recipe.validation.enable or not kind.trains
         is_own = is_import_path(recipe.train.train_policy.trainer_type)
         name, validation = metric.removeprefix(HELD_OUT), recipe.validation
-        are_judged = validation.reward_function or validation.remote_rewards  # otherwise SFT measures its rows
+        # Without rewards, SFT measures only the loss of its rows.
+        are_judged = validation.reward_function or validation.remote_rewards
         patterns = MEASURED if are_judged or recipe.train.train_policy.reports_rewards else _OF_ROWS
         return is_measured and (is_own or any(fnmatchcase(name, pattern) for pattern in patterns))
     return any(fnmatchcase(metric, pattern) for pattern in kind.reports)

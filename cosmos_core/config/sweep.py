@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _ARGUMENTS = "arguments"
 # Branches with different seeds share their prepared rows, so that they are compared on the same held-out rows.
 _LEAVES_ROWS = "train.seed"
-_DECIDES_ROWS = "policy.model_name_or_path"  # prepared rows depend on its tokenizer
+_DECIDES_ROWS = "policy.model_name_or_path"  # prepared rows depend on the tokenizer of the model
 _DIGEST_LENGTH = 6
 
 
@@ -66,7 +66,7 @@ def with_sweeps(pipeline: Pipeline, tables: Mapping[str, Values]) -> Pipeline:
             pipeline = _expand(pipeline, stage, stage.sweep, tables)
     stages = []
     for stage in pipeline.stages:
-        if stage.sweep is not None and not stage.sweep.branches:  # kind select: it chooses among its `after`
+        if stage.sweep is not None and not stage.sweep.branches:  # a stage of kind select chooses among its `after`
             branches = tuple(Branch(stages=(name,)) for name in stage.after)
             stage = stage.model_copy(update={"sweep": stage.sweep.model_copy(update={"branches": branches})})
         if stage.sweep is not None:

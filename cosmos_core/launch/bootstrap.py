@@ -60,7 +60,7 @@ def bootstrap(pools: Sequence[Pool]) -> Iterator[str]:
     with get_client(sync_client=True) as client:
         try:
             client.hello()
-        except Exception as error:  # httpx and Prefect raise many types
+        except Exception as error:  # httpx and Prefect raise errors of many types
             raise ConfigError(f"the Prefect server at {url} does not respond: {error}") from error
         for pool in pools:
             yield _pool(client, pool)

@@ -113,7 +113,7 @@ def look_at_rows(pipeline: Pipeline) -> None:
             look(pipeline, stage, _FIRST_ROWS, data=stage.data)
         except DataError as error:
             raise DataError(f"{pipeline.source}: stage {stage.name!r}: {error}") from error
-        except StageFailed:  # a crash of the check is no error of the rows; the stage reads them itself
+        except StageFailed:  # the check itself crashed, which is no error of the rows
             continue
 
 

@@ -104,8 +104,8 @@ def _put_aside_fetched(output_dir: Path, aside: Path) -> None:
         digest = folder.name.removesuffix(PARTIAL)
         with Lock(fetched / f"{digest}.lock") as lock:
             if not lock.try_acquire():
-                continue  # the download is in progress
-            # Read under the lock: a run that starts later downloads it again.
+                continue  # another process holds the lock: the download is in progress
+            # The pipelines are read under the lock, because a run that starts later downloads the files again.
             pipelines = output_dir.glob(f"*/{PIPELINE}")
             if not any(digest in file.read_text(encoding="utf-8", errors="replace") for file in pipelines):
                 os.rename(folder, aside / f"{folder.name}.{os.getpid()}")

@@ -97,7 +97,7 @@ class _Service:
         self._config, self._python, self._host = config, python, host
         self._log, self._ready = folder / "logs" / "reward_service.log", folder / "reward_service.url"
         self.token = secrets.token_hex(32)
-        self._queue = uuid.uuid4().hex  # the same queue of requests after a restart
+        self._queue = uuid.uuid4().hex  # id of the request queue, which a restarted service continues
         self.restarts = 0
         self._port = "0"
         self._is_ending = threading.Event()
@@ -137,7 +137,7 @@ class _Service:
         if self._child is not None and self._child.poll() is None:
             self._child.kill()
         with contextlib.suppress(OSError):
-            mask_file(self._log)  # rewards may write secrets directly to the log
+            mask_file(self._log)  # reward functions may have written secrets to the log
         self._ready.unlink(missing_ok=True)
 
     def _watch(self) -> None:
@@ -150,7 +150,7 @@ class _Service:
                 return
             try:
                 self._child = self._started()
-            except OSError as error:  # a full disk or a process limit may be transient
+            except OSError as error:  # a full disk or a limit on processes may be transient
                 logger.warning("the reward service cannot be started: %s", error)
                 continue
             self.restarts += 1

@@ -15,7 +15,7 @@ import psutil
 
 from cosmos_core.run.process import is_running
 
-SILENT_SECONDS = 600.0  # time after its last heartbeat for which a stage elsewhere counts as running
+SILENT_SECONDS = 600.0  # seconds after the last heartbeat for which a stage on another machine counts as running
 _KILL_SECONDS = 5.0
 ATTEMPT = "COSMOS_ATTEMPT"  # environment variable that marks every process of one attempt
 LOOK = "cosmos-look-"  # prefix of folders of temporary files, followed by the pid
@@ -52,7 +52,7 @@ def make_scratch(attempt: str) -> int:
     Launcher and supervisor hold the lock: once both have ended for any reason, `sweep` may remove the folder.
     """
     folder = scratch_of(attempt)
-    unlocked = folder.with_name(f".{folder.name}")  # a name that `sweep` ignores
+    unlocked = folder.with_name(f".{folder.name}")  # `sweep` ignores names that begin with a dot
     unlocked.mkdir(mode=0o700)
     descriptor = os.open(unlocked, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     fcntl.flock(descriptor, fcntl.LOCK_SH)

@@ -29,7 +29,7 @@ from cosmos_core.run.lock import Lock
 logger = logging.getLogger(__name__)
 
 _START_SECONDS = 90.0
-_MAX_STARTS = 3  # attempts, if the server ends before it responds
+_MAX_STARTS = 3  # maximum number of starts of a server that ends before it responds
 _RESPONSE_SECONDS = 10.0
 _BUSY_SECONDS = 60.0
 _CHECK_SECONDS = 0.5
@@ -178,7 +178,8 @@ class _Server:
 
     def start(self) -> None:
         database, template = self._database, _template()
-        if database.exists() and not _is_whole(database):  # the run directory holds the same information
+        # A damaged database may be replaced: the run directory has the same information.
+        if database.exists() and not _is_whole(database):
             logger.warning("%s is damaged and is made anew", database)
             for file in database.parent.glob("prefect.db*"):
                 file.unlink()
@@ -230,7 +231,7 @@ class _Server:
             assert self._child is not None
             if self._child.poll() is None:
                 pause = _CHECK_SECONDS
-            else:  # retry with exponential backoff
+            else:  # the server has ended: restart it, with exponential backoff
                 with suppress(OSError):  # a full disk or a process limit may be transient
                     self._spawn()
                 pause = min(2 * pause, _MAX_CHECK_SECONDS)

@@ -61,6 +61,6 @@ def _health(url: str, token: str) -> dict[str, Any]:
         for name, reward, value in _OF_A_REWARD.findall(metrics.text):
             report["rewards"].setdefault(reward, {})[name] = float(value)
         for _, status, count in _RESPONSE.findall(metrics.text):
-            if status not in {"200", "400"}:  # 400: the scores are not ready
+            if status not in {"200", "400"}:  # status 400 means that the scores are not ready
                 report["refused"][status] = report["refused"].get(status, 0.0) + float(count)
     return report

@@ -45,14 +45,15 @@ class Supervisor:
         """Start the command, wait for its end, then kill its descendants and remove its temporary files."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: self.stop())
-        for number in (signal.SIGUSR1, signal.SIGUSR2):  # a scheduler's warning to the process group, for the worker
+        # Schedulers send these signals as a warning, and the worker handles them.
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, lambda number, _: self.pass_on(number))
         me = os.getpid()
         adopt_orphans()
         self.child = subprocess.Popen(command, pass_fds=inherited, preexec_fn=lambda: die_with_parent(me))
         from cosmos_core.launch.processes import ATTEMPT, kill_below, kill_marked, remove_scratch
 
-        if self.kill_at is not None:  # a stop was requested before the command started
+        if self.kill_at is not None:  # a stop was requested before the command had started
             self.child.terminate()
         while self.child.poll() is None:
             self._watch_pipe()

@@ -49,7 +49,8 @@ class _Live:
     def stoppable(self) -> Iterator[None]:
         """Mark the duration of one run: `stop_all` stays in effect until the next run of this process begins."""
         with self._lock:
-            if self._num_runs == 0:  # only the first run clears it: threads of a cancelled run must still see it
+            # Cleared only while no other run is active, so that threads of a cancelled run still see the stop.
+            if self._num_runs == 0:
                 self.stopping.clear()
             self._num_runs += 1
         try:
@@ -193,7 +194,7 @@ def _environment(launch: Launch) -> dict[str, str]:
         **dict.fromkeys(
             ("PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING"), ""
         ),  # empty, so that user code cannot read these passwords
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it torch refuses deterministic matrix products on a GPU
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # torch requires this for deterministic matrix products on a GPU
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         LOCK_DESCRIPTORS: ",".join(map(str, launch.locks)),

@@ -204,7 +204,7 @@ def print_status(run_path: Path, *, stream: TextIO | None = None) -> None:
     console = _console(stream)
     console.print(Group(_table(run, _STATUS, title), *_remarks(run)))
     if text := pause_or_death(run):
-        # Soft_wrap, because the text contains a command to copy.
+        # Without line breaks (soft_wrap), because the text contains a command to copy.
         console.print(Text(text, style="yellow"), soft_wrap=True)
 
 
@@ -218,7 +218,7 @@ def print_summary(run_path: Path, *, stream: TextIO | None = None) -> None:
     }
     if (run.path / "report.html").is_file():
         facts["report"] = str(run.path / "report.html")
-    if run.outcome in {"failed", "stopped"}:  # run.model may be the base model then
+    if run.outcome in {"failed", "stopped"}:  # in a run that did not complete, run.model may be the base model
         facts |= {f"model of stage {stage.name!r}": str(stage.path / stage.info["model"]) for stage in run.trained}
     elif run.model is not None:
         facts |= {"model": str(run.model), "load it with": loading_line(run.model)}
@@ -228,11 +228,12 @@ def print_summary(run_path: Path, *, stream: TextIO | None = None) -> None:
     width = max(len(key) for key in facts)
     lines = [Text.assemble((f"{key:<{width}}  ", "dim"), value) for key, value in facts.items()]
     console = _console(stream)
-    # Printed before the table, whose title would wrap at its width.
+    # The title is printed separately, because the title of a table wraps at the width of the table.
     console.print(Text(title, style="bold"), soft_wrap=True)
     console.print(Group(_table(run, _SUMMARY), *_remarks(run)))
     for line in lines:
-        console.print(line, soft_wrap=True)  # soft_wrap, because lines contain paths and Python to copy
+        # Without line breaks (soft_wrap), because lines contain paths and Python to copy.
+        console.print(line, soft_wrap=True)
 
 
 def _console(stream: TextIO | None) -> Console:

@@ -34,8 +34,8 @@ _VARIABLES = {_INK: "var(--ink-soft, #6b7280)", _GRID: "var(--grid, #d4d4d8)"} |
 _LARGEST = 1e300  # largest plotted value: matplotlib's differences and margins must be finite
 _SIZE = (3.5, 2.1)  # width and height of one panel in inches
 _STYLE: Any = {
-    "svg.fonttype": "none",  # text elements instead of outlines: smaller, and in the font of the page
-    "svg.hashsalt": "cosmos",  # fixed ids, so that the same curves give the same bytes
+    "svg.fonttype": "none",  # text as text elements: smaller than outlines, and in the font of the page
+    "svg.hashsalt": "cosmos",  # a fixed salt of ids, so that the same curves give the same bytes
     "font.family": ["sans-serif"],
     "font.size": 8.0,
     "text.parse_math": False,

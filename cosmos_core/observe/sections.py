@@ -46,7 +46,7 @@ def cards(run: RunRecord) -> list[tuple[str, str]]:
     differences = [stage.metrics[_LOGPROB_DIFFERENCE] for stage in run.stages if _LOGPROB_DIFFERENCE in stage.metrics]
     for name in metrics[-1] if metrics else ():
         if differences and name == formatting.short(_LOGPROB_DIFFERENCE):
-            continue  # the maximum over all stages is shown instead
+            continue  # the card below shows the maximum of this metric over all stages
         values = [formatting.number(each[name]) for each in metrics if name in each]
         shown.append((name, f"{values[0]} → {values[-1]}" if len(values) > 1 else values[0]))
     shown += [("log-prob difference, p95", f"≤ {max(differences):.1e}")] if differences else []

@@ -32,7 +32,7 @@ _ABSENT = {"404", "NoSuchKey", "NotFound"}
 _BLOCK = 1 << 20
 _CONNECT_SECONDS = 10.0
 _ATTEMPTS = 6
-_ALTERED = 3  # transfers of an object whose digest differs, before an error
+_ALTERED = 3  # maximum number of transfers of an object that arrives altered
 _SHA256, _MD5 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{32}")
 
 

@@ -195,7 +195,7 @@ def open_run(path: Path, kinds: Kinds) -> Run:
 def _protect(path: Path, pipeline: Pipeline) -> None:
     """Remove the permissions of group and others from the folder of a private run."""
     if pipeline.config.private and path.stat().st_mode & 0o077:
-        with suppress(PermissionError):  # this user is not the owner
+        with suppress(PermissionError):  # only the owner may change permissions
             path.chmod(0o700)
 
 
@@ -238,7 +238,8 @@ def find_run(name: str, output_dir: Path) -> Path:
     Raises:
         ConfigError: the run does not exist; the message lists the newest runs.
     """
-    if name and os.path.isfile(Path(name) / PIPELINE):  # unlike Path.is_file, returns False for an invalid path
+    # Os.path.isfile returns False for an invalid path; Path.is_file raises.
+    if name and os.path.isfile(Path(name) / PIPELINE):
         return Path(name).resolve()
     runs = [facts.run_id for facts in runs_in(output_dir)]
     if name in {"", "latest"} and runs:
@@ -296,7 +297,7 @@ def _made(output_dir: Path, run_id: str, pipeline: str, facts: Facts) -> Path:
         )
     (output_dir / SHARED).mkdir(exist_ok=True)
     for old in (output_dir / SHARED).glob("new-*"):
-        with suppress(FileNotFoundError):  # another command removed it
+        with suppress(FileNotFoundError):  # another command may have removed the folder
             if time.time() - old.stat().st_mtime > _ABANDONED_SECONDS:
                 shutil.rmtree(old, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix="new-", dir=output_dir / SHARED, ignore_cleanup_errors=True) as folder:

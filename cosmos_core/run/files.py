@@ -239,7 +239,7 @@ def copy_file(source: str | Path, target: str | Path) -> None:
                 raise
             shutil.copyfileobj(
                 old, new
-            )  # continues at the current offsets; the kernel cannot copy between these file systems
+            )  # the kernel cannot copy between these file systems; this continues at the current offsets
     shutil.copystat(source, target)
 
 

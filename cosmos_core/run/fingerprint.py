@@ -96,7 +96,8 @@ def fingerprint(
     labels = _labels(inputs, reads)
     values = result_values(recipe) if stage.entry else _without_paths(result_values(recipe))
     for name in {"judge", *(other.table for other in pipeline.kinds.values() if other.table)} - {kind.table}:
-        if (table := getattr(recipe, name)) == type(table)():  # does not concern the stage, even if user code reads it
+        # Tables of other kinds with only default values are left out, even if user code reads them.
+        if (table := getattr(recipe, name)) == type(table)():
             values.pop(name)
     # User functions and classes receive the whole config.
     is_whole = any(each.role in {"entry", "data_code"} for each in inputs)
@@ -229,7 +230,7 @@ def _completes_prompts(pipeline: Pipeline, stage: StageConfig) -> bool:
         return False
     if kind.reads_data == "prepared":
         if source is None or pipeline.kind_of(pipeline.stage(source)).makes != "data":
-            return True  # unknown rows may be prompts
+            return True  # rows that no prepare stage makes may be prompts
         stage = pipeline.stage(source)
     recipe = pipeline.recipes[stage.name]
     return recipe.train.train_policy.has_rollouts or bool(recipe.validation.reward_function)

@@ -37,7 +37,7 @@ def pinned(pipeline: Pipeline) -> Pipeline:
     Raises:
         ModelError, DataError: the Hub has no such repository, or neither the Hub nor its local cache is readable.
     """
-    commits: dict[Repository, str] = {}  # so that all stages of a run read the same commit
+    commits: dict[Repository, str] = {}  # shared by all stages, so that they read the same commit
     recipes = {}
     for stage in pipeline.stages:
         try:

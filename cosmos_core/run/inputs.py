@@ -47,7 +47,7 @@ def check_inputs(pipeline: Pipeline) -> None:
                     _check_reward(each)
             if kind.trains:
                 _check_gpu(recipe)
-                if not stage.work_pool:  # the worker on a work pool checks its machine
+                if not stage.work_pool:  # a stage on a work pool is checked by the machine that runs it
                     _check_compiler(recipe, pipeline.config.python)
             for package in missing & kind.extras.keys():
                 raise ConfigError(

@@ -18,7 +18,7 @@ from cosmos_core.run.state import read_state
 from cosmos_core.types import StageKind
 
 FINGERPRINT = "fingerprint.json"
-_MOST_COMPARED = 50  # maximum number of earlier runs to compare with
+_MOST_COMPARED = 50  # maximum number of earlier runs with which a plan compares a fingerprint
 _FACTS = frozenset({"device", "versions", "kernels"})
 """Names of the fingerprint ingredients that are properties of the machine that runs the stage."""
 
@@ -134,7 +134,7 @@ def why_remade(run: Run, stage: StageConfig, current: Fingerprint) -> str:
     if saved := read_fingerprint(path):
         if (
             saved.value != current.value or read_result(path) is None
-        ):  # the same fingerprint without a result is a retry
+        ):  # an attempt with the same fingerprint and no result is a retry
             return "; ".join(current.difference(saved))
     elif read_state(path).forced:
         return "requested by the user"

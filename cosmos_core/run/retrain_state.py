@@ -31,7 +31,7 @@ class Seen(Document):
     digest: str
     run_id: str
     outcome: Literal["", "published", "refused", "declined"] = ""
-    """How the retraining ended; empty if it has not ended yet or has failed."""
+    """Outcome of the retraining; empty if it has not ended yet or has failed."""
 
 
 def content_of(pipeline: Pipeline) -> str:
@@ -43,7 +43,7 @@ def content_of(pipeline: Pipeline) -> str:
     digests = shared_digests(pipeline.output_dir.expanduser().absolute())
     content: dict[str, Any] = {}
     for stage in pipeline.stages:
-        if not pipeline.kind_of(stage).is_reusable:  # a gate or an upload, whose inputs the other stages cover
+        if not pipeline.kind_of(stage).is_reusable:  # a gate or an upload, whose inputs are outputs of the other stages
             content[stage.name] = stage.model_dump(mode="json", include=_OF_PUBLISHING)
             continue
         ingredients = fingerprint(pipeline, stage, pipeline.kind_of(stage), {}, digests).ingredients

@@ -67,7 +67,7 @@ class HubTarget:
         """
         for name in ("HF_HUB_DISABLE_TELEMETRY", "HF_HUB_DISABLE_PROGRESS_BARS"):
             os.environ.setdefault(name, "1")
-        from huggingface_hub import HfApi  # a slow import
+        from huggingface_hub import HfApi  # imported here, because the import takes half a second
 
         token = os.environ.get("HF_TOKEN")
         if not token:

@@ -47,7 +47,7 @@ class Lease:
         self._holder, self._is_gone = holder, is_gone
         self._etag = ""
         self.is_lost = False
-        """True if another machine is known to have taken over the lease."""
+        """Whether another machine is known to have taken over the lease."""
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -95,7 +95,7 @@ class Lease:
         return f"{self._url}: another machine has taken the work over: this one was silent for too long"
 
     def release(self) -> None:
-        """Release the lease."""
+        """Release the lease, if this process still holds it."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -114,7 +114,7 @@ class Lease:
         value, etag = read_document(self._bucket, self._key)
         try:
             return (Holder(**value) if value is not None else None), etag
-        except TypeError:  # the document was written by another version
+        except TypeError:  # the lease was written by another version of this package
             return None, etag
 
     def _put(self, etag: str) -> bool:

@@ -80,7 +80,7 @@ class Retention:
             gone = [run for run in self.runs if not run.kept_because]
             for folder in [*gone, *(each for each in self._made if not each.kept_because)]:
                 heads = {f"{self._key('runs')}/{folder.name}/run.json", f"{self._key('made')}/{folder.name}/{RESULT}"}
-                # First the documents that name the other objects.
+                # The documents that name other objects are removed first.
                 for each in sorted(folder.objects, key=lambda each: each.key not in heads):
                     self._bucket.remove(each.key)
                 freed += folder.size

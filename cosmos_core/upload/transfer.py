@@ -21,7 +21,7 @@ from cosmos_core.run.bucket import Bucket, side_by_side
 from cosmos_core.run.files import json_objects
 
 PART_BYTES = 16 << 20
-_MOST_PARTS = 9000  # below the limit of S3, 10,000
+_MOST_PARTS = 9000  # maximum number of parts of an upload; S3 allows 10,000
 _FILES_AT_ONCE = 4
 _PARTS_AT_ONCE = 4
 _ATTEMPTS = 3  # attempts to send an object that arrives altered

@@ -43,7 +43,7 @@ def run(stage: Stage) -> Outcome:
             paired = _paired(stage, condition, name, measured, record) if record is not None else None
             noise = 0.0 if record is None or paired else _noise(stage, condition, name, measured, published)
             entry = _entry(condition, name, measured[name], condition.limit(published.get(name)), noise)
-            if paired is not None and measured[name] == measured[name]:  # false for NaN
+            if paired is not None and measured[name] == measured[name]:  # the comparison is false for NaN
                 entry |= _of_items(condition, paired, stage.config.confidence)
             report.append(entry)
             if not entry["passed"]:
@@ -98,7 +98,8 @@ def _paired(
         result = read_result(old.parent)
         is_published = result is not None and result["metrics"].get(name) == published
         if new and is_published and (paired := compare_items(name, Path(new), old.parent)):
-            is_mean = not abs(paired.mean - (measured[name] - published)) > 1e-6  # true for NaN as well
+            # The condition is true for NaN as well.
+            is_mean = not abs(paired.mean - (measured[name] - published)) > 1e-6
             return paired if is_mean else None
     return None
 

@@ -130,7 +130,7 @@ def _remote_reward(values: Values, notices: list[str]) -> None:
     old = f"{_POLICY}.remote_reward.reward_fn"
     table, name = _at(values, old)
     if not isinstance(table.get(name), dict):
-        return  # the schema reports any other value
+        return  # a value that is no table is reported by the schema
     functions: list[Values] = [{"name": function, "weight": weight} for function, weight in table.pop(name).items()]
     if "score_key" in table:
         key = table.pop("score_key")

@@ -46,7 +46,7 @@ class AlgorithmConfig(Table):
     reference policy is needed during training."""
 
     trainer_type: str
-    """The algorithm: a name, or `path/file.py:Class` of a user's own, with its parameters in `[custom]`."""
+    """Algorithm: a built-in name, or a user class `path/file.py:Class`, whose parameters are in `[custom]`."""
     dataset: DatasetConfig = DatasetConfig()
     """Data set of the training rows."""
     data_packer: Annotated[Thing | Literal[""], Where.CODE] = ""

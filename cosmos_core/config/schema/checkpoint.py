@@ -9,21 +9,23 @@ from cosmos_core.config.schema.table import Table
 
 
 class CheckpointConfig(Table):
-    """`[train.ckpt]`"""
+    """`[train.ckpt]`: checkpoints of a training, and the publication of its model."""
 
     enable_checkpoint: Annotated[bool, NoResult] = False
     """Save checkpoints during training, also of the best step by validation, which is kept and named in `best.json`.
     The final state and the state at a stop signal are saved in any case."""
     save_freq: Annotated[int, Unit("train steps"), NoResult] = 20
-    """Every N train steps; 0 or less: by `save_freq_in_epoch`."""
+    """Number of train steps between two checkpoints; 0 or less: by `save_freq_in_epoch`."""
     save_freq_in_epoch: Annotated[int, Unit("epochs"), NoResult] = 0
-    """Every N epochs, in place of `save_freq`; 0 or less: off."""
+    """Number of epochs between two checkpoints, in place of `save_freq`; 0 or less: off."""
     save_mode: Annotated[Literal["sync", "async"], NoResult] = "async"
-    """`async`: training continues while a checkpoint is written; at most one is written at a time."""
+    """Mode of saving. `async`: training continues while a checkpoint is written, and at most one is written at a time.
+    `sync`: training waits."""
     max_keep: Annotated[int, Unit("checkpoints"), NoResult] = 5
     """Number of newest checkpoints to keep in addition to the best; -1: all."""
     export_safetensors: Annotated[bool, NoResult] = True
-    """True: the pipeline ends with a proven safetensors export (a plain recipe gets an `export` stage)."""
+    """End the pipeline with an export in safetensors format that is verified to load (a recipe without stages gets an
+    `export` stage)."""
     upload_hf: Annotated[bool, NoResult] = False
     """Publish the export of the last training on the Hugging Face Hub, in a stage `NAME-hub` after it. A new repository
     is private; each run is a commit with a tag. The token is `HF_TOKEN` in the environment."""
@@ -35,7 +37,7 @@ class CheckpointConfig(Table):
     checkpoint during the training). Credentials are environment variables: `PROD_S3_CHECKPOINT_*`, as in Cosmos-RL, or
     those of AWS, including `AWS_ENDPOINT_URL`."""
     s3_bucket: Annotated[str | None, Needs("upload_s3"), NoResult] = None
-    """Bucket; None: no upload."""
+    """Bucket of the S3-compatible store; None: no upload."""
     s3_prefix: Annotated[str, Needs("upload_s3"), NoResult] = "outputs"
     """Prefix of keys in the bucket, before the names of pipeline and stage."""
 
@@ -45,8 +47,8 @@ class CheckpointConfig(Table):
         return f"s3://{'/'.join(filter(None, parts))}" if self.upload_s3 else ""
 
     def targets(self, *names: str, is_last: bool) -> dict[str, str]:
-        """Return the upload targets of a training's export by the suffix of the upload stage; only the last training
-        has the target on the Hub."""
+        """Return the publication targets of a training's export by the suffix of the upload stage; only the last
+        training has the target on the Hub."""
         hub = f"hub://{self.hf_repo_name}" if self.upload_hf and is_last else ""
         return {kind: url for kind, url in {"s3": self.s3_url(*names), "hub": hub}.items() if url}
 

@@ -13,7 +13,7 @@ class DdrlConfig(FlowGrpoConfig):
     algorithm: ClassVar[str] = "ddrl"
 
     trainer_type: Literal["ddrl"] = "ddrl"  # type: ignore[assignment]
-    """The algorithm."""
+    """Algorithm: DDRL."""
 
     @property
     def rows(self) -> str:  # type: ignore[override]

@@ -26,7 +26,7 @@ class DiffusionNftConfig(FlowPolicyConfig):
     )  # fmt: skip
 
     trainer_type: Literal["diffusion_nft"] = "diffusion_nft"
-    """The algorithm."""
+    """Algorithm: DiffusionNFT."""
 
     @property
     def named_weights(self) -> tuple[str, ...]:

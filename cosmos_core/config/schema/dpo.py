@@ -38,8 +38,8 @@ class DpoLossConfig(Table):
     simpo_gamma: NonNegativeFloat = 0.5
     """Target margin of `simpo` between the rewards of a pair."""
     reference_free: bool = False
-    """False: the reference is the model from which the stage starts. True: there is no reference, and a reward is beta
-    x log-probability, as in Cosmos-RL."""
+    """Train without a reference model: a reward is beta x log-probability, as in Cosmos-RL. False: the reference is the
+    model from which the stage starts."""
 
     @field_validator("loss_type")
     @classmethod
@@ -73,7 +73,7 @@ class DpoConfig(SupervisedConfig):
     scores_rows_once: ClassVar[bool] = True
 
     trainer_type: Literal["dpo"] = "dpo"
-    """The algorithm."""
+    """Algorithm: DPO."""
     prompt_column_name: str = ""
     """Column of the prompt, a string or a conversation, in place of `conversation_column_name`; empty: the first column
     that has one of the default names."""

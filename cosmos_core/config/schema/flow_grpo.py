@@ -22,7 +22,7 @@ class FlowGrpoConfig(FlowPolicyConfig):
     no_effect: ClassVar[tuple[str, ...]] = ("timesteps_fraction", "nft_beta", "weight_copy_decay_type")
 
     trainer_type: Literal["flow_grpo"] = "flow_grpo"
-    """The algorithm."""
+    """Algorithm: FlowGRPO."""
     epsilon_low: float = 1e-4
     """Lower clip range: probability ratios are clipped below at 1 - `epsilon_low`; negative: no lower clip. A ratio is
     the exponential of a mean over all elements of a latent and therefore stays close to 1."""

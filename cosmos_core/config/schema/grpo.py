@@ -42,7 +42,7 @@ class GrpoConfig(RlConfig):
     lower_bound_ratio: float = 3.0
     """Bound of the dual clip: the loss of a negative advantage A is at most -A times this value (arXiv 1912.09729)."""
     loss_type: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "token-sum"] = "token-mean"
-    """How token losses are averaged over the optimizer step."""
+    """Rule by which token losses are averaged over the optimizer step."""
     unbiased_loss_max_tokens: Tokens | None = None
     """With `seq-mean-token-mean`: number of tokens by which the loss of a sequence is divided instead of its length
     (Dr. GRPO, arXiv 2503.20783); None: its length."""
@@ -50,9 +50,9 @@ class GrpoConfig(RlConfig):
     """Subtract only the group's mean from a reward, without division by the group's standard deviation (Dr. GRPO);
     False: subtract and divide."""
     algo: Algo = "grpo"
-    """The rule that turns the rewards of a group into advantages: r - mean over the std of the group (`grpo`), r - mean
-    of the others (`rloo`, arXiv 2402.14740), r - mean over the std of the step (`batch-std`, 2508.08221), r whitened
-    over the learned tokens of the step (`reinforce++`, 2501.03262), r - mean whitened in that way
+    """Rule that turns the rewards of a group into advantages: r - mean over the std of the group (`grpo`), r - mean of
+    the other completions (`rloo`, arXiv 2402.14740), r - mean over the std of the step (`batch-std`, 2508.08221), r
+    whitened over the trained tokens of the step (`reinforce++`, 2501.03262), r - mean whitened in that way
     (`reinforce++-baseline`), r - mean over the mean (`maxrl`, 2602.02710), or each reward function's values over the
     sample std of their group, weighted, summed and normalised over the step (`gdpo`, 2601.05242)."""
     kl_beta: NonNegativeFloat = 0.0

@@ -34,7 +34,7 @@ class KtoConfig(SftConfig):
     reports_rewards: ClassVar[bool] = True
 
     trainer_type: Literal["kto"] = "kto"  # type: ignore[assignment]
-    """The algorithm."""
+    """Algorithm: KTO."""
     label_column_name: str = "label"
     """Column with the label of the response, desirable or not: true or false, or 1 or 0."""
     kto: KtoLossConfig = KtoLossConfig()

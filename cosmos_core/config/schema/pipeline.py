@@ -23,7 +23,7 @@ BLOCK = "block:"
 
 
 def seconds(duration: str) -> float:
-    """Return the seconds of a duration such as `90s`, `15m`, `12h`, `2d`.
+    """Return the number of seconds of a duration such as `90s`, `15m`, `12h`, `2d`.
 
     Raises:
         ValueError: the text is not a duration.

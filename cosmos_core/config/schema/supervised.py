@@ -50,7 +50,8 @@ class SupervisedConfig(AlgorithmConfig):
     @model_validator(mode="after")
     def _columns_once(self) -> Self:
         prompt = getattr(self, "prompt_column_name", "")
-        default = type(self).model_fields["conversation_column_name"].default  # which a resolved recipe names too
+        # A resolved recipe also sets the default value.
+        default = type(self).model_fields["conversation_column_name"].default
         if prompt and self.conversation_column_name != default:
             raise ValueError(
                 f"prompt_column_name = {prompt!r} and conversation_column_name = "

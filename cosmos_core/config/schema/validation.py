@@ -62,7 +62,8 @@ class ValidationConfig(Table):
     """Reward functions of validation; empty: those of training. With SFT, held-out rows are completed and scored with
     these functions in addition to the loss."""
     reward_env: Annotated[Names, NoResult] = ()
-    """Names of environment variables that rewards receive in addition to those of `train.train_policy.reward_env`."""
+    """Names of environment variables that reward functions receive in addition to those of
+    `train.train_policy.reward_env`."""
     use_remote_reward: bool | None = None
     """Use the reward service; None: as in training, the only allowed value."""
     remote_reward: Annotated[RemoteRewardConfig | None, Needs("use_remote_reward")] = None
