@@ -1,4 +1,4 @@
-"""The adapter of causal language models and vision-language models, which computes log-probabilities of token rows.
+"""Model adapter of causal language models and vision-language models, which computes log-probabilities of token rows.
 
 Shapes: B samples, T tokens, S = T - 1 predicted tokens, N learned tokens of a micro-batch.
 """
@@ -50,34 +50,34 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch(Batch):
-    """A micro-batch of token rows."""
+    """Model inputs of a micro-batch of token rows."""
 
     samples: Sequence[Sample]
     chosen_N: Tensor
-    """Positions of the learned tokens that this rank scores."""
+    """Positions, in the model inputs, of the trained tokens whose log-probabilities this rank computes."""
     is_mine_N: Tensor | None
-    """Mask over all learned tokens of those that this rank scores; None if it scores all."""
+    """Mask over all trained tokens: True for tokens whose log-probabilities this rank computes; None: all tokens."""
     learned: Sequence[np.ndarray]
-    """Positions of the learned tokens among the S predicted tokens of each sample."""
+    """Positions of the trained tokens among the S predicted tokens of each sample."""
     expected_N: Tensor | None = None
-    """Derivative of the loss by the log-probability of each token that this rank scores; None if unknown."""
+    """Derivative of the loss by the log-probability of each trained token of this rank; None: unknown."""
     top_ids_NK: Tensor | None = None
-    """Ids whose log-probabilities are requested at each token that this rank scores; None for the most likely ids."""
+    """Token ids whose log-probabilities are requested at each trained token of this rank; None: the most likely ids."""
 
 
 class Reading(NamedTuple):
-    """Tokenizer, image reader and files that convert text and images to model inputs."""
+    """Tokenizer, image reader and processor files with which text and images become model inputs."""
 
     pad_id: int
-    """Padding token id; its value does not matter, because masks are built from positions."""
+    """Token id for padding; any id is valid, because masks are built from positions."""
     vision: Vision | None = None
-    """Reader of the samples' images; None if no sample shows an image."""
+    """Reader that converts images of samples to model inputs; None: samples have no images."""
     tokenizer: PreTrainedTokenizerBase | None = None
-    """Tokenizer for engines and exports; None if there are none."""
+    """Tokenizer for rollout engines and exports; None: the model is used for neither."""
     files: Mapping[str, bytes] = {}
-    """Files of the processor to copy into exports, by their path in the folder."""
+    """Content of the processor files to copy into exports, by path in the model's folder."""
     num_ids: int | None = None
-    """Number of token ids, as a head can have more rows than ids; None for the number of rows."""
+    """Number of token ids of the tokenizer, which can be less than the rows of the output head; None: all rows."""
 
 
 class CausalLM:
@@ -91,7 +91,10 @@ class CausalLM:
         mesh: Mesh | None = None,
         balance: Balance | None = None,
     ) -> None:
-        """`balance` is the auxiliary loss of expert routers that is added to every update; None for no such loss."""
+        """Parallelise the model over the mesh and prepare it for training.
+
+        `balance` has the settings of the load-balancing loss of experts, which is added to each update; None: no loss.
+        """
         self.model = model
         self._has_balance = balance is not None
         self.mesh = mesh
@@ -122,7 +125,7 @@ class CausalLM:
 
     @property
     def vision(self) -> Vision | None:
-        """Return the reader of the samples' images; None if no sample shows an image."""
+        """Return the reader that converts images of samples to model inputs; None: samples have no images."""
         return self._reading.vision
 
     def whole_model(self) -> PreTrainedModel | None:
@@ -139,11 +142,11 @@ class CausalLM:
         return Export(tuple(checks), ADAPTER if is_adapted(model) else "")
 
     def cost(self, sample: Sample) -> int:
-        """See `ModelAdapter.cost`: the number of tokens, because rows of similar length need little padding."""
+        """Return the number of tokens of a sample as its cost: rows of similar length need little padding."""
         return len(sample.input_ids)
 
     def group(self, sample: Sample) -> int:
-        """See `ModelAdapter.group`: rows with images are separate from rows without."""
+        """Return the group of a sample, so that rows with and without images are in separate micro-batches."""
         return self._reading.vision.group(sample) if self._reading.vision else 0
 
     def assigned_batch(self, sample: Sample) -> Hashable | None:
@@ -158,7 +161,7 @@ class CausalLM:
         inputs = to_device(rows.inputs, device)
         if samples_or_filler[0].images:
             assert self._reading.vision is not None
-            del inputs["position_ids"]  # some families compute two-dimensional positions of images
+            del inputs["position_ids"]  # the model computes them, in some families as 2-D positions of image tokens
             image_inputs = self._reading.vision.inputs(samples_or_filler, rows.inputs["input_ids"])
             inputs |= {name: tensor.to(device, self._image_dtype(tensor)) for name, tensor in image_inputs.items()}
         if self._has_balance:
@@ -167,22 +170,22 @@ class CausalLM:
         top_ids_NK = _top_ids(samples_or_filler, device)
         if not (self.mesh and self.mesh.context):
             return TokenBatch(samples, indices, inputs, chosen, None, learned, top_ids_NK=top_ids_NK)
-        own_rows = shard_rows(inputs, chosen, self.mesh.context)
+        local_rows = shard_rows(inputs, chosen, self.mesh.context)
         if top_ids_NK is not None:
-            top_ids_NK = top_ids_NK[own_rows.is_mine_N]
+            top_ids_NK = top_ids_NK[local_rows.is_mine_N]
         return TokenBatch(
-            samples, indices, own_rows.inputs, own_rows.chosen, own_rows.is_mine_N, learned, top_ids_NK=top_ids_NK
+            samples, indices, local_rows.inputs, local_rows.chosen, local_rows.is_mine_N, learned, top_ids_NK=top_ids_NK
         )
 
     def gather_outputs(self, batch: TokenBatch, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """See `ModelAdapter.gather_outputs`: each context-parallel rank scores only some of the tokens."""
+        """Return the outputs of all trained tokens, because each context-parallel rank computes only some of them."""
         if batch.is_mine_N is None:
             return outputs
         assert self.mesh and self.mesh.context
         return {name: gather_chosen(values, batch.is_mine_N, self.mesh.context) for name, values in outputs.items()}
 
     def micro_batch(self, batch: TokenBatch, outputs: dict[str, Tensor]) -> MicroBatch:
-        """See `ModelAdapter.micro_batch`: outputs have shape BS, with 0 for tokens that are not learned."""
+        """Return outputs as a `MicroBatch` with tensors of shape BS, with 0 for tokens that are not trained."""
         outputs = dict(outputs)
         balance = outputs.pop(BALANCE, None)
         number = np.repeat(np.arange(len(batch.samples)), [len(s) for s in batch.learned])
@@ -209,7 +212,7 @@ class CausalLM:
         return replace(batch, expected_N=expected_N if batch.is_mine_N is None else expected_N[batch.is_mine_N])
 
     def prove(self) -> None:
-        """See `ModelAdapter.prove`: checks that the tensor-parallel plan covers all operations of the model."""
+        """Check that the tensor-parallel plan, if one is used, covers all operations of the model."""
         if self.mesh and self.mesh.tensor:
             with forward_context(self._train, self.device) if self._is_gathered_cast else nullcontext():
                 check_split(self.model, self.runner.roots, self.mesh.tensor)
@@ -249,7 +252,11 @@ class CausalLM:
         return outputs
 
     def _pack(self, runner: SequentialRunner | PipelineRunner) -> None:
-        """Enable packed rows; if the model does not support them, fall back to padded rows."""
+        """Enable packed rows; if the model does not support packing, fall back to padded rows.
+
+        Raises:
+            ModelError: packing is not supported, and context parallelism needs it.
+        """
         mesh = self.mesh
         compute_dtype = getattr(torch, self._train.param_dtype)
         roots = runner.roots if mesh else ()
@@ -264,11 +271,14 @@ class CausalLM:
 
     @property
     def _is_gathered_cast(self) -> bool:
-        """Return whether FSDP gathers weights in `param_dtype`, so that blocks can only run under its autocast."""
+        """Return True if FSDP gathers weights in `param_dtype`, so that blocks can only run under autocast to it."""
         return bool(self.mesh and self.mesh.fsdp) and gathers_casts(self._train)
 
     def _row_length(self, length: int) -> int:
-        """Return the padded length of rows: efficient for kernels, and divisible by the context-parallel size."""
+        """Return the length in tokens to which rows of `length` tokens are padded.
+
+        The result is efficient for kernels, and divisible by the context-parallel size.
+        """
         length = kernel_length(length, self.device, getattr(torch, self._train.param_dtype))
         return length + -length % (self.mesh.context.size() if self.mesh and self.mesh.context else 1)
 
@@ -282,7 +292,7 @@ def _mask_all_tokens(sample: Sample) -> Sample:
 
 
 def _top_ids(samples: Sequence[Sample], device: torch.device) -> Tensor | None:
-    """Return the `top_ids` of samples, concatenated; None if samples have none."""
+    """Return the concatenated `top_ids` of samples; None: the samples have no `top_ids`."""
     id_arrays = [sample.top_ids for sample in samples if sample.top_ids is not None]
     assert len(id_arrays) in {0, len(samples)}, "all samples of a micro-batch name ids, or none does"
     return torch.from_numpy(np.concatenate(id_arrays)).to(device) if id_arrays else None

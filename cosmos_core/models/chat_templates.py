@@ -24,7 +24,7 @@ TEMPLATES = {
 
 
 def set_template(tokenizer: PreTrainedTokenizerBase, name: str | None) -> None:
-    """Set the chat template of a tokenizer to that of a Jinja file or of `TEMPLATES`; None: change nothing.
+    """Set the chat template of a tokenizer: `name` is a key of `TEMPLATES` or a Jinja file; None changes nothing.
 
     Raises:
         ConfigError: the template does not exist, or the tokenizer lacks a token of the template.

@@ -28,7 +28,7 @@ from cosmos_core.models.offload import Residence
 from cosmos_core.models.pipeline_folder import PipelineFolder
 
 Text = dict[str, Tensor]
-"""Text inputs of a denoiser by name; the first dimension of each tensor is the prompts."""
+"""Text inputs of a denoiser by name; the first dimension of each tensor counts the prompts."""
 Predict = Callable[..., Tensor]
 """`DiffusionModel.predict` bound to a denoiser: a function `(latents, sigma_B, text, num_given_B)` to velocity."""
 
@@ -48,9 +48,9 @@ class DiffusionModel:
     lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
     """Suffixes of the module names that LoRA adapts if the recipe names no modules."""
     pipeline_multiple: ClassVar[int] = 1
-    """Divisor of height and width that the pipeline requires regardless of its VAE."""
+    """Divisor of height and width in pixels that the pipeline requires regardless of its VAE."""
     max_given: ClassVar[int] = 0
-    """Maximum number of clean conditioning frames of the network, in latent frames; 0 if it supports none."""
+    """Maximum number of clean conditioning frames that the network accepts, in latent frames; 0: none."""
 
     def __init__(self, folder: PipelineFolder, config: DiffusersConfig, device: torch.device | str = "cpu") -> None:
         self.folder, self.config, self.device = folder, config, torch.device(device)
@@ -70,7 +70,7 @@ class DiffusionModel:
     def nft_prepare_transformer_input(
         self, latents: Tensor, sigma_B: Tensor, text: Mapping[str, Tensor], num_given_B: Tensor | None = None
     ) -> dict[str, Any]:
-        """Return the arguments of the denoiser for latents at their noise levels; all losses and samplers use it."""
+        """Return the denoiser's arguments by name for latents at their noise levels, for all losses and samplers."""
         raise NotImplementedError(type(self).__name__)
 
     # Defaults that most families share.
@@ -93,7 +93,7 @@ class DiffusionModel:
             return pixels
 
     def dropped_text(self, empty: Mapping[str, Tensor]) -> Text:
-        """Return the text input for a dropped prompt: by default the embedding of the empty prompt."""
+        """Return the text inputs for a prompt that prompt dropout removed; by default those of the empty prompt."""
         return dict(empty)
 
     def set_scheduler_timestep(self, num_steps: int) -> Tensor:
@@ -135,7 +135,7 @@ class DiffusionModel:
         return noisy if mask is None else mask * noisy + (1 - mask) * latents
 
     def learned_mask(self, latents: Tensor, num_given_B: Tensor | None) -> Tensor | None:
-        """Return a mask (B, 1, F, 1, 1): 1 for learned frames, 0 for conditioning frames; None if all are learned."""
+        """Return a mask (B, 1, F, 1, 1): 1 for trained frames, 0 for conditioning frames; None: all are trained."""
         if num_given_B is None or not num_given_B.any():
             return None
         frames_F = torch.arange(latents.shape[2], device=latents.device)
@@ -171,7 +171,7 @@ class DiffusionModel:
         return output.chunk(2, dim=1)[0] if output.shape[1] == 2 * latents.shape[1] else output
 
     def latents_in(self, hidden_states: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Return latents of the given shape from the network's input, whose layout depends on the family."""
+        """Return the latents, of shape `shape`, in the network's input `hidden_states`; families define its layout."""
         return hidden_states
 
     def apply_guidance(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
@@ -182,7 +182,7 @@ class DiffusionModel:
         """Check that `shard_tokens` can divide the tokens of a clip among `size` ranks.
 
         Raises:
-            ConfigError: the family does not support it.
+            ConfigError: the family does not support context parallelism over `size` ranks.
         """
         raise ConfigError(
             f"policy.parallelism.cp_size = {size}: a {self.folder.class_name} has no tokens that ranks can share here, "
@@ -197,7 +197,7 @@ class DiffusionModel:
         raise NotImplementedError(type(self).__name__)
 
     def pipeline_with_logprob(self, sample: Callable[..., Any], predict: Predict, *args: Any, **kwargs: Any) -> Any:
-        """Call `sample`, which draws samples with the log-probability of each step; families can override the call."""
+        """Call `sample`, a sampler that also returns the log-probability of each step; families can override this."""
         return sample(predict, *args, **kwargs)
 
     # Properties of the scheduler, and sizes.
@@ -212,7 +212,7 @@ class DiffusionModel:
         """Return the name of the scheduler's table of noise levels, one of `flow.SCHEDULES`.
 
         Raises:
-            ConfigError: it is not that of a rectified flow.
+            ConfigError: the scheduler is not that of a rectified flow.
         """
         name, settings = str(self.scheduler.get("_class_name", "")), self.scheduler
         if name.startswith("FlowMatch"):
@@ -228,8 +228,8 @@ class DiffusionModel:
 
     @property
     def edm_levels(self) -> tuple[float, float]:
-        """Return the largest and smallest EDM noise level of Karras' table: from the scheduler's settings, or else from
-        its training noise levels."""
+        """Return the largest and smallest EDM noise level of Karras' schedule, from the settings of the scheduler or,
+        if they are not set, from its training noise levels."""
         most, least = self.scheduler.get("sigma_max"), self.scheduler.get("sigma_min")
         if most is None or least is None:
             alphas = self.folder.load("scheduler").alphas_cumprod.double()
@@ -249,12 +249,12 @@ class DiffusionModel:
 
     @property
     def train_shift(self) -> float:
-        """Return the timestep shift of training: the recipe's, or else the scheduler's."""
+        """Return the timestep shift of training: that of the recipe or, if not set, that of the scheduler."""
         return self.config.train_flow_shift or self.shift
 
     @property
     def pixels_per_latent(self) -> tuple[int, int]:
-        """Return the VAE's compression factors: frames and pixels per latent position and axis."""
+        """Return the VAE's compression factors: frames per latent frame, and pixels per latent position in a row."""
         settings = self.folder.settings("vae")
         channels = settings.get("block_out_channels") or settings.get("encoder_block_out_channels") or (1,)
         return 1, 2 ** (len(channels) - 1)
@@ -299,12 +299,11 @@ class DiffusionModel:
         """Return the number of channels of a latent."""
         return int(self.folder.settings(self.denoiser_name)["in_channels"])
 
-    # Encoders: loaded when first needed.
+    # Encoders, which are loaded on first use.
 
     @cached_property
     def pipeline(self) -> Any:
-        """Return the pipeline with everything but its denoiser; text encoders in `policy.diffusers.dtype`, the VAE in
-        float32."""
+        """Return the pipeline without its denoiser; text encoders in `policy.diffusers.dtype`, the VAE in float32."""
         pipeline_class = self.folder.pipeline_class
         names = set(inspect.signature(pipeline_class.__init__).parameters) & set(self.folder.components)
         components = {name: self._load(name) for name in sorted(names - {self.denoiser_name, "vae"})}
@@ -360,8 +359,8 @@ class DiffusionModel:
                 "max_sequence_length": self.config.max_prompt_length, **frames}  # fmt: skip
 
     def load_denoiser(self, dtype: torch.dtype) -> Any:
-        """Return the denoiser with its weights on the CPU, all in one dtype, which FSDP wants: diffusers leaves some of
-        a network in half precision in float32."""
+        """Return the denoiser with all weights on the CPU in `dtype`: FSDP needs a single dtype, but diffusers leaves
+        some weights of a network in half precision in float32."""
         return torch.nn.Module.to(self.folder.load(self.denoiser_name, dtype), dtype)
 
     @property

@@ -1,9 +1,10 @@
 """Rectified flow: the path from data to noise, the noise levels of training, and those of a sampler.
 
-One convention for all families: sigma is in [0, 1] and 1 is pure noise, so x = (1 - sigma) x0 + sigma e with e drawn
+One convention for all families: sigma is in [0, 1] and 1 is pure noise, so x = (1 - sigma) x0 + sigma e with e sampled
 from N(0, I), and a network predicts the velocity v = e - x0. Tables of noise levels are float64, on the CPU, and
-computed here: the integer timesteps of a scheduler are inexact by up to 1/1000, and a pipeline's call modifies them. A
-scheduler with settings that no table here supports computes its own (`diffusion.set_scheduler_timestep`).
+computed by this module: the integer timesteps of a scheduler are inexact by up to 1/1000, and a pipeline's call
+modifies them. If no table of this module matches the settings of a scheduler, the scheduler's own table is used
+(`DiffusionModel.set_scheduler_timestep`).
 
 Steps from one noise level to the next are in `flow_steps`.
 
@@ -24,13 +25,13 @@ _TRAIN_LEVELS = 1000
 
 
 def noisy_latents(x0: Tensor, noise: Tensor, sigma_B: Tensor) -> Tensor:
-    """Return the latents at the noise level of each sample."""
+    """Return the noisy latents x of clean latents `x0` at the noise level of each sample."""
     sigma = per_sample(sigma_B, x0)
     return (1 - sigma) * x0 + sigma * noise
 
 
 def velocity(x0: Tensor, noise: Tensor) -> Tensor:
-    """Return the velocity that the network should predict, the same at every noise level."""
+    """Return the velocity that a network should predict, `noise` - `x0`, which is the same at every noise level."""
     return noise - x0
 
 
@@ -45,14 +46,15 @@ def noise_estimate(x: Tensor, v: Tensor, sigma_B: Tensor) -> Tensor:
 
 
 def per_sample(values_B: Tensor, like: Tensor) -> Tensor:
-    """Reshape one value per sample, or one for all, to broadcast over latents, on their device and in their dtype."""
+    """Return values per sample, or a scalar, in a shape that broadcasts over the latents `like`, and in their dtype."""
     return values_B.to(like).reshape(-1, *[1] * (like.ndim - 1)) if values_B.ndim else values_B.to(like)
 
 
 def mean_per_sample(values: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the mean over all dimensions but the first where the mask is 1, so without conditioning frames.
+    """Return for each sample the mean of the values where the mask is 1 (0 marks conditioning frames).
 
-    A mask of None or a scalar mask averages over everything."""
+    With a mask of None or a scalar mask the mean is over all values of the sample.
+    """
     if mask is None or not mask.ndim:
         return values.flatten(1).mean(1)
     weights = mask.to(values).expand_as(values).flatten(1)
@@ -60,7 +62,10 @@ def mean_per_sample(values: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def shift_levels(sigma: Tensor, shift: float) -> Tensor:
-    """Return noise levels moved towards noise (shift above 1), as larger images need (arXiv 2403.03206, 5.3.2)."""
+    """Return noise levels moved towards pure noise if `shift` is above 1, as larger images need.
+
+    Source: arXiv 2403.03206, section 5.3.2.
+    """
     return shift * sigma / (1 + (shift - 1) * sigma)
 
 
@@ -73,10 +78,10 @@ def draw_noise_levels(
     logit_std: float = 1.0,
     shift: float = 1.0,
 ) -> Tensor:
-    """Return `count` noise levels from the density of a scheme (arXiv 2403.03206, section 3.1), then shifted: float64.
+    """Sample `count` noise levels from the density of `scheme`, then shift them by `shift`; the result is float64.
 
-    `logit_normal` is sigmoid(logit_mean + logit_std z); `mode` prefers the middle; all other schemes
-    are uniform.
+    `logit_normal` is sigmoid(logit_mean + logit_std z) with z from N(0, 1); `mode` prefers medium levels; all other
+    schemes are uniform (arXiv 2403.03206, section 3.1).
     """
     if scheme == "logit_normal":
         z_N = torch.randn(count, generator=generator, dtype=torch.float64)
@@ -89,8 +94,11 @@ def draw_noise_levels(
 
 
 def loss_weights(sigma_B: Tensor, scheme: str) -> Tensor:
-    """Return the weight of the loss at each noise level: sigma^-2 (`sigma_sqrt`), 2 / (pi (1 - 2 sigma + 2 sigma^2))
-    (`cosmap`), else 1, because a scheme that is a sampling density must not weight a second time."""
+    """Return the weight of the loss at the noise level of each sample.
+
+    It is sigma^-2 for the scheme `sigma_sqrt`, 2 / (pi (1 - 2 sigma + 2 sigma^2)) for `cosmap`, and 1 for the other
+    schemes, which already weight noise levels by the density from which `draw_noise_levels` samples.
+    """
     if scheme == "sigma_sqrt":
         return sigma_B**-2
     if scheme == "cosmap":
@@ -99,37 +107,41 @@ def loss_weights(sigma_B: Tensor, scheme: str) -> Tensor:
 
 
 def flow_schedule(num_steps: int, shift: float = 1.0) -> Tensor:
-    """Return the noise levels of a sampler, num_steps + 1 from 1 to 0: evenly spaced, then shifted."""
+    """Return the `num_steps` + 1 noise levels of a sampler from 1 to 0: evenly spaced, then shifted."""
     return shift_levels(torch.linspace(1, 0, num_steps + 1, dtype=torch.float64), shift)
 
 
 def euler_schedule(num_steps: int, shift: float = 1.0) -> Tensor:
-    """Return the table of diffusers' FlowMatchEulerDiscreteScheduler, which the papers used: it shifts its smallest
-    level
-    twice, so its last step is very small."""
+    """Return the noise levels of diffusers' FlowMatchEulerDiscreteScheduler, which the papers on RL with flows used.
+
+    The scheduler shifts its smallest level twice, so its last step is very small.
+    """
     smallest = shift_levels(torch.tensor(1 / _TRAIN_LEVELS, dtype=torch.float64), shift).item()
     return _append_zero(shift_levels(torch.linspace(1, smallest, num_steps, dtype=torch.float64), shift))
 
 
 def dpm_schedule(num_steps: int, shift: float = 1.0) -> Tensor:
-    """Return the table of diffusers' DPMSolverMultistepScheduler for flows: from 0.999, shifted."""
+    """Return the noise levels of diffusers' DPMSolverMultistepScheduler for flows: from 0.999 to 0, shifted."""
     largest = 1 - 1 / _TRAIN_LEVELS
     return _append_zero(shift_levels(torch.linspace(largest, 0, num_steps + 1, dtype=torch.float64)[:-1], shift))
 
 
 def unipc_schedule(num_steps: int, shift: float = 1.0) -> Tensor:
-    """Return the table of diffusers' UniPCMultistepScheduler for flows: from 1 towards 0.001, without that end,
-    shifted.
-    The scheduler itself starts at 1 - 1e-6, because its steps take a logarithm."""
+    """Return the noise levels of diffusers' UniPCMultistepScheduler for flows: from 1 down to above 0.001, shifted, and
+    0 at the end.
+
+    The scheduler itself starts at 1 - 1e-6, because its steps take a logarithm.
+    """
     smallest = 1 / _TRAIN_LEVELS
     return _append_zero(shift_levels(torch.linspace(1, smallest, num_steps + 1, dtype=torch.float64)[:-1], shift))
 
 
 def karras_schedule(num_steps: int, shift: float = 1.0, *, most: float = 200.0, least: float = 0.01) -> Tensor:
-    """Return the table of diffusers' UniPCMultistepScheduler with Karras' levels, which ignores the shift.
+    """Return the noise levels of diffusers' UniPCMultistepScheduler with Karras' levels; `shift` has no effect.
 
-    It has the EDM levels from `most` to `least` by the rule of Karras et al. (arXiv 2206.00364, rho = 7), converted to
-    levels s / (1 + s) of a flow; the defaults are those of Cosmos-Predict2.5."""
+    The EDM noise levels s from `most` to `least` by the rule of Karras et al. (arXiv 2206.00364, rho = 7) are converted
+    to noise levels s / (1 + s) of a flow. The default range is that of Cosmos-Predict2.5.
+    """
     rho = 7.0
     ramp_N = torch.linspace(0, 1, num_steps, dtype=torch.float64)
     edm_N = (most ** (1 / rho) + ramp_N * (least ** (1 / rho) - most ** (1 / rho))) ** rho
@@ -143,7 +155,7 @@ SCHEDULES: dict[str, Callable[[int, float], Tensor]] = {
     "unipc": unipc_schedule,
     "karras": karras_schedule,
 }
-"""Functions from number of steps and shift to a table of noise levels, by name."""
+"""Functions that return the noise levels of a sampler for a number of steps and a shift, by name of the schedule."""
 
 
 def _append_zero(sigma_N: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Steps of a sampler from one noise level to the next: stochastic steps with their log-probability, and solvers.
 
-A stochastic step is a Gaussian around a mean; `transition` computes both parameters from a velocity, in rollouts and,
-with gradient, in training, so that the two cannot differ. Everything is computed at least in float32, in any dtype of
-the network.
+A stochastic step is a Gaussian around a mean. `transition` computes mean and standard deviation from a velocity, in
+rollouts and, with gradient, in training, so that rollouts and training cannot differ. All values are computed at least
+in float32, whatever the dtype of the network.
 
 Tables of noise levels are in `flow`.
 
@@ -27,12 +27,12 @@ _PURE = 0.999
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """Noise levels at the start and end of a step, one per sample or one for all."""
+    """Noise levels at the start and at the end of a sampler step, one value per sample or one for all samples."""
 
     sigma: Tensor
     next: Tensor
     second: Tensor
-    """Second noise level of the table, which replaces sigma in divisions by 1 - sigma at pure noise, where it is 0."""
+    """Second noise level of the sampler's schedule, which replaces sigma = 1 in divisions by 1 - sigma."""
 
 
 class Transition(NamedTuple):
@@ -40,21 +40,23 @@ class Transition(NamedTuple):
 
     mean: Tensor
     std: Tensor
-    """Standard deviation of each element, one per sample or one for all; 0 if the step is deterministic."""
+    """Standard deviation of each element of the latents, one value per sample or one for all samples; 0 if the step is
+    deterministic."""
     rate: Tensor
-    """Noise of the differential equation, std / sqrt(sigma - next), by which the papers divide the KL."""
+    """Noise rate of the differential equation, std / sqrt(sigma - next sigma), by which the papers divide the KL."""
     has_density: bool = True
-    """Whether `log_prob` is that of a Gaussian; False uses minus the mean squared distance to the mean (FlowCPS)."""
+    """Whether `log_prob` is that of a Gaussian; False: minus the mean squared distance to the mean (FlowCPS)."""
 
 
 Kernel = Callable[[Tensor, Tensor, Levels, float], Transition]
 
 
 def flow_sde(x: Tensor, v: Tensor, levels: Levels, eta: float) -> Transition:
-    """Return the step of FlowGRPO (arXiv 2505.05470): noise eta sqrt(sigma / (1 - sigma)), with the drift that keeps
-    the distribution at each noise level. The noise is unbounded as sigma goes to 1: above a level of 0.999, 1 - sigma
-    is
-    that of the second level."""
+    """Return the step of FlowGRPO (arXiv 2505.05470), with noise eta sqrt(sigma / (1 - sigma)).
+
+    The drift keeps the distribution of latents at each noise level. The noise is unbounded as sigma goes to 1, so for
+    sigma above 0.999 the second noise level replaces sigma in 1 - sigma.
+    """
     sigma, step = levels.sigma, levels.next - levels.sigma
     rate = eta * torch.sqrt(sigma / (1 - torch.where(sigma > _PURE, levels.second, sigma)))
     half = rate**2 / (2 * sigma)
@@ -72,9 +74,10 @@ def dance_sde(x: Tensor, v: Tensor, levels: Levels, eta: float) -> Transition:
 
 
 def cps(x: Tensor, v: Tensor, levels: Levels, eta: float) -> Transition:
-    """Return the step of FlowCPS (arXiv 2509.05952): a fraction sin(eta pi / 2) of the noise at the next level is new,
-    so
-    that the total noise is that of the schedule."""
+    """Return the step of FlowCPS (arXiv 2509.05952): the fraction sin(eta pi / 2) of the noise after the step is new.
+
+    The total noise after the step is exactly that of the next noise level.
+    """
     new = levels.next * math.sin(eta * math.pi / 2)
     kept_noise = torch.sqrt((levels.next**2 - new**2).clamp(min=0))
     clean, noise = clean_estimate(x, v, levels.sigma), noise_estimate(x, v, levels.sigma)
@@ -97,18 +100,21 @@ def ddim(x: Tensor, v: Tensor, levels: Levels, eta: float) -> Transition:
 
 
 KERNELS: dict[str, Kernel] = {"flow": flow_sde, "dance": dance_sde, "cps": cps, "ddim": ddim}
-"""Stochastic steps by their name in `policy.diffusers.sample.solver`."""
+"""Functions for stochastic steps, by their name in the key `policy.diffusers.sample.solver`."""
 
 
 def transition(kernel: str, x: Tensor, v: Tensor, levels: Levels, eta: float) -> Transition:
-    """Return the distribution of the latents after a stochastic step from `x`, with the velocity `v` there."""
+    """Return the distribution of the latents after a stochastic step from the latents `x` with the velocity `v`."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     return KERNELS[kernel](x.to(dtype), v.to(dtype), levels, eta)
 
 
 def log_prob(distribution: Transition, later: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the log-probability of the latents after a step for each sample: the *mean* over their elements, which is
-    why clip ranges are as small as 1e-4. Only elements with mask 1 count (None: all); conditioning frames have 0."""
+    """Return the log-probability of the latents `later` after a step, per sample, as the *mean* over their elements.
+
+    Because it is a mean, clip ranges are as small as 1e-4. Only elements with mask 1 count (None: all elements); the
+    mask of conditioning frames is 0.
+    """
     mean, later = distribution.mean, later.to(distribution.mean.dtype)
     squared_B = mean_per_sample((later - mean) ** 2, mask)
     if not distribution.has_density:
@@ -118,15 +124,18 @@ def log_prob(distribution: Transition, later: Tensor, mask: Tensor | None = None
 
 
 def euler(x: Tensor, v: Tensor, sigma: Tensor, later: Tensor) -> Tensor:
-    """Return the latents after a deterministic step of order 1, which DDIM and DPM-Solver++ of order 1 are too."""
+    """Return the latents after an Euler step from noise level `sigma` to `later`.
+
+    DDIM and DPM-Solver++ of order 1 are the same step.
+    """
     return x + v * per_sample(later - sigma, x)
 
 
 class Dpm2:
-    """DPM-Solver++(2M) (arXiv 2211.01095) on a flow: each step uses the clean estimate of the one before.
+    """DPM-Solver++(2M) (arXiv 2211.01095) on a flow: each step also uses the clean estimate of the previous step.
 
-    Its first step, its second from pure noise, and its last are of order 1, because log((1 - sigma) / sigma) is
-    infinite at both ends.
+    The first step, the second step if sampling starts from pure noise, and the last step are of order 1, because
+    log((1 - sigma) / sigma) is infinite at sigma 0 and 1.
     """
 
     def __init__(self, sigmas_N: Tensor) -> None:
@@ -134,7 +143,7 @@ class Dpm2:
         self._clean: Tensor | None = None
 
     def step(self, x: Tensor, v: Tensor, i: int) -> Tensor:
-        """Return the latents after step `i` of the table; steps have to be called in order."""
+        """Return the latents after step `i` of the schedule; call this method for the steps in order."""
         sigma, later = self._sigmas_N[i], self._sigmas_N[i + 1]
         clean, before = clean_estimate(x, v, sigma), self._clean
         self._clean = clean

@@ -39,7 +39,7 @@ _PROBE, _PROBE_WINDOW = (5, 9), 3
 _TOLERANCE = 1e-3
 _VARLEN_DEVICE, _VARLEN_DTYPES, _VARLEN_HEAD, _VARLEN_CAPABILITY = "cuda", {torch.bfloat16, torch.float16}, 256, (8, 0)
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-"""Arguments for grouped-query attention; older versions of torch need none."""
+"""Arguments of `varlen_attn` for grouped-query attention; older versions of torch need none."""
 
 logger = logging.getLogger(__name__)
 
@@ -51,12 +51,16 @@ def enable_packing(
     *,
     is_gathered_in_it: bool = False,
 ) -> str:
-    """Enable packed rows for `model` (`data.batch.packed_bounds`, restarting `position_ids`).
+    """Enable packed rows for `model`; return the reason if the model does not support them, else an empty string.
 
-    `roots` are the modules to call instead of a sharded model; all ranks must call this function. `compute_dtype` is
-    the autocast dtype of training, which selects the kernel; None means the weights' dtype. `is_gathered_in_it` says
-    that FSDP gathers weights in `compute_dtype`, so no other dtype can be tested. Returns an empty string, or the
-    reason why the model does not support packing, which then is unchanged.
+    Packed rows have sequence bounds (`data.batch.packed_bounds`) and `position_ids` that restart in each sequence. If
+    they are not supported, the model is unchanged. If the model is sharded, all ranks must call this function.
+
+    Args:
+        model: model whose attention is replaced.
+        roots: modules to call instead of a sharded model.
+        compute_dtype: autocast dtype of training, which selects the kernel; None: the weights' dtype.
+        is_gathered_in_it: whether FSDP gathers weights in `compute_dtype`, so that no other dtype can be tested.
     """
     text = model.config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
@@ -87,7 +91,10 @@ def packed_attention(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function for transformers, BKPD to BPKD; without `sequence_bounds` it is the attention `sdpa`."""
+    """Compute the attention of packed rows, BKPD to BPKD; without `sequence_bounds` compute the attention `sdpa`.
+
+    The signature is that of an attention function of transformers.
+    """
     bounds, window = kwargs.get("sequence_bounds"), kwargs.get("sliding_window")
     if bounds is None and not (window and attention_mask is None and query.shape[2] == key.shape[2]):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
@@ -104,17 +111,17 @@ def packed_attention(
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         length = query.shape[2]
         mask = _band(length, window, query.device) if window and window < length else None
-        found_BPKD = scaled_dot_product_attention(
+        attended_BPKD = scaled_dot_product_attention(
             query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling,
             enable_gqa=enable_gqa,
         )  # fmt: skip
-        return found_BPKD.transpose(1, 2)
+        return attended_BPKD.transpose(1, 2)
 
     return _attend_per_sequence(bounds, attend, query, key, value), None
 
 
 def varlen_obstacle(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> str:
-    """Return the reason why `varlen_attn` does not support these inputs; an empty string if it does."""
+    """Return the reason why torch's `varlen_attn` does not support these inputs; empty: it supports them."""
     size = query.shape[-1]
     if query.dtype not in _VARLEN_DTYPES:
         return f"its kernel takes half precision, and this is {str(query.dtype).removeprefix('torch.')}"
@@ -135,7 +142,10 @@ def _log_once(reason: str) -> None:
 
 
 def _autocast(state: Tensor) -> Tensor:
-    """Cast a state as autocast does for `sdpa`: a norm of queries leaves them in the dtype of its weights."""
+    """Cast queries, keys or values to the dtype of autocast, which does so for `sdpa` but not for `varlen_attn`.
+
+    The cast is needed because a norm of queries or keys returns them in the dtype of its weights.
+    """
     kind = state.device.type
     return state.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else state
 
@@ -146,7 +156,7 @@ def _varlen_attention(states: Sequence[Tensor], kwargs: dict[str, Any]) -> Tenso
     query_PKD, key_PKD, value_PKD = (state.transpose(1, 2).squeeze(0) for state in states)
     output_PKD = varlen_attn(
         query_PKD, key_PKD, value_PKD, on_device, on_device, longest, longest, scale=kwargs.get("scaling"),
-        window_size=(window - 1 if window else -1, 0),  # keys before and after a query
+        window_size=(window - 1 if window else -1, 0),  # number of keys before and after a query; -1: all
         **(_GROUPED if query_PKD.shape[1] != key_PKD.shape[1] else {}),
     )  # fmt: skip
     assert isinstance(output_PKD, Tensor)
@@ -161,7 +171,10 @@ def packed_eager_attention(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function that applies the model family's own eager attention (sinks, soft caps) to packed sequences."""
+    """Compute the attention of packed rows by the eager attention of the model's family, with its sinks or soft caps.
+
+    The signature is that of an attention function of transformers.
+    """
     eager = sys.modules[type(module).__module__].eager_attention_forward
     bounds, window = kwargs.get("sequence_bounds"), kwargs.get("sliding_window")
     if bounds is None and attention_mask is not None:
@@ -171,19 +184,19 @@ def packed_eager_attention(
         length = query.shape[2]
         lowest = torch.finfo(query.dtype).min
         mask = query.new_zeros(length, length).masked_fill(~_band(length, window or length, query.device), lowest)
-        found_BPKD: Tensor = eager(module, query, key, value, mask[None, None], **kwargs)[0]
-        return found_BPKD
+        attended_BPKD: Tensor = eager(module, query, key, value, mask[None, None], **kwargs)[0]
+        return attended_BPKD
 
     return _attend_per_sequence(bounds, attend, query, key, value), None
 
 
 def packed_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Return None without padding and without cached keys, else the mask of `sdpa`."""
+    """Return the attention mask of `sdpa`, or None if there is neither padding nor a cached key."""
     return None if _is_whole(kwargs) else sdpa_mask(*args, **kwargs)
 
 
 def packed_eager_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Return None without padding and without cached keys, else the mask of `eager`."""
+    """Return the attention mask of `eager`, or None if there is neither padding nor a cached key."""
     return None if _is_whole(kwargs) else eager_mask(*args, **kwargs)
 
 
@@ -192,15 +205,15 @@ def _is_whole(kwargs: dict[str, Any]) -> bool:
 
 
 def _attend_per_sequence(bounds: Bounds | None, attend: Callable[..., Tensor], *states: Tensor) -> Tensor:
-    """Compute the attention of each sequence of a row, BPKD; if `bounds` is None, the row is one sequence.
+    """Compute the attention of each sequence of a row, BPKD, by the function `attend`.
 
-    Sequences of similar length form a batch, padded on the right, which causal attention ignores. The row is divided by
-    `split`, whose gradient needs less memory than that of slices, each as large as the row.
+    `bounds` None: the row is one sequence. Sequences of similar length form a batch, padded on the right, which causal
+    attention ignores. The row is divided by `split`, because the gradient of each slice would be as large as the row.
     """
     if bounds is None:
         return attend(*states)
     lengths = np.diff(bounds.ends).tolist()
-    slices = [state.squeeze(0).split(lengths, dim=1) for state in states]  # K, tokens of the sequence, D
+    slices = [state.squeeze(0).split(lengths, dim=1) for state in states]  # shapes: K, tokens of the sequence, D
     together: dict[int, list[int]] = {}
     for index, length in enumerate(lengths):
         together.setdefault(round_length(length), []).append(index)
@@ -214,20 +227,23 @@ def _attend_per_sequence(bounds: Bounds | None, attend: Callable[..., Tensor], *
 
 
 def _band(length: int, window: int, device: torch.device) -> Tensor:
-    """Make the causal mask of a sliding window: PP, True where the query (row) attends to the key."""
+    """Return the causal mask of a sliding window, PP: True where the query (row) attends to the key (column)."""
     distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
     return (distance >= 0) & (distance < window)
 
 
 def _set_attention(model: PreTrainedModel, name: str) -> None:
-    """Set the attention of the language model only: a vision tower packs images in its own way."""
+    """Set the attention of the language model, but not of a vision tower, which packs images in its own way."""
     keys = [key for key in model.config.sub_configs if getattr(model.config, key) is model.config.get_text_config()]
     model.set_attn_implementation({keys[0]: name} if keys else name)
 
 
 @contextmanager
 def _short_windows(model: PreTrainedModel) -> Iterator[None]:
-    """Shorten sliding windows below the probe's rows, so that the probe detects families that ignore the window."""
+    """Make sliding windows shorter than the rows of the probe inside the block.
+
+    The probe then detects model families whose packed attention ignores the window.
+    """
     holders: list[Any] = [model.config.get_text_config(), *model.modules()]
     windows = [(holder, holder.sliding_window) for holder in holders if getattr(holder, "sliding_window", None)]
     try:
@@ -241,9 +257,10 @@ def _short_windows(model: PreTrainedModel) -> Iterator[None]:
 
 @torch.no_grad()
 def _is_exact(model: PreTrainedModel, roots: Sequence[Any], plain: str, dtype: torch.dtype) -> bool:
-    """Return whether packed rows give the same logits, or last hidden states of each root, as separate rows.
+    """Return True if packed rows have the same logits, or last hidden states of each root, as separate rows.
 
-    Separate rows use attention `plain`; both are computed in `dtype`. Packed attention stays enabled afterwards.
+    Separate rows use the attention `plain`; packed and separate rows are computed in `dtype`. Packed attention stays
+    enabled afterwards.
     """
     generator = torch.Generator().manual_seed(0)
     vocabulary = int(model.config.get_text_config().vocab_size)
@@ -272,7 +289,7 @@ def _is_exact(model: PreTrainedModel, roots: Sequence[Any], plain: str, dtype: t
             return False
         finally:
             model.train(was_training)
-    # Half precision rounds the sums of the two kernels differently.
+    # The kernels of packed and separate rows round sums differently in half precision.
     tolerance = max(_TOLERANCE, 8 * torch.finfo(dtype).eps)
     return bool((packed - separate).abs().max() <= tolerance * max(1.0, separate.abs().max().item()))
 

@@ -1,4 +1,4 @@
-"""Compute log-probabilities of chosen tokens without ever holding the logits of all positions.
+"""Compute log-probabilities of chosen (trained) tokens without ever holding the logits of all positions.
 
 The body of the model runs once; the head (a matrix of V rows) runs only over the chosen positions, one chunk at a time,
 and again in the backward pass. If the caller knows the derivative of the loss with respect to every log-probability
@@ -38,13 +38,13 @@ class Wants:
     """Outputs to compute for each chosen token in addition to its log-probability."""
 
     temperature: float = 1.0
-    """Temperature that divides the logits, for every output."""
+    """Temperature by which the logits are divided before every output is computed."""
     entropy: Literal["", "value", "gradient"] = ""
-    """Entropy in nats of the distribution that the token is sampled from; `gradient`: with gradient, for a loss."""
+    """Whether to return the entropy of each token's distribution in nats; `gradient`: with gradient; empty: no."""
     top_k: int = 0
     """Number of the most likely tokens whose ids and log-probabilities, with gradient, are returned."""
     is_top: bool = False
-    """Whether to return if the label is the most likely token."""
+    """Whether to return for each token whether its label is the most likely token."""
 
 
 LOGPROBS = Wants()
@@ -54,10 +54,10 @@ LOGPROBS = Wants()
 def chunk_bytes(device: torch.device) -> int:
     """Return the maximum size in bytes of the float32 logits of one chunk on `device`.
 
-    It is a 64th of the device's memory as a power of two, from 64 MiB to 1 GiB: the peak memory of a chunk is about
-    three times as much, and each chunk reads and writes the gradient of the whole head once. It depends on the total
-    memory, not on the free memory: chunks determine the order in which gradients are summed, so a resumed run needs
-    the same chunks.
+    The size is a 64th of the device's memory as a power of two, from 64 MiB to 1 GiB: the peak memory of a chunk is
+    about three times as much, and each chunk reads and writes the gradient of the whole head once. The size depends on
+    the total memory, not on the free memory: chunks determine the order in which gradients are summed, so a resumed
+    run needs the same chunks.
     """
     is_cuda = device.type == "cuda" and torch.cuda.is_available()
     total = torch.cuda.get_device_properties(device).total_memory if is_cuda else psutil.virtual_memory().total
@@ -75,8 +75,8 @@ class Scorer(nn.Module):
         self._has_plain_head: bool | None = None
         """Whether head(body(x)) equals the model's own logits; None until the first call has determined it."""
         self.num_ids: int | None = None
-        """Number of token ids from which the most likely tokens are selected, because a head may have more rows than
-        the tokenizer has tokens; None: all rows."""
+        """Number of token ids from which the most likely tokens are selected; None: all rows of the head. A head may
+        have more rows than the tokenizer has tokens."""
 
         self.balance: Balance | None = None
         """Settings of the load-balancing loss, which is the output `balance` if gradients are enabled; None: no
@@ -92,9 +92,8 @@ class Scorer(nn.Module):
         expected_N: Tensor | None = None,
         top_ids_NK: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Return `logprobs` N of the chosen tokens and the outputs in `wants`: `entropy` N, `top_logprobs` and
-        `top_ids`
-        NK, `is_top` N (1 or 0).
+        """Return outputs of the chosen tokens by name: `logprobs` N and, as `wants` says, `entropy` N, `top_logprobs`
+        and `top_ids` NK, `is_top` N (1 or 0).
 
         Args:
             inputs: inputs of the model, with `input_ids` BT; also `inputs_embeds` BTH, which the model reads instead of
@@ -104,8 +103,8 @@ class Scorer(nn.Module):
                 s + 1 of row b, conditioned on the tokens before it.
             wants: the outputs and their temperature.
             dtype: dtype of the log-softmax.
-            expected_N: the derivative of the loss with respect to each log-probability, if it is known. A wrong value
-                costs time and changes no result.
+            expected_N: the derivative of the loss with respect to each log-probability, if known. A wrong value costs
+                time, but changes no result.
             top_ids_NK: the ids whose `top_logprobs` are computed, such as the most likely ids of a teacher; they
                 replace the model's own `wants.top_k`.
         """
@@ -120,7 +119,7 @@ class Scorer(nn.Module):
         num_top = min(wants.top_k, num_ids) if top_ids_NK is None else top_ids_NK.shape[-1]
         task = _Task(head, wants, num_top, num_ids, dtype, max(1, size // (4 * self.vocabulary)))
         if expected_N is not None:
-            expected_N = expected_N.to(dtype)  # the dtype of the derivative that it is compared with
+            expected_N = expected_N.to(dtype)  # the backward pass compares it with a derivative in this dtype
         weights = head.trained_weights if torch.is_grad_enabled() else []
         outputs = _ChunkedScore.apply(task, hidden_NH, labels_N, top_ids_NK, expected_N, *weights)
         return dict(zip(task.names, outputs, strict=True)) | balance
@@ -178,9 +177,9 @@ class Scorer(nn.Module):
         if has_no_data(self.model):
             return True
         was_training = self.model.training
-        self.model.eval()  # dropout would draw random numbers, and the two results would differ
+        self.model.eval()  # with dropout the two results would differ
         ids = torch.arange(1, PROBE_TOKENS + 1, device=self.model.device).unsqueeze(0) % self.vocabulary
-        # Without a cache: a recomputation of the next pass would not find the casts that autocast cached here.
+        # Autocast's cache of casts is off, because a recomputation in the next pass would not find casts cached here.
         with _autocast(ids.device, _autocast_dtype(ids.device)):
             whole = self.model(input_ids=ids, use_cache=False).logits
             hidden = getattr(self.model.base_model(input_ids=ids, use_cache=False), "last_hidden_state", None)
@@ -199,28 +198,28 @@ def has_no_data(model: nn.Module) -> bool:
 
 
 def _model_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return the inputs without those that only the scorer reads."""
+    """Return the inputs of the model: `inputs` without those that only the scorer reads."""
     scorer_inputs = {"shift_labels", SEQUENCES, NUM_SEQUENCES, *(["input_ids"] if "inputs_embeds" in inputs else [])}
     return {name: value for name, value in inputs.items() if name not in scorer_inputs}
 
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """The output layer: hidden states MH to logits MV."""
+    """Output head of a language model: converts hidden states MH to logits MV."""
 
     module: nn.Module | None
-    """The output embedding; None: the inputs already are logits."""
+    """Output embedding of the model; None: the inputs of the head already are logits."""
 
     after: Callable[[Tensor], Tensor]
 
     @property
     def trained_weights(self) -> list[nn.Parameter]:
-        """Return the weights that require a gradient."""
+        """Return the weights of the head that require a gradient."""
         return [p for p in self.module.parameters() if p.requires_grad] if self.module else []
 
     def cast(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
-        """Return the matrices cast once to the dtype of autocast, instead of once per chunk; empty: no cast is needed.
-        Casts of trained matrices are leaves of the graph."""
+        """Return the head's matrices in `dtype`, that of autocast, by name; empty if no cast is needed. They are cast
+        once instead of once per chunk. Casts of trained matrices are leaves of the autograd graph."""
         if self.module is None or dtype is None:
             return {}
         return {
@@ -230,8 +229,8 @@ class _Head:
         }
 
     def leaves(self, cast: dict[str, Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors of the product that gradients are computed for: the cast of each trained weight, or the
-        weight itself."""
+        """Return the tensors for which autograd computes gradients: for each trained weight its cast, or the weight
+        itself if it has no cast."""
         names = [name for name, p in self.module.named_parameters() if p.requires_grad] if self.module else []
         return [cast.get(name, weight) for name, weight in zip(names, weights, strict=True)]
 
@@ -259,16 +258,16 @@ class _Task:
     head: _Head
     wants: Wants
     num_top: int
-    """K, the number of most likely tokens; 0: none."""
+    """Number K of token ids whose log-probabilities are returned for each token; 0: none."""
     num_ids: int
-    """Number of token ids from which they are selected."""
+    """Number of token ids from which the K most likely ids are selected."""
     dtype: torch.dtype
     num_rows: int
     """Number of tokens M of a full chunk."""
 
     @property
     def names(self) -> list[str]:
-        """Return the names of the outputs, in their order."""
+        """Return the names of the outputs, in the order in which they are returned."""
         top = ["top_logprobs", "top_ids"] if self.num_top else []
         return ["logprobs", *["entropy"] * bool(self.wants.entropy), *top, *["is_top"] * self.wants.is_top]
 
@@ -278,7 +277,7 @@ class _Task:
         return set(self.names) - {"top_ids", "is_top"} - ({"entropy"} if self.wants.entropy != "gradient" else set())
 
     def chunks(self, count: int) -> Iterator[slice]:
-        """Yield the chunks of `count` chosen tokens."""
+        """Yield the slices of `count` chosen tokens that form the chunks."""
         for start in range(0, count, self.num_rows):
             yield slice(start, start + self.num_rows)
 
@@ -379,7 +378,7 @@ class _ChunkedScore(torch.autograd.Function):
             name: g for name, g in zip(task.names, upstream, strict=True) if name in task.differentiable
         }
         precomputed, ctx.precomputed = ctx.precomputed, None
-        # Exact comparison, with one value read from the device: an approximate match would change the gradient.
+        # The comparison is exact, because an approximate match would change the gradient.
         if precomputed is not None and bool((upstream_by_name["logprobs"] == expected_N).all()):
             return None, precomputed[0], None, None, None, *precomputed[1:]
         del precomputed
@@ -417,7 +416,7 @@ class _Gradients:
         return self._logits_MV
 
     def add(self, derivative_MV: Tensor) -> None:
-        """Add the gradients of a chunk, from the derivative of the loss with respect to the last logits."""
+        """Add the gradients of the last chunk, from the derivative of the loss with respect to the chunk's logits."""
         self._of_hidden[self._chunk], *of_weights = torch.autograd.grad(
             self._logits_MV, [self._hidden_MH, *self._leaves], derivative_MV.to(self._logits_MV.dtype)
         )
@@ -451,7 +450,6 @@ def _autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def _autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """Compute in `dtype` without autocast's cache of casts: a cached cast belongs to the graph of an earlier chunk,
-    which
-    is freed."""
+    """Return an autocast context for `dtype` (None: disabled) without a cache of casts, because a cached cast belongs
+    to the autograd graph of an earlier chunk, which is already freed."""
     return torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False)

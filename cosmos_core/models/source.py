@@ -1,4 +1,4 @@
-"""Locations of a model's files, with one-line error messages for missing or damaged files."""
+"""Location and check of a model's files, with one-line error messages for missing or damaged files."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ KEY = "policy.model_name_or_path"
 
 
 def source_of(model: str, revision: str | None) -> tuple[Path | str, dict[str, Any]]:
-    """Return an existing folder, or a Hub id with the arguments for fetching it.
+    """Return the existing folder `model` and no arguments, or a Hub id and the arguments for fetching its files.
 
     Raises:
         ModelError: the name is neither an existing folder nor a possible Hub id.
     """
-    path = Path(os.path.expanduser(model))  # Path.expanduser, .is_dir and .exists raise for some names
+    path = Path(os.path.expanduser(model))  # os.path, because methods of Path raise errors for some invalid names
     if os.path.isdir(path):
         return path, {}
     if model.startswith((".", "/", "~")) or model.count("/") > 1 or os.path.exists(path):
@@ -45,8 +45,10 @@ def source_of(model: str, revision: str | None) -> tuple[Path | str, dict[str, A
 def translate_load_errors(component: str, model: str) -> Iterator[None]:
     """Convert exceptions of libraries inside the block, which reads `component` from `model`, to one-line errors.
 
+    Errors of memory, disk and network, and `CosmosError`s, are raised unchanged.
+
     Raises:
-        ModelError: the files are wrong. Errors of memory, disk and network, and `CosmosError`s, pass unchanged.
+        ModelError: the files of the model are wrong.
     """
     try:
         yield
@@ -59,9 +61,9 @@ def translate_load_errors(component: str, model: str) -> Iterator[None]:
 
 
 def read_object(file: Path, model: str) -> dict[str, Any]:
-    """Read the object in a JSON file of a model's folder; return an empty one if the file is missing.
+    """Read the object in a JSON file of a model's folder; return an empty dictionary if the file is missing.
 
-    Libraries that read a value of another type name neither the file nor the cause.
+    The type is checked because errors of libraries about a value of another type name neither file nor cause.
 
     Raises:
         ModelError: the file is damaged or does not hold an object.
@@ -96,7 +98,7 @@ def check_weights(model: str) -> None:
 
 
 def _weight_files(folder: Path, model: str) -> list[Path]:
-    """Return the files that transformers reads the weights from."""
+    """Return the files in a model's folder from which transformers reads the weights."""
     for single, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
         if os.path.lexists(folder / single):  # a broken link has to be reported, not skipped
             return [folder / single]
@@ -113,7 +115,7 @@ def _files_in_index(file: Path, model: str) -> list[Path]:
     names = index.get("weight_map")
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
         raise ModelError(f"{KEY} = {model!r}: {file} has no weight_map from tensors to files; copy it again")
-    if not isinstance(index.get("metadata"), dict):  # which transformers reads
+    if not isinstance(index.get("metadata"), dict):  # transformers fails without the metadata
         raise ModelError(f"{KEY} = {model!r}: {file} has no metadata; copy it again")
     for name in sorted(set(names.values())):
         if leaves_folder(name):
@@ -135,7 +137,7 @@ def _check_safetensors(file: Path, model: str) -> None:
 
 def _check_pickled(file: Path, model: str) -> None:
     try:
-        state = load_state_dict(file)  # mapped, not read
+        state = load_state_dict(file)  # maps the file into memory without reading the tensors
     except Exception as error:
         if is_of_machine(error):
             raise
@@ -158,13 +160,13 @@ def _load_error(component: str, model: str, error: Exception) -> ModelError:
             f"{KEY} = {model!r}: no such folder, the Hugging Face Hub cannot be reached from here, and its cache "
             f"has no {component} of that name; give a local folder or download the model first"
         )
-    text = repr(error) if isinstance(error, KeyError) else str(error)  # of a KeyError that is the key alone
+    text = repr(error) if isinstance(error, KeyError) else str(error)  # str() of a KeyError is only the key
     reason = printable(text)[:300] or type(error).__name__
     return ModelError(f"{KEY} = {model!r}: cannot load the {component}: {reason}")
 
 
 def merge_error(model: str) -> ModelError:
-    """Return the error to raise if transformers cannot merge several tensors into one."""
+    """Return the error to raise if transformers cannot merge tensors, such as those of experts, into one weight."""
     return ModelError(
         f"{KEY} = {model!r}: of tensors that belong together, like the experts of a layer, some are missing "
         "or of another shape; the weights do not belong to this config.json"
@@ -172,7 +174,10 @@ def merge_error(model: str) -> ModelError:
 
 
 def hub_is_reachable() -> bool:
-    """Return whether the Hub's host name resolves or a proxy is set; offline, libraries retry each file for 20 s."""
+    """Return True if the host name of the Hugging Face Hub resolves or a proxy is set.
+
+    The check avoids that libraries on a machine without network retry each file for 20 s.
+    """
     if constants.HF_HUB_OFFLINE:
         return False
     if urllib.request.getproxies():
