@@ -116,9 +116,9 @@ def plan_flow(entrypoint: str, parameters: Mapping[str, Any]) -> None:
     from tasks.flow_run import identity_of
     from tasks.kinds import all_kinds
 
-    run_id, known = identity_of(flow, parameters)
+    run_id, values = identity_of(flow, parameters)
     path = Path(os.environ.get("COSMOS_OUTPUT_DIR") or "outputs").absolute() / run_id
-    words = ", ".join(f"{name}={value!r}" for name, value in known.items()) or "no parameters"
+    words = ", ".join(f"{name}={value!r}" for name, value in values.items()) or "no parameters"
     if not is_flow(path):
         echo(f"{entrypoint} has no run {path} with {words}: its stages are known when it calls them")
         return

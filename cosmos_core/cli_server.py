@@ -82,10 +82,12 @@ def clean(
         about = f"{verdict.pipeline}, {size(verdict.size)}, {duration(verdict.age_seconds)} old"
         typer.echo(f"{verdict.path.name}  {about}  {fate}")
     leaving = [verdict for verdict in runs if not verdict.kept_because]
-    gone = list(retention.remove(folder, leaving)) if yes else leaving
-    freed = size(sum(verdict.size for verdict in gone))
-    line = f"removed {len(gone)} of {len(runs)} runs" if yes else f"{len(gone)} of {len(runs)} runs may be removed"
-    typer.echo(f"{line}, {freed}" + ("" if yes or not gone else "; remove them with --yes"))
+    removed = list(retention.remove(folder, leaving)) if yes else leaving
+    freed = size(sum(verdict.size for verdict in removed))
+    line = (
+        f"removed {len(removed)} of {len(runs)} runs" if yes else f"{len(removed)} of {len(runs)} runs may be removed"
+    )
+    typer.echo(f"{line}, {freed}" + ("" if yes or not removed else "; remove them with --yes"))
 
 
 def _clean_store(url: str, *, keep: int, older_than_seconds: float, is_wanted: bool) -> None:

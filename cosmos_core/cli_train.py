@@ -85,7 +85,7 @@ def evaluate(  # noqa: PLR0913 - the options of a command
     output_dir: Annotated[Path, typer.Option(help="Folder of runs, where run ids are looked up.")] = Path("outputs"),
 ) -> None:  # fmt: skip
     """Run public benchmarks on a model, or on that of a run or a stage."""
-    asked = {"method": "eval", "model": model, "tasks": tasks}
+    options = {"method": "eval", "model": model, "tasks": tasks}
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     settings = [
         ("policy.model_name_or_path", _model_of(model, output_dir), "--model"),
@@ -94,7 +94,7 @@ def evaluate(  # noqa: PLR0913 - the options of a command
         *([("evaluate.include_path", include_path, "--include-path")] if include_path else []),
         *([("evaluate.apply_chat_template", True, "--chat")] if chat else []),
     ]
-    _write_and_run(asked, settings, save, dry_run, overrides)
+    _write_and_run(options, settings, save, dry_run, overrides)
 
 
 def init() -> None:

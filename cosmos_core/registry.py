@@ -125,8 +125,8 @@ def location_of(error: BaseException, function: Any = None) -> str:
 
 def suggestion(name: str, known: list[str]) -> str:
     """Return `; did you mean X?` if a known name is similar, otherwise the list of known names."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"
+    similar = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"; did you mean {similar[0]!r}?" if similar else f"; known: {', '.join(sorted(known))}"
 
 
 def code_file(path: str) -> Path:

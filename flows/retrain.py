@@ -198,9 +198,9 @@ def _without_results(run: Run, names: list[str]) -> list[str]:
 
 def _models_of(run: Run) -> str:
     """Return one digest over the models to publish: an approval is valid for these models only."""
-    named = sorted({run.pipeline.stage(name).model for name in _publishing(run)})
-    results = [read_result(run.stage_path(source_of(model) or "")) for model in named]
-    digests = [(model, result["digest"] if result else "") for model, result in zip(named, results, strict=True)]
+    references = sorted({run.pipeline.stage(name).model for name in _publishing(run)})
+    results = [read_result(run.stage_path(source_of(model) or "")) for model in references]
+    digests = [(model, result["digest"] if result else "") for model, result in zip(references, results, strict=True)]
     return hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:16]
 
 

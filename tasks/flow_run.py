@@ -213,9 +213,9 @@ def _forget(run: Run, calls: dict[str, Call], name: str) -> None:
 def _with_stages_of(run: Run, calls: Mapping[str, Call]) -> Run:
     """Return the run with only the stages that these calls made."""
     names = {name for call in calls.values() for name in call.stages}
-    kept = [stage for stage in run.pipeline.stages if stage.name in names]
-    recipes = {stage.name: run.pipeline.recipes[stage.name] for stage in kept}
-    return replace(run, pipeline=run.pipeline.with_stages(kept, recipes))
+    stages = [stage for stage in run.pipeline.stages if stage.name in names]
+    recipes = {stage.name: run.pipeline.recipes[stage.name] for stage in stages}
+    return replace(run, pipeline=run.pipeline.with_stages(stages, recipes))
 
 
 def current_flow() -> FlowInPython:

@@ -62,18 +62,18 @@ def lay_out(
     inputs = results_of(run, stage)
     digests = {(role, key): digest for role, key, _, digest in expected.inputs}
     sources = tuple(
-        Source(kind=of, name=each.location, digest=digests[each.role, each.key])
+        Source(kind=source_kind, name=each.location, digest=digests[each.role, each.key])
         for each in run.pipeline.inputs(stage)
-        if each.form != "stage" and (of := _SOURCES.get(each.role))
+        if each.form != "stage" and (source_kind := _SOURCES.get(each.role))
     )
-    its_origin = origin(run.pipeline, stage)
+    origin_of_stage = origin(run.pipeline, stage)
     stage, recipe = localised(run.pipeline, stage, partial(sleep_unless_stopping, 0))
     if teacher := recipe.teacher_of(kind):
         folder = _output(stage.name, "model", teacher.model_name_or_path, inputs)
         recipe = recipe.derived(distillation=teacher.derived(model_name_or_path=folder))
     model, data = (_output(stage.name, key, getattr(stage, key), inputs) for key in ("model", "data"))
     overlay = overlaid(inputs_of(stage, recipe, kind), path / "base_model")
-    laid_out = Stage(
+    prepared = Stage(
         path=path,
         config=stage,
         recipe=recipe,
@@ -84,10 +84,10 @@ def lay_out(
         of_training=expected.of_training,
         kind=kind,
         sources=sources,
-        origin=its_origin,
+        origin=origin_of_stage,
     )
-    laid_out.save()
-    return laid_out
+    prepared.save()
+    return prepared
 
 
 def make_room(path: Path, expected: Fingerprint) -> None:

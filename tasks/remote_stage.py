@@ -104,11 +104,11 @@ def count_death(path: Path) -> int:
     child, step = read_document(path / NOTE, Child), read_state(path).checkpoint_step or 0
     if child is None:
         return 1
-    counted = child.model_copy(
+    updated = child.model_copy(
         update={"failures": 1 if step > child.failed_at else child.failures + 1, "failed_at": step}
     )
-    write_json(path / NOTE, counted.model_dump())
-    return counted.failures
+    write_json(path / NOTE, updated.model_dump())
+    return updated.failures
 
 
 def _going(client: SyncPrefectClient, path: Path) -> Child | None:

@@ -324,21 +324,21 @@ def _saves_of(run: Run, stage: StageConfig) -> str:
 def _in_this_process(run: Run, stage: StageConfig, expected: Fingerprint, on_line: Callable[[str], None]) -> Result:
     """Run a stage that needs neither a worker nor torch in the flow's process, and return its manifest."""
     path = run.stage_path(stage.name)
-    laid_out = lay_out(run, stage, expected, on_line)
+    prepared = lay_out(run, stage, expected, on_line)
     state, began = read_state(path), time.time()
     spans, attempt = state.closed_spans(began), state.attempt + 1
     open_spans = [*spans, (began, None)]
     update_state(path, state="running", attempt=attempt, spans=open_spans, renewed=None, ended=None, error="")
     record_event(path, "started", f"attempt {attempt}")
-    outcome = import_thing(laid_out.entry)(laid_out)
+    outcome = import_thing(prepared.entry)(prepared)
     update_state(path, spans=[*spans, (began, time.time())])
     result = manifest.commit(
         path,
         outcome,
         kind=stage.kind,
         fingerprint=expected.value,
-        inputs=laid_out.inputs,
-        sources=laid_out.sources,
+        inputs=prepared.inputs,
+        sources=prepared.sources,
     )
     _finish(run, stage, expected)
     return result

@@ -44,7 +44,7 @@ class StageHandle:
 
     name: str
     path: Path
-    """Folder of the stage."""
+    """Folder of the stage in the run directory."""
     metrics: dict[str, float]
     outputs: dict[str, str]
     """Folders or addresses of the model and the data that the stage made, by `model` or `data`."""

@@ -282,10 +282,10 @@ def _check_stages(pipeline: Pipeline) -> None:
                     f"{where}: after = {upstream!r} is no stage of this pipeline{suggestion(upstream, names)}"
                 )
         for key, reference in _references(stage, pipeline.recipes[stage.name], kinds[stage.kind]):
-            named = source_of(reference)
-            if named is not None and named not in names:
+            referenced = source_of(reference)
+            if referenced is not None and referenced not in names:
                 raise ConfigError(
-                    f"{where}: {key} = {reference!r} is no stage of this pipeline{suggestion(named, names)}"
+                    f"{where}: {key} = {reference!r} is no stage of this pipeline{suggestion(referenced, names)}"
                 )
 
 
@@ -307,20 +307,19 @@ def _check_kind(where: str, stage: StageConfig, recipe: Recipe, kinds: Kinds) ->
 
 
 def _in_one_folder(pipeline: Pipeline) -> Pipeline:
-    """Return the pipeline with the folder of runs that its recipes name; refuse several folders, since a run has
-    one."""
+    """Return the pipeline with the folder of runs that its recipes name; refuse several, since a run has one folder."""
     if pipeline.config.output_dir:
         return pipeline
-    named: dict[str, str] = {}
+    stage_of_folder: dict[str, str] = {}
     for name, recipe in pipeline.recipes.items():
         if "output_dir" in recipe.train.model_fields_set:
-            named.setdefault(recipe.train.output_dir, name)
-    if len(named) > 1:
-        folders = " and ".join(f"{folder!r} of stage {stage!r}" for folder, stage in named.items())
+            stage_of_folder.setdefault(recipe.train.output_dir, name)
+    if len(stage_of_folder) > 1:
+        folders = " and ".join(f"{folder!r} of stage {stage!r}" for folder, stage in stage_of_folder.items())
         raise ConfigError(
             f"{pipeline.source}: train.output_dir = {folders}: a run has one folder; set pipeline.output_dir"
         )
-    return replace(pipeline, config=pipeline.config.derived(output_dir=next(iter(named), _OUTPUTS)))
+    return replace(pipeline, config=pipeline.config.derived(output_dir=next(iter(stage_of_folder), _OUTPUTS)))
 
 
 def _sorted(pipeline: Pipeline) -> Pipeline:
@@ -376,8 +375,8 @@ def _in_order(pipeline: Pipeline) -> list[StageConfig]:
 
 def _gate_target(pipeline: Pipeline, stage: StageConfig) -> str:
     """Return the publication target of a gate, by default that of the first upload stage that depends on the gate."""
-    behind = pipeline.behind(stage.name)
-    uploads = [s.target for s in pipeline.stages if pipeline.kind_of(s).makes == "publication" and s.name in behind]
+    dependents = pipeline.behind(stage.name)
+    uploads = [s.target for s in pipeline.stages if pipeline.kind_of(s).makes == "publication" and s.name in dependents]
     target = stage.target or (uploads[0] if stage.require and uploads else "")
     where = f"{pipeline.source}: stage {stage.name!r}"
     if not target and any(parse_condition(text).needs_published for text in stage.require):
@@ -442,10 +441,10 @@ def _origin_of_model(pipeline: Pipeline, by_name: Mapping[str, StageConfig], sta
 
 def _absolute(pipeline: Pipeline) -> Pipeline:
     """Make local paths absolute, so that a run can be resumed from any folder."""
-    here = pipeline.source.parent
+    folder = pipeline.source.parent
 
     def absolute(text: str) -> str:
-        path = None if source_of(text) is not None else existing(text, Path.cwd()) or existing(text, here)
+        path = None if source_of(text) is not None else existing(text, Path.cwd()) or existing(text, folder)
         return str(path.resolve()) if path else text
 
     def placed(where: Where, text: str) -> str:

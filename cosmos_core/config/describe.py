@@ -65,10 +65,10 @@ def find_key(name: str) -> list[Key]:
     Raises:
         ConfigError: there is no such key; the message suggests similar keys or the replacement for a key of TRL.
     """
-    now = MOVED.get(name) or today(name)
-    keys = [key for key in all_keys() if key.name == now]
-    if now in DEAD and not trl.keys_of(name):
-        raise ConfigError(f"{name} does nothing in any version; it would have meant {DEAD[now]}")
+    current_name = MOVED.get(name) or today(name)
+    keys = [key for key in all_keys() if key.name == current_name]
+    if current_name in DEAD and not trl.keys_of(name):
+        raise ConfigError(f"{name} does nothing in any version; it would have meant {DEAD[current_name]}")
     keys = keys or [key for key in all_keys() if key.name in trl.keys_of(name) or key.name.rpartition(".")[2] == name]
     if not keys:
         raise ConfigError(fit(f"{name}: unknown key{trl.told(name) or _near(name)}"))
@@ -78,10 +78,12 @@ def find_key(name: str) -> list[Key]:
 def _near(name: str) -> str:
     """Return suggestions for an unknown key: the same name in other tables, otherwise similar names."""
     names = sorted({key.name for key in all_keys()})
-    near = [key for key in names if key.rpartition(".")[2] == name.rpartition(".")[2]]
-    if not near and len(name) <= MAX_NAME:  # comparing very long names is slow and finds nothing
-        near = difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean {' or '.join(map(repr, near))}?" if near else "; `cosmos config coverage` lists them all"
+    similar = [key for key in names if key.rpartition(".")[2] == name.rpartition(".")[2]]
+    if not similar and len(name) <= MAX_NAME:  # comparing very long names is slow and finds nothing
+        similar = difflib.get_close_matches(name, names, n=1)
+    return (
+        f"; did you mean {' or '.join(map(repr, similar))}?" if similar else "; `cosmos config coverage` lists them all"
+    )
 
 
 def used_by(key: Key, kinds: Mapping[str, StageKind]) -> list[str]:

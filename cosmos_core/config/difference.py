@@ -1,4 +1,4 @@
-"""Differences between two configurations."""
+"""Compute the differences between two configurations, after composition, defaults and rules."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def _stage(pipeline: Pipeline, name: str) -> dict[str, Any] | None:
 
 def _lines(prefix: str, old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
     for key in [*old, *(key for key in new if key not in old)]:
-        was, now = (toml_text(values[key]) if key in values else "nothing" for values in (old, new))
-        if was != now:
-            yield f"{prefix}{key}: {was} -> {now}"
+        was, is_now = (toml_text(values[key]) if key in values else "nothing" for values in (old, new))
+        if was != is_now:
+            yield f"{prefix}{key}: {was} -> {is_now}"
 
 
 def by_stage(changes: Mapping[str, Sequence[T]]) -> Iterator[tuple[str, T]]:

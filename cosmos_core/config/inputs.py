@@ -154,8 +154,12 @@ def _rows(stage: StageConfig, recipe: Recipe, kind: StageKind, model: Input | No
     for key, name in names.items():
         if name:
             each = _data(key, name, data_files, has_sets=modality.names_prompt_sets)
-            of = recipe.datasets.get(key.removesuffix(".name"))
-            yield replace(each, revision=of.revision or None) if of and each.form != "folder" else each
+            dataset_of_key = recipe.datasets.get(key.removesuffix(".name"))
+            yield (
+                replace(each, revision=dataset_of_key.revision or None)
+                if dataset_of_key and each.form != "folder"
+                else each
+            )
     if (is_source or stage.entry) and (folder := _media(stage, recipe, media, model)):
         is_needed = is_source and not stage.data and bool(media.media_path)
         if is_needed or os.path.isdir(folder):

@@ -248,10 +248,10 @@ def _suggest(table: type[Table], keys: list[str], prefix: str, values: Any) -> s
         return f"; did you mean {meant}?"
     parent = dotted.rpartition(".")[0]
     siblings = [k for k in names if k.rpartition(".")[0] == parent]
-    near = difflib.get_close_matches(dotted, siblings, n=1, cutoff=0.75)
-    near = near or [k for k in names if k.rpartition(".")[2] == keys[-1]][:1]
-    near = near or difflib.get_close_matches(dotted, names, n=1, cutoff=0.8)
-    return f"; did you mean {f'{prefix}.' if prefix else ''}{near[0]}?" if near else ""
+    similar = difflib.get_close_matches(dotted, siblings, n=1, cutoff=0.75)
+    similar = similar or [k for k in names if k.rpartition(".")[2] == keys[-1]][:1]
+    similar = similar or difflib.get_close_matches(dotted, names, n=1, cutoff=0.8)
+    return f"; did you mean {f'{prefix}.' if prefix else ''}{similar[0]}?" if similar else ""
 
 
 def _near_meaning(name: str, known: Sequence[str]) -> str:
@@ -262,8 +262,8 @@ def _near_meaning(name: str, known: Sequence[str]) -> str:
     """
     own_names = {_letters(key.rpartition(".")[2]) for key in known}
     trl_names = {_letters(each): keys[0] for each, keys in trl.NAMES.items() if keys[0] in known}
-    [near] = difflib.get_close_matches(_letters(name), [*own_names, *trl_names], n=1, cutoff=0.75) or [""]
-    return trl_names[near] if near in trl_names and near not in own_names else ""
+    [similar] = difflib.get_close_matches(_letters(name), [*own_names, *trl_names], n=1, cutoff=0.75) or [""]
+    return trl_names[similar] if similar in trl_names and similar not in own_names else ""
 
 
 def _letters(name: str) -> str:

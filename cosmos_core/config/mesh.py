@@ -52,7 +52,7 @@ def check_meshes(pipeline: Pipeline) -> dict[str, int]:
     Raises:
         ConfigError: a mesh is not possible.
     """
-    taken = {}
+    gpus_by_stage = {}
     for stage in pipeline.stages:
         if not pipeline.kind_of(stage).has_mesh:
             continue
@@ -60,10 +60,10 @@ def check_meshes(pipeline: Pipeline) -> dict[str, int]:
         model = stage.model or recipe.policy.model_name_or_path
         folder = None if source_of(model) else existing(model, Path.cwd())
         try:
-            taken[stage.name] = check_mesh(recipe, pipeline.config.gpus, model_facts(folder) if folder else {})
+            gpus_by_stage[stage.name] = check_mesh(recipe, pipeline.config.gpus, model_facts(folder) if folder else {})
         except ConfigError as error:
             raise ConfigError(f"{pipeline.source}: stage {stage.name!r}: {error}") from error
-    return taken
+    return gpus_by_stage
 
 
 def on_these_gpus(pipeline: Pipeline) -> Pipeline:

@@ -96,10 +96,10 @@ def sort_settings(settings: Sequence[Setting], names: Sequence[str]) -> Settings
     """
     grouped = Settings()
     # Keys after the name of a stage, which may also be the name of a recipe table.
-    known = {*StageConfig.model_fields, *Recipe.model_fields}
+    valid_keys = {*StageConfig.model_fields, *Recipe.model_fields}
     for setting in settings:
         first, *rest = setting.keys
-        if first in names and rest and (first not in Recipe.model_fields or rest[0] in known):
+        if first in names and rest and (first not in Recipe.model_fields or rest[0] in valid_keys):
             values = setting.below(1)
             grouped.of_stage(first, {"overrides": values} if rest[0] in Recipe.model_fields else values)
         elif first in Recipe.model_fields:

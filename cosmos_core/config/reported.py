@@ -32,10 +32,12 @@ def check_gates(pipeline: Pipeline) -> None:
             names, metric = ([first], rest) if first in stage.after else (list(stage.after), condition.metric)
             if not any(_can_report(pipeline, pipeline.stage(name), metric) for name in names):
                 metrics = [HELD_OUT + name for name in MEASURED if "*" not in name]
-                near = [name for name in metrics if any(_can_report(pipeline, pipeline.stage(s), name) for s in names)]
+                reportable = [
+                    name for name in metrics if any(_can_report(pipeline, pipeline.stage(s), name) for s in names)
+                ]
                 raise ConfigError(
                     f"{pipeline.source}: stage {stage.name!r}: require = {condition.text!r}: no stage in its `after` "
-                    f"reports {metric!r}{suggestion(metric, near) if near else ''}"
+                    f"reports {metric!r}{suggestion(metric, reportable) if reportable else ''}"
                 )
 
 
@@ -45,10 +47,12 @@ def _check_choice(pipeline: Pipeline, stage: StageConfig) -> None:
         metric = stage.sweep.metric if stage.sweep is not None else ""
         if not any(_can_report(pipeline, pipeline.stage(name), metric) for name in branch.stages):
             metrics = [HELD_OUT + name for name in MEASURED if "*" not in name]
-            near = [
+            reportable = [
                 name for name in metrics if any(_can_report(pipeline, pipeline.stage(s), name) for s in branch.stages)
             ]
-            measure = "; add a stage of kind validate to sweep.through" if not near else suggestion(metric, near)
+            measure = (
+                "; add a stage of kind validate to sweep.through" if not reportable else suggestion(metric, reportable)
+            )
             raise ConfigError(
                 f"{pipeline.source}: stage {stage.name!r}: sweep.metric = {metric!r}: no stage of branch "
                 f"{branch.stages[0]!r} reports it{measure}"

@@ -110,8 +110,8 @@ def _expand(pipeline: Pipeline, head: StageConfig, sweep: SweepConfig, tables: M
             recipe = pipeline.recipes[member]
             if overrides:
                 settings = "".join(f" with {key} = {value!r}" for key, value in overrides.items())
-                laid = of_algorithm(merge(tables[owner], _nested(overrides)), [])
-                recipe = parse(Recipe, laid, source=f"{where}{settings}", notices=[])
+                merged = of_algorithm(merge(tables[owner], _nested(overrides)), [])
+                recipe = parse(Recipe, merged, source=f"{where}{settings}", notices=[])
             recipes[name] = _renamed_teacher(recipe, names)
             stage = _rename_references(pipeline.stage(member), names)
             added.append(
@@ -128,10 +128,10 @@ def _expand(pipeline: Pipeline, head: StageConfig, sweep: SweepConfig, tables: M
         sweep=sweep.model_copy(update={"grid": {}, "through": (), "branches": tuple(branches)}),
     )
     outside = [stage for stage in pipeline.stages if stage.name not in members]
-    kept = [_replace_by_choice(pipeline, stage, head.name, members) for stage in outside]
+    unchanged = [_replace_by_choice(pipeline, stage, head.name, members) for stage in outside]
     for member in set(members) - {head.name}:
         del recipes[member]
-    return pipeline.with_stages([*kept, *added, choice], recipes)
+    return pipeline.with_stages([*unchanged, *added, choice], recipes)
 
 
 def _members(

@@ -78,7 +78,7 @@ def remove(output_dir: Path, found: Iterable[Verdict]) -> Iterator[Verdict]:
     removed run."""
     trash = output_dir / SHARED / _REMOVED
     trash.mkdir(parents=True, exist_ok=True)
-    gone = []
+    removed_ids = []
     for verdict in found:
         if verdict.kept_because:
             continue
@@ -86,12 +86,12 @@ def remove(output_dir: Path, found: Iterable[Verdict]) -> Iterator[Verdict]:
             if not lock.try_acquire() or _may_run(verdict.path, is_claimed=True):
                 continue
             os.rename(verdict.path, trash / f"{verdict.path.name}.{os.getpid()}")
-        gone.append(verdict.path.name)
+        removed_ids.append(verdict.path.name)
         yield verdict
     _put_aside_fetched(output_dir, trash)
     for folder in trash.iterdir():  # includes folders of earlier calls that were killed
         shutil.rmtree(folder, ignore_errors=True)
-    _forget(output_dir, set(gone))
+    _forget(output_dir, set(removed_ids))
 
 
 def _put_aside_fetched(output_dir: Path, aside: Path) -> None:

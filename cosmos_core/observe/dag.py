@@ -75,12 +75,12 @@ def _nodes(stages: tuple[StageRecord, ...]) -> list[_Node]:
         for name in stage.after:
             if name not in by_name:
                 continue
-            reached = by_name[name]
-            for column in range(reached.column + 1, stage.depth):
-                lane = _Node(column, None, [reached])
+            end = by_name[name]
+            for column in range(end.column + 1, stage.depth):
+                lane = _Node(column, None, [end])
                 lanes.append(lane)
-                reached = lane
-            by_name[stage.name].before.append(reached)
+                end = lane
+            by_name[stage.name].before.append(end)
     return [*by_name.values(), *lanes]
 
 

@@ -87,9 +87,9 @@ def save_rows(target: Path, rows: Sequence[Sequence[Drawing]]) -> list[list[str]
 
 def drawings_of(scored: ScoredGroup, at: Iterable[int], *, is_scored: bool = True) -> list[Drawing]:
     """Return the generated images or videos among the completions of a group at the indices `at`."""
-    drawn = [(scored.group.completions[k].diffusion_sample, scored.scores[k].value) for k in at]
+    samples = [(scored.group.completions[k].diffusion_sample, scored.scores[k].value) for k in at]
     text = scored.group.prompt.text
-    return [Drawing(text, each.pixels.numpy(), value, is_scored) for each, value in drawn if each is not None]
+    return [Drawing(text, each.pixels.numpy(), value, is_scored) for each, value in samples if each is not None]
 
 
 def newest_grid(stage: Path) -> Path | None:

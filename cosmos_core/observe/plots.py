@@ -113,15 +113,17 @@ def _plot_value(value: float) -> float:
 def _draw(axes: Axes, name: str, series: Series) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    shown = dict(list(series.items())[: len(_LINES)])
-    for colour, (key, (steps, values)) in zip(_LINES, shown.items(), strict=False):
+    plotted = dict(list(series.items())[: len(_LINES)])
+    for colour, (key, (steps, values)) in zip(_LINES, plotted.items(), strict=False):
         is_sparse = len(steps) <= 12
         axes.plot(
             steps, values, color=colour, linewidth=1.4, marker="o" if is_sparse else "", markersize=2.8, label=key
         )
-    drawn = {x for steps, values in shown.values() for x, y in zip(steps, values, strict=True) if math.isfinite(y)}
-    if len(drawn) == 1:
-        axes.set_xlim(min(drawn) - 1, max(drawn) + 1)
+    plotted_steps = {
+        x for steps, values in plotted.values() for x, y in zip(steps, values, strict=True) if math.isfinite(y)
+    }
+    if len(plotted_steps) == 1:
+        axes.set_xlim(min(plotted_steps) - 1, max(plotted_steps) + 1)
     axes.set_title(name.removesuffix("/"), loc="left", fontsize=9, color=_INK)
     axes.tick_params(colors=_INK, labelsize=7, length=0)
     axes.grid(axis="y", color=_GRID, linewidth=0.6)
@@ -130,7 +132,7 @@ def _draw(axes: Axes, name: str, series: Series) -> None:
     axes.yaxis.set_major_locator(MaxNLocator(nbins=4))
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(_GRID)
-    if len(shown) > 1:
+    if len(plotted) > 1:
         axes.legend(frameon=False, fontsize=7, labelcolor=_INK, handlelength=1.2)
 
 

@@ -50,8 +50,8 @@ class Condition(Document):
     def title(self) -> str:
         """Return the condition as text, with the metric that matched `*` and the difference per item."""
         text, paired = self.condition + (f" ({self.metric})" if self.metric else ""), self.paired
-        shown = "{}: {difference:+.3g} ({low:+.3g} .. {high:+.3g}) on {items} items"
-        return shown.format(text, **paired) if paired else text
+        template = "{}: {difference:+.3g} ({low:+.3g} .. {high:+.3g}) on {items} items"
+        return template.format(text, **paired) if paired else text
 
 
 class Rank(Document):
@@ -242,9 +242,9 @@ class RunRecord:
     path: Path
     name: str
     facts: Facts
-    """Content of `run.json`."""
+    """Content of `run.json`, which describes how the run was started."""
     stages: tuple[StageRecord, ...]
-    """Stages in topological order."""
+    """Stages of the run in topological order."""
 
     @property
     def outcome(self) -> str:
@@ -279,10 +279,10 @@ class RunRecord:
         """Return the names of the stages on whose results a gate that refused depends."""
         after = {stage.name: stage.after for stage in self.stages}
         refused: set[str] = set()
-        reached = [name for stage in self.stages if stage.is_refusal for name in stage.after]
-        while reached:
-            refused.add(name := reached.pop())
-            reached += [other for other in after.get(name, ()) if other not in refused]
+        waiting = [name for stage in self.stages if stage.is_refusal for name in stage.after]
+        while waiting:
+            refused.add(name := waiting.pop())
+            waiting += [other for other in after.get(name, ()) if other not in refused]
         return refused
 
     @property

@@ -17,8 +17,8 @@ _STAGE = "stage:"
 
 def trained(run: RunRecord) -> list[tuple[StageRecord, list[tuple[str, str]]]]:
     """Return each training stage with its properties as pairs of name and value."""
-    listed = read_pipeline(run.path).get("stages", [])
-    entries = {e["name"]: e for e in listed if isinstance(e, dict) and isinstance(e.get("name"), str)}
+    stages = read_pipeline(run.path).get("stages", [])
+    entries = {e["name"]: e for e in stages if isinstance(e, dict) and isinstance(e.get("name"), str)}
     rows = []
     for stage in run.stages:
         entry = entries.get(stage.name)
@@ -38,19 +38,19 @@ def _data(run: RunRecord, entries: dict[str, dict[str, Any]], name: str) -> str:
     while name in entries and name not in seen:
         seen.append(name)
         settings = flat(entries[name].get("overrides") or {})
-        named = [settings.get(f"train.train_policy.dataset.{key}") for key in ("name", "local_dir")]
-        source = source or next((str(value) for value in named if value), "")
+        dataset_names = [settings.get(f"train.train_policy.dataset.{key}") for key in ("name", "local_dir")]
+        source = source or next((str(value) for value in dataset_names if value), "")
         reference = str(entries[name].get("data") or "")
         if not reference.startswith(_STAGE):
             source = source or reference
         name = reference.removeprefix(_STAGE)
     source = source or (f"what stage {seen[-1]} made" if len(seen) > 1 else "")
     paths = [stage.path / "data" / "statistics.json" for stage in run.stages if stage.name in seen]
-    counted = next((statistics for path in paths if (statistics := read_object(path))), {})
+    statistics_of_rows = next((statistics for path in paths if (statistics := read_object(path))), {})
     rows = [
         f"{formatting.number(part['rows'])} rows{' held out' if split == 'validation' else ''}"
         for split in ("train", "validation")
-        if isinstance(part := counted.get(split), dict) and isinstance(part.get("rows"), int)
+        if isinstance(part := statistics_of_rows.get(split), dict) and isinstance(part.get("rows"), int)
     ]
     return ", ".join([source, *rows] if source else rows)
 

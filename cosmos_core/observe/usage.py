@@ -76,10 +76,10 @@ def reward_bins(stage: StageRecord) -> list[Bin]:
     width = (max(values) - low) / _BINS
     halves = [[value for step, value in rewards if (step >= middle) == is_last] for is_last in (False, True)]
     counts = [[0] * _BINS for _ in halves]
-    for half, counted in zip(halves, counts, strict=True):
+    for half, bin_counts in zip(halves, counts, strict=True):
         for value in half:
-            counted[min(_BINS - 1, int((value - low) / width))] += 1
-    shares = [[count / len(half) for count in counted] for half, counted in zip(halves, counts, strict=True)]
+            bin_counts[min(_BINS - 1, int((value - low) / width))] += 1
+    shares = [[count / len(half) for count in bin_counts] for half, bin_counts in zip(halves, counts, strict=True)]
     most = max(map(max, shares))
     return [
         Bin(

@@ -342,8 +342,8 @@ def list_runs(output_dir: Path) -> None:
 def _git_commit() -> str:
     if shutil.which("git") is None:
         return ""
-    here = Path(__file__).parent
-    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=False)
+    folder = Path(__file__).parent
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=False)
     return done.stdout.strip()
 
 

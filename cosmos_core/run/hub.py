@@ -1,4 +1,4 @@
-"""Resolution of Hugging Face Hub names to commits before a run begins, because a branch such as `main` moves."""
+"""Resolve Hugging Face Hub names to commits before a run begins, because a branch such as `main` moves."""
 
 from __future__ import annotations
 

@@ -85,24 +85,24 @@ def check_located(inputs: Sequence[Input]) -> None:
 
 
 def _check_files(each: Input, path: Path) -> None:
-    said = f"{each.key} = {each.location!r}"
+    setting = f"{each.key} = {each.location!r}"
     match each.role:
         case "model" | "teacher" if not os.path.isdir(path):
-            raise ModelError(f"{said}: no such folder; give a Hugging Face model folder or a Hub id")
+            raise ModelError(f"{setting}: no such folder; give a Hugging Face model folder or a Hub id")
         case "weights" if not (each.location.endswith(WEIGHTS_SUFFIXES) and os.path.isfile(path)):
-            raise ModelError(f"{said}: no .safetensors file, and no folder with one")
+            raise ModelError(f"{setting}: no .safetensors file, and no folder with one")
         case "adapter" if not os.path.isfile(path / "adapter_config.json"):
-            raise ModelError(f"{said}: no adapter; give a folder with adapter_config.json")
+            raise ModelError(f"{setting}: no adapter; give a folder with adapter_config.json")
         case "resume":
             _check_checkpoint(each.key, path.parent)
         case "data":
             _check_rows(each, path)
         case "media" if not os.path.isdir(path):
-            raise DataError(f"{said}: no such folder")
+            raise DataError(f"{setting}: no such folder")
         case "chat_template" if not os.path.isfile(path):
-            raise ConfigError(f"{said}: no such file; give one that Jinja reads")
+            raise ConfigError(f"{setting}: no such file; give one that Jinja reads")
         case "reward_service" if not os.path.isfile(path):
-            raise ConfigError(f"{said}: no such file; see docs/how-to/reward-service.md")
+            raise ConfigError(f"{setting}: no such file; see docs/how-to/reward-service.md")
 
 
 def _check_checkpoint(key: str, policy: Path) -> None:

@@ -116,12 +116,12 @@ def origin(pipeline: Pipeline, stage: StageConfig) -> dict[str, Any]:
     data: dict[str, None] = {}
     waiting, visited = [stage], set()
     while waiting:
-        one = waiting.pop(0)
-        visited.add(one.name)
-        data |= dict.fromkeys(_named_data(pipeline, one))
+        current = waiting.pop(0)
+        visited.add(current.name)
+        data |= dict.fromkeys(_named_data(pipeline, current))
         upstream = [
             name
-            for name in map(source_of, (pipeline.starts_from(one), one.data))
+            for name in map(source_of, (pipeline.starts_from(current), current.data))
             if name is not None and name not in visited
         ]
         waiting += map(pipeline.stage, upstream)

@@ -27,7 +27,7 @@ class Paired:
 
     @property
     def mean(self) -> float:
-        """Return the mean difference."""
+        """Return the mean of the differences per item."""
         return math.fsum(self.differences) / len(self.differences)
 
     @property

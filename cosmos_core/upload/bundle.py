@@ -127,9 +127,9 @@ class Contents:
         self._pause()
         first, *others = paths
         first.parent.mkdir(parents=True, exist_ok=True)
-        near = here.get(entry.sha256)
-        if near is not None and near not in paths and _has(near, entry):
-            copy_file(near, first)
+        local_file = here.get(entry.sha256)
+        if local_file is not None and local_file not in paths and _has(local_file, entry):
+            copy_file(local_file, first)
         if not _has(first, entry):
             self._download(entry, first)
         for other in others:

@@ -61,10 +61,10 @@ class FileTarget:
 
     def history(self) -> list[str]:
         """Return the versions to which the pointer has pointed, the current one last."""
-        now = os.path.basename(os.readlink(self.folder / "latest")) if (self.folder / "latest").is_symlink() else ""
+        current = os.path.basename(os.readlink(self.folder / "latest")) if (self.folder / "latest").is_symlink() else ""
         entries = read_json(self.folder / HISTORY)
         names = [name for name in entries if isinstance(name, str)] if isinstance(entries, list) else []
-        return moved(names, now) if now else []
+        return moved(names, current) if current else []
 
     def versions(self) -> list[str]:
         """Return all stored versions in the order in which they were published."""

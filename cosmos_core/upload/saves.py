@@ -73,7 +73,7 @@ class Saves:
 
         transfer = Transfer(self._bucket, Journal(self._stage_path / _JOURNAL), pause)
         files: dict[str, Any] = read_object(folder / MANIFEST).get("files", {})
-        transfer.send({self._key(name, file): (folder / file, its["sha256"]) for file, its in files.items()})
+        transfer.send({self._key(name, file): (folder / file, entry["sha256"]) for file, entry in files.items()})
         self._bucket.write(self._key(name, MANIFEST), (folder / MANIFEST).read_bytes())
 
     def _key(self, name: str, file: str) -> str:

@@ -77,8 +77,8 @@ class Retention:
         """Remove everything that can be removed; return the number of removed runs and of freed bytes."""
         freed = 0
         with translate_errors(self.url):
-            gone = [run for run in self.runs if not run.kept_because]
-            for folder in [*gone, *(each for each in self._made if not each.kept_because)]:
+            removable = [run for run in self.runs if not run.kept_because]
+            for folder in [*removable, *(each for each in self._made if not each.kept_because)]:
                 heads = {f"{self._key('runs')}/{folder.name}/run.json", f"{self._key('made')}/{folder.name}/{RESULT}"}
                 # The documents that name other objects are removed first.
                 for each in sorted(folder.objects, key=lambda each: each.key not in heads):
@@ -88,7 +88,7 @@ class Retention:
             for each in self._unreferenced([*self._folders("runs"), *self._folders("made")]):
                 self._bucket.remove(each.key)
                 freed += each.size
-        return len(gone), freed
+        return len(removable), freed
 
     def _refuse_while_made(self) -> None:
         now = self._bucket.clock()
@@ -125,11 +125,13 @@ class Retention:
 
     def _unreferenced(self, staying: list[StoredFolder]) -> list[Object]:
         """Return the contents that are old enough and that no result in the folders `staying` names."""
-        named = {each["sha256"] for folder in staying for files in self._results(folder, "outputs") for each in files}
+        referenced = {
+            each["sha256"] for folder in staying for files in self._results(folder, "outputs") for each in files
+        }
         return [
             each
             for each in self._bucket.objects(f"{self._key('objects')}/")
-            if each.key.rpartition("/")[2] not in named and self._now - each.modified >= self._youngest
+            if each.key.rpartition("/")[2] not in referenced and self._now - each.modified >= self._youngest
         ]
 
     def _results(self, folder: StoredFolder, field: str) -> Iterator[Any]:

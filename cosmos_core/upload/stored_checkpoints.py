@@ -88,9 +88,9 @@ class StoredCheckpoints:
 
     def _send(self, name: str, folder: Path, pause: Callable[[], None]) -> None:
         contents, entries = self._contents(pause), read_object(folder / MANIFEST).get("files", {})
-        contents.send({its["sha256"]: folder / file for file, its in entries.items()}, self._stage_path / JOURNAL)
+        contents.send({entry["sha256"]: folder / file for file, entry in entries.items()}, self._stage_path / JOURNAL)
         head = f"{FOLDER}/{name}/policy"
-        files = {f"{head}/{file}": Entry(its["size"], its["sha256"]) for file, its in entries.items()}
+        files = {f"{head}/{file}": Entry(entry["size"], entry["sha256"]) for file, entry in entries.items()}
         files[f"{head}/{MANIFEST}"] = contents.write((folder / MANIFEST).read_bytes())
         metrics = self._stage_path / _METRICS
         if metrics.is_file():

@@ -137,9 +137,11 @@ class Transfer:
         stored = dict(self._parts_there(key, upload))
         calls = ((key, upload, number, (file, (number - 1) * part_bytes, part_bytes), stored) for number in parts)
         etags = side_by_side(self._put_part, calls, _PARTS_AT_ONCE, "part")
-        listed = [{"PartNumber": number, "ETag": f'"{etag}"'} for number, etag in zip(parts, etags, strict=True)]
+        completed_parts = [
+            {"PartNumber": number, "ETag": f'"{etag}"'} for number, etag in zip(parts, etags, strict=True)
+        ]
         self.bucket.client.complete_multipart_upload(
-            Bucket=self.bucket.name, Key=key, UploadId=upload, MultipartUpload={"Parts": listed}
+            Bucket=self.bucket.name, Key=key, UploadId=upload, MultipartUpload={"Parts": completed_parts}
         )
 
     def _upload_of(self, key: str, sha256: str) -> str:

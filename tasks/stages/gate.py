@@ -129,7 +129,7 @@ def _measured(
     for name, result in stage.inputs.items():
         for key in result["metrics"]:
             metrics[f"{name}.{key}"] = metrics[key] = (key, result["metrics"])
-    matching = {key: metrics[shown] for shown, (key, _) in metrics.items() if condition.matches(shown)}
+    matching = {key: metrics[full_name] for full_name, (key, _) in metrics.items() if condition.matches(full_name)}
     if not matching:
         reported = sorted({key for key, _ in metrics.values()})
         raise ConfigError(

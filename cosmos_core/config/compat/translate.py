@@ -107,9 +107,11 @@ def _keep_one_batch(values: Values, notices: list[str]) -> None:
         return
     policy, _ = _at(values, f"{_POLICY}.type")
     is_rl = inferred_type(policy) == "grpo" if policy else True
-    lost = first.pop(name) if is_rl else second.pop(other)
-    kept = _BATCHES[is_rl]
-    notices.append(f"{_BATCHES[not is_rl]} = {short(lost)} is ignored: {kept} is that of this type of training")
+    removed_value = first.pop(name) if is_rl else second.pop(other)
+    kept_key = _BATCHES[is_rl]
+    notices.append(
+        f"{_BATCHES[not is_rl]} = {short(removed_value)} is ignored: {kept_key} is that of this type of training"
+    )
 
 
 def _ignore(values: Values, keys: dict[str, str], notices: list[str]) -> None:

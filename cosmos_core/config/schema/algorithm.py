@@ -182,8 +182,8 @@ def algorithm_of(values: Any) -> str:
     if isinstance(values, AlgorithmConfig):
         return values.algorithm
     kind, name = str(values.get("type")), values.get("trainer_type")
-    known = [table.algorithm for table in _algorithms() if kind in _kinds(table)]
-    return name if name in known else kind
+    algorithms = [table.algorithm for table in _algorithms() if kind in _kinds(table)]
+    return name if name in algorithms else kind
 
 
 def kinds() -> list[str]:

@@ -13,7 +13,7 @@ from cosmos_core.config.schema.values import Fraction, NonNegativeFloat, NonNega
 
 
 class DiffusersConfig(Table):
-    """`[policy.diffusers]`"""
+    """`[policy.diffusers]`: settings of diffusion models."""
 
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of the text encoders; the VAE is always float32, and the denoiser has `train.master_dtype`."""

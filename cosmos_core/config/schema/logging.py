@@ -15,7 +15,7 @@ SINKS_FOLDER = "cosmos_core.observe.sinks"
 
 
 class LoggingConfig(Table):
-    """`[logging]`"""
+    """`[logging]`: metric sinks, and names of runs on Weights & Biases."""
 
     logger: Annotated[tuple[Thing, ...], Field(strict=False), NoResult, Where.CODE] = ("console",)
     """Metric sinks in addition to the run directory: `console`, `wandb` (one run on Weights & Biases for each stage

@@ -10,7 +10,7 @@ from cosmos_core.config.schema.values import Fraction
 
 
 class MergeConfig(Table):
-    """`[merge]`"""
+    """`[merge]`: how models are combined."""
 
     method: Literal["linear", "ties", "dare_linear", "dare_ties"] = "linear"
     """Rule that combines models. `linear`: weighted sum of the weights (model soup, arXiv 2203.05482). The other rules

@@ -13,7 +13,7 @@ _KEY = "rollout.multi_turn_config"
 
 
 class MultiTurnRolloutConfig(Table):
-    """`[rollout.multi_turn_config]`"""
+    """`[rollout.multi_turn_config]`: conversations of several turns, and tools."""
 
     switch: ClassVar[str] = "enable"
 

@@ -35,7 +35,7 @@ def seconds(duration: str) -> float:
 
 
 class StageConfig(Table):
-    """`[[pipeline.stages]]`"""
+    """`[[pipeline.stages]]`: one stage of the pipeline."""
 
     name: str
     """Name of the stage, unique in the pipeline: its folder, and the name in `after` and `stage:NAME`."""
@@ -100,11 +100,11 @@ class StageConfig(Table):
 
     def refusals(self, stage: InStage) -> Iterator[str]:
         name, _ = split_target(self.target)
-        known = offered_names(TARGETS_FOLDER, "Target")
-        if not is_import_path(name) and name not in known:
+        target_names = offered_names(TARGETS_FOLDER, "Target")
+        if not is_import_path(name) and name not in target_names:
             yield (
                 f"target = {self.target!r}: this version does not publish there; give a folder, a URL of "
-                f"{', '.join(known)}, or a class of your own, path/file.py:Class"
+                f"{', '.join(target_names)}, or a class of your own, path/file.py:Class"
             )
 
     @field_validator("name")
@@ -153,7 +153,7 @@ class StageConfig(Table):
 
 
 class PipelineConfig(Table):
-    """`[pipeline]`"""
+    """`[pipeline]`: settings of a run, and the graph of its stages."""
 
     name: str = "pipeline"
     """Name of the pipeline in logs, in Prefect and in the report."""

@@ -8,10 +8,10 @@ class TokenizerConfig(Table):
 
 
 class VLAConfig(Table):
-    """`[vla]`"""
+    """`[vla]`: vision-language-action models for robots; the table has no effect."""
 
 
 class FP4Config(Table):
-    """`[train.fp4]`"""
+    """`[train.fp4]`: linear layers in 4-bit floating point; the table has no effect."""
 
     switch = "enable_fp4"

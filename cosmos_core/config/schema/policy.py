@@ -16,7 +16,7 @@ from cosmos_core.config.schema.values import NonNegativeFloat, Strings, Thing, T
 
 
 class PolicyConfig(Table):
-    """`[policy]`"""
+    """`[policy]`: the model, its trained parameters, and its parallelism."""
 
     parallelism: PolicyParallelismConfig = PolicyParallelismConfig()
     """Device mesh of the trainer."""

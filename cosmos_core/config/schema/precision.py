@@ -10,7 +10,7 @@ _Quantisation = Literal["rowwise", "tensorwise"]
 
 
 class FP8Config(Table):
-    """`[train.fp8]`"""
+    """`[train.fp8]`: linear layers in 8-bit floating point during training."""
 
     switch = "enable_fp8"
 

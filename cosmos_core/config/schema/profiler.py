@@ -10,7 +10,7 @@ from cosmos_core.config.schema.values import NonNegativeInt, PositiveInt
 
 
 class SubProfilerConfig(Table):
-    """`[profiler.sub_profiler_config]`"""
+    """`[profiler.sub_profiler_config]`: which steps and ranks are traced, and what is recorded."""
 
     do_profile: Annotated[bool, NoResult] = False
     """Record from the beginning of an attempt; False: only after `cosmos profile RUN`."""
@@ -32,7 +32,7 @@ class SubProfilerConfig(Table):
 
 
 class ProfilerConfig(Table):
-    """`[profiler]`"""
+    """`[profiler]`: traces of train steps by torch.profiler."""
 
     enable_profiler: Annotated[bool, NoResult] = False
     """Record `profile/steps_A-B_rank_R.json.gz` in the stage, which Perfetto (ui.perfetto.dev) opens, and the operators

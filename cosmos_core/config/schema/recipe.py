@@ -47,9 +47,9 @@ class Recipe(Table):
     judge: JudgeConfig = JudgeConfig()
     """Settings of the language model that the reward `judge` queries."""
     merge: MergeConfig = MergeConfig()
-    """How a stage of kind `merge` combines models."""
+    """Settings of a stage of kind `merge`, which combines models."""
     sample: SampleConfig = SampleConfig()
-    """Which completions a stage of kind `sample` keeps."""
+    """Settings of a stage of kind `sample`, which keeps completions as rows."""
     vla: VLAConfig = VLAConfig()
     """Settings of vision-language-action models for robots, which have no effect."""
     custom: dict[str, Any] = {}

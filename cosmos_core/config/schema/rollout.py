@@ -28,7 +28,7 @@ _VLLM_MESH = {"n_init_replicas", "tp_size", "pp_size", "dp_shard_size"}
 
 
 class SamplingConfig(Table):
-    """`[rollout.sampling_config]`"""
+    """`[rollout.sampling_config]`: how tokens are sampled in training."""
 
     temperature: NonNegativeFloat = 1.0
     """Softmax temperature; 0: greedy. Should equal `train.train_policy.temperature`."""
@@ -51,7 +51,7 @@ class RolloutAsyncConfig(Table):
 
 
 class RolloutConfig(Table):
-    """`[rollout]`"""
+    """`[rollout]`: rollout engines, and how they generate completions."""
 
     parallelism: RolloutParallelismConfig = RolloutParallelismConfig()
     """Device mesh of one engine."""

@@ -38,7 +38,7 @@ class KeepConfig(Table):
 
 
 class SampleConfig(Table):
-    """`[sample]`"""
+    """`[sample]`: the completions that a stage of kind `sample` keeps as rows."""
 
     keep: KeepConfig = KeepConfig(best=1)
     """Which completions become rows. `rollout.n_generation` is the number of completions of each prompt."""

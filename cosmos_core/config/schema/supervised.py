@@ -43,9 +43,11 @@ class SupervisedConfig(AlgorithmConfig):
     @property
     def own_names(self) -> dict[str, str]:
         """Return the names of the columns of a row, by their default names, as far as the recipe changes them."""
-        known = ("prompt", "response", "chosen", "rejected", "label")
-        named = {name: getattr(self, f"{name}_column_name", "") for name in known}
-        return {name: column for name, column in named.items() if column and (name in known[:2] or column != name)}
+        default_names = ("prompt", "response", "chosen", "rejected", "label")
+        columns = {name: getattr(self, f"{name}_column_name", "") for name in default_names}
+        return {
+            name: column for name, column in columns.items() if column and (name in default_names[:2] or column != name)
+        }
 
     @model_validator(mode="after")
     def _columns_once(self) -> Self:

@@ -22,7 +22,7 @@ class Branch(Table):
 
 
 class SweepConfig(Table):
-    """`[pipeline.stages.sweep]`"""
+    """`[pipeline.stages.sweep]`: the grid of settings, and the metric that selects the best branch."""
 
     grid: dict[str, Any] = {}
     """Lists of values by key, such as `"train.optm_lr" = [1e-5, 3e-5]`; each combination is a branch. A key is a key of

@@ -71,18 +71,18 @@ class Table(BaseModel):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Add the keys that `unused.toml` declares for the table, after its other keys."""
         super().__init_subclass__(**kwargs)
-        own = inspect.get_annotations(cls)
+        annotations = inspect.get_annotations(cls)
         for name, says in _UNUSED.get(cls.__name__, {}).items():
-            own[name], default = field_of(says)
+            annotations[name], default = field_of(says)
             setattr(cls, name, default)
-        cls.__annotations__ = own
+        cls.__annotations__ = annotations
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         """Mark each field with its status and generation in `status.toml`."""
-        own = inspect.get_annotations(cls)
+        annotations = inspect.get_annotations(cls)
         for name, field in cls.model_fields.items():
-            for notes in (_STATUS, _SINCE) if name in own else ():
+            for notes in (_STATUS, _SINCE) if name in annotations else ():
                 of_all = None if is_table(field.annotation) else notes.get((cls.__name__, "*"))
                 if note := notes.get((cls.__name__, name), of_all):
                     field.metadata = [*field.metadata, note]

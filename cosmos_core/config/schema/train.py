@@ -55,7 +55,7 @@ AlgorithmTable = Annotated[
 
 
 class TrainConfig(Table):
-    """`[train]`"""
+    """`[train]`: optimizer, learning rate schedule, batch size and precision."""
 
     epoch: Annotated[PositiveInt, Unit("epochs")] = 1
     """Number of passes over the training rows."""

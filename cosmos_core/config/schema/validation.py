@@ -31,7 +31,7 @@ class HeldOutConfig(DatasetConfig):
 
 
 class ValidationConfig(Table):
-    """`[validation]`"""
+    """`[validation]`: validation on held-out rows, and when it runs."""
 
     enable: bool = False
     """Run validation during training; a stage of kind `validate` measures whether or not this is set."""
@@ -46,7 +46,7 @@ class ValidationConfig(Table):
     max_rows: Rows | None = None
     """Maximum number of held-out rows, from the first; None: all. `dataset.split = "test[:200]"` selects other rows."""
     temperature: NonNegativeFloat = 0.0
-    """Sampling temperature; 0: greedy."""
+    """Sampling temperature of validation; 0: greedy."""
     top_p: Nucleus | None = None
     """Probability mass of nucleus sampling; None: as in `rollout.sampling_config`."""
     top_k: TopK = 1

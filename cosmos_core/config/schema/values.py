@@ -64,4 +64,4 @@ def _train_if_empty(names: tuple[str, ...]) -> tuple[str, ...]:
 Splits = Annotated[Names, AfterValidator(_train_if_empty)]
 """Names of the splits of a data set; empty: `train`."""
 Strings = Annotated[tuple[str, ...], Field(strict=False)]
-"""A list of strings."""
+"""List of strings."""
