@@ -147,7 +147,7 @@ def show_run(run_path: Path) -> None:
 
 
 def write_report(run_path: Path) -> None:
-    """Write report.html of a run, whatever the outcome of the run."""
+    """Write report.html of a run with any outcome, without failing the run."""
     with never_costs_the_run():
         write_text(run_path / PAGE, build(run_path))
 

@@ -49,7 +49,8 @@ class Stored:
         self._lease: Lease | None = None
 
     def receive_inputs(self) -> None:
-        """Fetch the results of the stages in `after`, and the output files of those that this stage reads.
+        """Fetch the manifests of the stages in `after`, and the output files of those stages whose files this stage
+        reads.
 
         Raises:
             ConfigError, UploadError: the store refuses, is not reached, or has lost something.
@@ -67,8 +68,8 @@ class Stored:
                 _write(path, result)
 
     def existing(self, expected: Fingerprint) -> Result | None:
-        """Adopt the result that any machine has made with a fingerprint as the result of this stage; return None if
-        there is none."""
+        """Adopt the result of a fingerprint, which any machine may have stored, as the result of this stage; return
+        None if there is none."""
         stored = self._store.made(expected.value) if self._store else None
         if stored is None:
             return None

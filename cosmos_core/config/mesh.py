@@ -178,7 +178,7 @@ def _check_split(where: str, mesh: ParallelismConfig, model: Mapping[str, Any]) 
 
 
 def _check_stages(where: str, mesh: ParallelismConfig, layers: int) -> None:
-    """Check that every pipeline stage has a layer."""
+    """Check that every pipeline-parallel stage has at least one layer of the model."""
     if mesh.pp_size > layers:
         raise ConfigError(f"{where}.pp_size = {mesh.pp_size}: the model has {layers} layers; the nearest is {layers}")
     if (stages := mesh.num_stages(layers)) > layers:

@@ -1,4 +1,5 @@
-"""Metrics that each stage can report according to its kind: a gate on any other metric is refused before a run."""
+"""Check which metrics each stage can report according to its kind: a gate on any other metric is refused before a
+run."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class Supervisor:
 
 
 def main() -> int:
-    """Run the command line of the supervisor."""
+    """Parse the command line of the supervisor, run its command, and return the exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--pipe", type=int, required=True)
     parser.add_argument("--grace", type=float, required=True)

@@ -35,7 +35,7 @@ class Rank(Protocol):
 
     @property
     def threads(self) -> int:
-        """Return the number of threads of torch."""
+        """Return the number of CPU threads that torch uses in the rank."""
         ...
 
 

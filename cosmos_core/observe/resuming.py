@@ -1,5 +1,5 @@
-"""Messages about interrupted runs: when the run died, its progress, the command that resumes it, and the step at which
-it resumes."""
+"""Write messages about interrupted runs: when the run died, its progress, the command that resumes it, and the step at
+which it resumes."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def overlaid(inputs: Sequence[Input], folder: Path) -> str:
 
 
 def _walk(folder: Path, above: tuple[tuple[int, int], ...]) -> Iterator[tuple[Path, list[str]]]:
-    """Yield each folder that is not hidden, with the names of its entries that are not folders."""
+    """Yield each folder at or below `folder` that is not hidden, with the names of its entries that are not folders."""
     status = folder.stat()
     identity = (status.st_dev, status.st_ino)
     if identity in above:

@@ -180,7 +180,7 @@ def open_or_create_run(pipeline: Pipeline, *, run_id: str = "") -> Run:
 
 
 def open_run(path: Path, kinds: Kinds) -> Run:
-    """Open an existing run from its directory.
+    """Open an existing run from its directory, and check that its pipeline can be loaded.
 
     Raises:
         ConfigError: the directory is not a run, or its pipeline.toml is damaged.

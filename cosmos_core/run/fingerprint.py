@@ -38,7 +38,7 @@ encode media."""
 
 
 Read = tuple[str, str, str, str]
-"""Role, key and name of an input, and the digest of its content."""
+"""Input of a stage in a fingerprint: its role, key and name, and the digest of its content."""
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ def compare_items(metric: str, new: Path, old: Path) -> Paired | None:
 
 
 def _values(metric: str, file: Path) -> dict[tuple[int, str], float]:
-    """Return the value of each item by its position and the hash of its content."""
+    """Return the value of a metric for each item of a benchmark, by the item's position and the hash of its content."""
     _, _, rest = metric.partition("/")
     task, _, column = rest.rpartition("/")
     if not task or not file.is_file():

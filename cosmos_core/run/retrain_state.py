@@ -53,7 +53,8 @@ def content_of(pipeline: Pipeline) -> str:
 
 
 def note_of(pipeline: Pipeline, overrides: Sequence[str], start: str) -> Path:
-    """Return the path of the note for a pipeline with these overrides and this start.
+    """Return the path of the note, the file with the state of retrainings, for a pipeline with these overrides and this
+    start.
 
     The config is identified by the name it was given: a deployment may unpack its files into a new folder per trigger.
     """
@@ -68,7 +69,7 @@ def note_of_flow_run(note: Path, flow_run: str) -> Path:
 
 
 def read_seen(note: Path) -> Seen | None:
-    """Return the newest retraining in a note; None if there is none."""
+    """Return the state of the newest retraining in a note, the state file of a schedule; None if there is none."""
     return read_document(note, Seen)
 
 

@@ -39,7 +39,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Set of files, by path, with further information."""
+    """Set of stored files with their size and digest by path, and a dict of further information."""
 
     files: Mapping[str, Entry]
     info: dict[str, Any] = field(default_factory=dict)

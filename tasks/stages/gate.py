@@ -63,7 +63,7 @@ def _entry(condition: Condition, name: str, value: float, limit: float | None, n
 
 
 def _of_items(condition: Condition, paired: Paired, confidence: float) -> dict[str, JsonValue]:
-    """Return the verdict of a comparison per item, and its statistics."""
+    """Return whether a comparison per benchmark item passes, and its statistics, for the report of a condition."""
     is_higher = condition.comparison.startswith(">")
     p_value = paired.p_value(condition.offset) if is_higher else paired.reversed.p_value(-condition.offset)
     return {"passed": p_value <= 1 - confidence, "paired": paired.describe(confidence) | {"p_value": p_value}}

@@ -30,7 +30,8 @@ class AlgorithmConfig(Table):
     algorithm: ClassVar[str]
     """Value of `trainer_type` that selects the table."""
     rows: ClassVar[str]
-    """The kind of rows that `prepare` makes: the name of a file of `cosmos_core/data/kinds/`."""
+    """Kind of rows that the `prepare` stage makes for the algorithm: the name of a file of
+    `cosmos_core/data/kinds/`."""
     sequences_per_row: ClassVar[int] = 1
     """Number of token sequences in a row."""
     completes_held_out: ClassVar[bool] = True

@@ -21,8 +21,8 @@ class DpoLossConfig(Table):
     `dpo_loss_weights`."""
 
     beta: PositiveFloat = 0.1
-    """Reward of a response: beta x (its log-probability - that under the reference); in `ipo` the regularisation tau,
-    in `orpo` the weight of the odds ratio, in `simpo` about 2."""
+    """Factor beta in the reward of a response, beta x (its log-probability - that under the reference); in `ipo` the
+    regularisation tau, in `orpo` the weight of the odds ratio, in `simpo` about 2."""
     loss_type: Names = ("sigmoid",)
     """With rewards c of the chosen and r of the rejected response: `sigmoid` is -log sigmoid(c - r), `bco_pair` -log
     sigmoid(c) - log sigmoid(-r), `sft` the mean of -log p over the chosen responses' tokens, `robust` `sigmoid` without
@@ -78,9 +78,9 @@ class DpoConfig(SupervisedConfig):
     """Column of the prompt, a string or a conversation, in place of `conversation_column_name`; empty: the first column
     that has one of the default names."""
     chosen_column_name: str = "chosen"
-    """Column of the response that was chosen."""
+    """Column of the chosen response of a pair."""
     rejected_column_name: str = "rejected"
-    """Column of the response that was rejected."""
+    """Column of the rejected response of a pair."""
     dpo: DpoLossConfig = DpoLossConfig()
     """Loss of a pair of responses."""
 
