@@ -39,7 +39,7 @@ class SamplingConfig(Table):
     """Number of most likely tokens from which a token is sampled, with the same importance weights in the loss as
     `top_p`; -1: all."""
     repetition_penalty: PositiveFloat = 1.0
-    """Divisor of the logits of repeated tokens, which above 1 become less likely, with the same importance weights in
+    """Penalty on the logits of repeated tokens, which above 1 become less likely, with the same importance weights in
     the loss as `top_p`; 1: off."""
 
 

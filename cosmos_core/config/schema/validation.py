@@ -52,7 +52,7 @@ class ValidationConfig(Table):
     top_k: TopK = 1
     """Number of most likely tokens from which a token is sampled; -1: all."""
     repetition_penalty: PositiveFloat = 1.0
-    """Divisor of the logits of repeated tokens; 1: off."""
+    """Penalty on the logits of repeated tokens, which above 1 become less likely; 1: off."""
     n_generation: Completions = 1
     """Number of completions per prompt; accuracy is averaged over them, and with 2 or more the metrics
     `validation/pass@2`, `@4` and so on are reported."""
