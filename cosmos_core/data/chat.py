@@ -27,7 +27,8 @@ _KEY = "rollout.multi_turn_config"
 _USER = {"role": "user", "content": "?"}
 _FORMS: tuple[Message, ...] = (
     {"role": "assistant", "content": ""},
-    {"role": "assistant", "content": "", "reasoning_content": "."},  # Qwen3 drops earlier turns' thoughts
+    # Qwen3's template renders the thoughts of the last turn only.
+    {"role": "assistant", "content": "", "reasoning_content": "."},
     {"role": "assistant", "content": "."},
 )
 """Forms of an assistant turn, tried until the template renders one equally with and without a tool result after it."""

@@ -86,7 +86,8 @@ def read_image(source: Any, root: Path, where: str) -> tuple[ImageRef, Image]:
     if content is not None:
         return ImageRef(None, content, _digest(content)), _decoded(content, f"{where}: the image in the row")
     assert path is not None
-    file = Path(os.path.expanduser(path))  # Path.expanduser raises for an unknown user name
+    # os.path.expanduser keeps the name of an unknown user, for which Path.expanduser raises.
+    file = Path(os.path.expanduser(path))
     file = file if file.is_absolute() else root / file
     file_content = _read(file, f"{where}: image {path!r}")
     name = file.relative_to(root) if file.is_relative_to(root) else file.absolute()

@@ -163,7 +163,8 @@ def _declared_seconds(container: Any, stream: Any) -> float:
     """Return the duration of a video in the header of its file, in seconds; 0 if it is missing."""
     if stream.duration is not None:
         return float(stream.duration * stream.time_base)
-    hours, _, rest = stream.metadata.get("DURATION", "").partition(":")  # Matroska writes H:M:S
+    # Matroska stores the duration of a stream as a tag of the form H:M:S.
+    hours, _, rest = stream.metadata.get("DURATION", "").partition(":")
     minutes, _, seconds = rest.partition(":")
     if seconds:
         return 3600 * float(hours) + 60 * float(minutes) + float(seconds)

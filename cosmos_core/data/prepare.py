@@ -125,13 +125,15 @@ def _write_split(stage: Stage, path: Path, job: Job, rows: Rows, done: int, tota
             if chunk.batch.num_rows:
                 file.write_batch(chunk.batch)
             counts.add(chunk)
-            if path.stem != LEARNED_HELD_OUT:  # the validation split checks the same rows
+            # Held-out rows to learn are the rows of the validation split, whose errors are checked there.
+            if path.stem != LEARNED_HELD_OUT:
                 counts.check_refused(_dataset(job.recipe, path.stem).max_skipped_fraction, len(rows))
             done += chunk.batch.num_rows + len(chunk.skipped)
             stage.progress.step(done, total)
             if stage.stop_requested:
                 raise Preempted(f"stopped after {done} of {total} rows were tokenised; preparing starts anew")
-    if not counts.num_rows and path.stem == LEARNED_HELD_OUT:  # held-out prompts may have no turn to learn
+    # Held-out prompts may have no turn to learn; the split for learning is then removed.
+    if not counts.num_rows and path.stem == LEARNED_HELD_OUT:
         path.unlink()
     elif not counts.num_rows:
         raise DataError(f"{path.stem}: {counts.notices()[0]}; no row is left, give others")
@@ -173,7 +175,8 @@ def _own_splits(stage: Stage, opener: Opener) -> dict[str, Rows]:
         return {TRAIN: train, VALIDATION: load_rows(held_out, f"stage {stage.name!r}: data")}
     if policy.dataset.test_size is not None:
         where, row = next(iter(train))
-        with suppress(SkippedRow):  # report wrong columns before too few rows
+        # Read one row first, so that an error about columns comes before an error about the number of rows.
+        with suppress(SkippedRow):
             tokenised_kind(policy.rows).read(row, where, policy)
         train, rest = split_rows(train, policy.dataset.test_size, stage.seed)
         return {TRAIN: train, VALIDATION: rest}

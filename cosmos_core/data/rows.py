@@ -77,7 +77,8 @@ def load_rows(dataset: DatasetConfig, key: str = "dataset", opener: Opener | Non
     """
     if not dataset.name.strip():
         raise DataError(f"{key}.name is empty; give a file, a folder or a Hub id")
-    path = Path(os.path.expanduser(dataset.name))  # Path's own methods raise for some names
+    # Path.expanduser and Path.exists raise for some names, unlike the functions of os.path.
+    path = Path(os.path.expanduser(dataset.name))
     if os.path.exists(path):
         parts = [part for split in dataset.split for part in _sliced_parts(path, split, key)]
     elif is_code(dataset.name) and opener:
@@ -87,7 +88,7 @@ def load_rows(dataset: DatasetConfig, key: str = "dataset", opener: Opener | Non
         raise DataError(f"{key}.name = {str(path)!r}: it does not exist{looked}; give a file, a folder or a Hub id")
     else:
         parts = [_hub_part(dataset, split, key) for split in dataset.split]
-    if not any(part.num_rows for part in parts):  # a single shard may be empty
+    if not any(part.num_rows for part in parts):  # single shards may be empty, but not all
         raise DataError(f"{parts[0].name}: file holds no rows; {key}.name needs at least one")
     folder = path if path.is_dir() else path.parent
     return Rows(parts, folder.absolute() if os.path.exists(path) else Path.cwd())

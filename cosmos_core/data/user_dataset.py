@@ -175,7 +175,7 @@ def _reference(reference: Any, policy: AlgorithmConfig) -> Row:
         return {}
     try:
         text = reference if isinstance(reference, str) else json.dumps(reference, ensure_ascii=False)
-    except (TypeError, ValueError):  # JSON has no sets and no NumPy scalars
+    except (TypeError, ValueError):  # the value has no JSON form, such as a set or a NumPy scalar
         text = str(reference)
     return {_reference_column(policy): text}
 

@@ -106,7 +106,8 @@ def _expanded(processor: ProcessorMixin, full: str, spans: list[Span], images: l
         encoded: Any = processor(
             text=[full],
             images=[images] if images else None,
-            add_special_tokens=not (bos and full.startswith(bos)),  # avoid a second BOS
+            # Like `apply_chat_template`, add no second BOS token to a text that begins with it.
+            add_special_tokens=not (bos and full.startswith(bos)),
             return_offsets_mapping=True,
             return_text_replacement_offsets=True,
         )
@@ -130,7 +131,8 @@ def _image_words(processor: ProcessorMixin, full: str, encoded: Any, where: str)
     if "text_replacement_offsets" in encoded:
         return [(tuple(each["span"]), tuple(each["new_span"])) for each in encoded["text_replacement_offsets"][0]]
     bos = processor.tokenizer.bos_token
-    if bos and bos not in full:  # the processor would insert a BOS and shift all offsets
+    # A processor that inserts a BOS token before the text shifts all offsets of tokens.
+    if bos and bos not in full:
         raise DataError(f"{where}: the chat template does not write {bos!r}, which the processor wants")
     return [(match.span(), match.span()) for match in re.finditer(re.escape(image_word(processor)), full)]
 

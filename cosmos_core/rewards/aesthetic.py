@@ -31,7 +31,8 @@ class AestheticReward:
     def score(self, items: Sequence[Item]) -> Columns:
         """Return the score of each image, or of the middle frame of each video."""
         values = self._clip.images([image_of(item.media) for item in items]).float()
-        for weight, bias in self._layers:  # no activations between layers, only dropout
+        # The predictor has only dropout between its linear layers, and no activations.
+        for weight, bias in self._layers:
             values = values @ weight.T + bias
         return {"aesthetic": values[:, 0].tolist()}
 

@@ -68,7 +68,7 @@ def _fraction(match: re.Match[str]) -> str:
     return f"\\frac{{{over}}}{{{(10 ** len(repeated) - 1) * 10 ** len(once)}}}"
 
 
-@lru_cache(maxsize=1024)  # completions of a prompt often repeat an answer
+@lru_cache(maxsize=1024)  # completions of a prompt share the reference, and often the result
 def _grade(end: str, reference: str) -> float:
     expected = _parse_reference(reference)
     if not expected:

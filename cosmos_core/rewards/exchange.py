@@ -231,7 +231,8 @@ class Asked:
         """Post a request and return the response; None if the service did not respond, after a pause."""
         remaining = max(0.1, self._remaining_seconds())
         try:
-            async with asyncio.timeout(remaining):  # unlike httpx's timeout, does not restart with each byte
+            # The timeout of httpx restarts with each received byte, so limit the whole exchange.
+            async with asyncio.timeout(remaining):
                 return await self._client.post(url, timeout=min(seconds, remaining), **content)
         except (httpx.RequestError, httpx.InvalidURL) as error:
             reason = f"the reward service at {url} is not there: {type(error).__name__}: {error}".rstrip(": ")

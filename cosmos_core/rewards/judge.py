@@ -61,7 +61,8 @@ async def _ask(
 
 def _request(config: Mapping[str, Any], texts: Mapping[str, str]) -> dict[str, Any]:
     message = config["template"]
-    for name in ("prompt", "reference", "completion"):  # last, since it may contain the other placeholders
+    # Replace `completion` last, because its text may contain the other placeholders.
+    for name in ("prompt", "reference", "completion"):
         message = message.replace("{" + name + "}", texts[name])
     score = {"type": "integer", "minimum": 0, "maximum": config["highest_score"]}
     properties = {"reason": {"type": "string"}, "score": score}

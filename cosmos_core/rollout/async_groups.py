@@ -193,7 +193,8 @@ class AsyncGroupSource:
         """
         if self.fleet.version + self.allowed < step:
             return
-        for position in reversed(positions):  # urgent requests go to the front, so request the first position last
+        # Urgent requests go to the front of the queue, so request the position that is needed first last.
+        for position in reversed(positions):
             scored = self._scored.get(position)
             if scored is not None and step - scored.group.version > self.allowed:
                 del self._scored[position]

@@ -230,7 +230,7 @@ class Fleet:
                 self._beat()
                 self.check()
                 time.sleep(0.05)
-        except Exception as error:  # noqa: BLE001 - raised on all ranks
+        except Exception as error:  # noqa: BLE001 - the error is raised on all ranks
             return "", "checkpoint", by_name(error)
         assert members[0].description is not None
         return members[0].description.name, members[0].description.weight_format, None

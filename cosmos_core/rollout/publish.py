@@ -97,7 +97,8 @@ class WeightPublisher:
                 f"{num_sent} of version {version}"
             )
         has_new = isinstance(self.engine, Fleet) and self.engine.has_new
-        is_due = version % self.probe_interval == 0  # depends on the version, so a resumed run probes the same
+        # The version decides, and not a counter, so that a resumed run probes the same versions.
+        is_due = version % self.probe_interval == 0
         if slept not in self._proven or has_new or is_due:
             self._probe(version)
         self._proven.add(slept)
@@ -140,7 +141,7 @@ def tolerance_of(dtype: torch.dtype, transfer_dtype: torch.dtype | None) -> floa
 
 def probe_tokens(vocab_size: int) -> list[int]:
     """Return a short sequence of tokens over the vocabulary, to be scored by trainer and engine."""
-    return [(7919 * (i + 1)) % vocab_size for i in range(_PROBE_TOKENS)]  # a prime stride avoids equal neighbours
+    return [(7919 * (i + 1)) % vocab_size for i in range(_PROBE_TOKENS)]  # a prime stride: neighbouring tokens differ
 
 
 @dataclass

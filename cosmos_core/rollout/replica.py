@@ -238,7 +238,7 @@ class Replica:
 
     def _take(self, engine: Engine, load: _Load, version: int, *, drained: bool = False) -> None:
         """Load the buckets of `load`; with `drained`, first generate until no request is in flight."""
-        while drained and self._in_flight:  # each pass counts as progress for the trainer
+        while drained and self._in_flight:  # the trainer sees the number of passes as progress
             self._generate(_step_of(engine))
         try:
             loaded = engine.load_weights(version, _buckets(load))

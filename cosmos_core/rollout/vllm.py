@@ -53,7 +53,7 @@ _ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
 }
 _CPU_ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB of host memory
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB of host memory for the KV cache
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding threads to cores would affect the trainer's threads
 }
 _OWN_GPU_ENVIRONMENT = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
@@ -171,7 +171,8 @@ class VllmEngine:
                 self._reload(buckets)
             else:
                 self._adapter.load(self._llm, self._receiver.tensors(buckets))
-        self._wake(_KV_CACHE)  # reallocated after the load, which needs memory besides the weights
+        # The KV cache is reallocated after the load, which needs memory in addition to the weights.
+        self._wake(_KV_CACHE)
         with restore_process():
             self._llm.reset_prefix_cache(reset_running_requests=bool(self._in_flight))
             for state in self._llm.llm_engine.output_processor.request_states.values():
@@ -337,8 +338,9 @@ def _engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "enforce_eager": rollout.enforce_eager or not has_gpu,  # CUDA graphs need a GPU
         # If the trainer has a process group, the engine of each rank creates its own process groups.
         "distributed_executor_backend": "uni" if is_single_rank() else "external_launcher",
-        "logprobs_mode": "processed_logprobs",  # log-probabilities after temperature, top-k and top-p
-        "generation_config": "vllm",  # not the model's own sampling defaults
+        "logprobs_mode": "processed_logprobs",  # of the distribution after temperature, top-k and top-p
+        # The model's own sampling defaults must not apply to settings that the recipe leaves unset.
+        "generation_config": "vllm",
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,

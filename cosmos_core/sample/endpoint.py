@@ -92,9 +92,10 @@ class Endpoint:
         if not getattr(reply, "choices", None):  # the client returns a reply that is not JSON as text
             raise OpenAIError(f"the reply has no choices: {str(reply)[:100]}")
         choice = reply.choices[0]
-        text = (choice.message.content or "").encode(errors="replace").decode()  # without lone surrogates
+        # Replace lone surrogates, which tokenizers refuse.
+        text = (choice.message.content or "").encode(errors="replace").decode()
         ids = tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-        segment = Segment(ids, True, (0.0,) * len(ids), 0)  # servers may return no log-probabilities
+        segment = Segment(ids, True, (0.0,) * len(ids), 0)  # log-probabilities of 0, since servers may return none
         return Completion((segment,), "stop" if choice.finish_reason == "stop" else "length", text)
 
 

@@ -157,7 +157,8 @@ def _tool(path: str) -> Callable[..., Any]:
 
 
 def _schemas(paths: Sequence[str]) -> list[dict[str, Any]]:
-    from transformers.utils.chat_template_utils import get_json_schema  # imported here: only one process needs it
+    # Imported here, because the import takes half a second and only one process needs it.
+    from transformers.utils.chat_template_utils import get_json_schema
 
     schemas = []
     for path in paths:

@@ -36,7 +36,7 @@ _MOST_CHARACTERS = 20_000
 _MOST_STEPS = 1_000
 _MOST_DRAWN_BYTES = 1 << 30
 """Maximum size in bytes of the image and video files of all steps; files of the newest step are always kept."""
-_WINDOW = 8  # steps; a mean without a trend rises from all 4 earlier to all 4 later steps with probability 1/70
+_WINDOW = 8  # steps; without a trend, all 4 later values exceed all 4 earlier values with probability 1/70
 _NGRAM = 4
 
 
@@ -94,7 +94,7 @@ class CompletionLog:
 
     def _watch(self, step: int, groups: Sequence[ScoredGroup]) -> None:
         values = [[score.value for score in scored.scores if score.value is not None] for scored in groups]
-        # metrics exist only if a reward function returned a score, so rewards of 0 without any function do not count
+        # without reward functions, every score is 0 and has no metrics, which is no sign of a problem
         is_scored = any(score.metrics for scored in groups for score in scored.scores)
         is_constant = is_scored and max(map(len, values)) > 1 and all(len(set(each)) <= 1 for each in values)
         self._tell(

@@ -329,7 +329,7 @@ def _balanced_course(recipe: Recipe, prepared: Path | None) -> _Course:
 def _disk(recipe: Recipe, memory: Memory, parameters: int, trainable: int, steps: int | None) -> int:
     """Return the bytes of the checkpoints that are kept, with optimizer state, and of the exported model."""
     ckpt = recipe.train.ckpt
-    num_kept = 1  # the final state is always saved
+    num_kept = 1  # number of checkpoints on disk, of which the final one is always saved
     if ckpt.enable_checkpoint:
         of_an_epoch = max(1, (steps or 0) // recipe.train.epoch)
         freq = max(0, ckpt.save_freq_in_epoch) * of_an_epoch or ckpt.save_freq

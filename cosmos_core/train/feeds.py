@@ -96,7 +96,8 @@ def balanced_steps(rows: LearnedRows, recipe: Recipe) -> BalancedSteps | None:
     train, policy = recipe.train, recipe.train.train_policy
     if not policy.balances_tokens:
         return None
-    assert isinstance(policy, SupervisedConfig) and train.max_num_steps is not None  # required by the schema
+    # The schema requires `max_num_steps` if batches are filled by tokens.
+    assert isinstance(policy, SupervisedConfig) and train.max_num_steps is not None
     # `sequence_packing` of None (the model decides) is planned as padding, which needs at least as many tokens
     is_packed = bool(train.sequence_packing)
     return BalancedSteps(

@@ -195,7 +195,8 @@ def open_engine(stage: Stage) -> Engine:
             stage.model, revision=policy.model_revision, dtype=getattr(torch, stage.recipe.train.master_dtype)
         )
     if stage.kind.trains:
-        choose_trained(model, policy)  # add the adapter, so that later only adapter weights are sent
+        # The engine must know the shapes of the adapter, so that later only the adapter's weights are sent.
+        choose_trained(model, policy)
     if generation := load_generation_config(stage.model, policy.model_revision):
         model.generation_config = generation
     return make_engine(_settings(stage, model, tokenizer, open_vision(stage), is_apart=True))

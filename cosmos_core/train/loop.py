@@ -113,9 +113,11 @@ class Loop:
             is_async = is_due and validation.async_validation is not None and not is_last
             saves = self.step % save_freq == 0
             if (is_due or saves) and self._settle():
-                best_before = self.best  # the finished validation may have set a best step, already saved
+                # The validation that has ended may have changed the best step; only a change by this step needs a save.
+                best_before = self.best
             if is_async:
-                saves = True  # the step may prove best only after the weights have changed
+                # Save before the validation ends: the step may prove best when later steps have changed the weights.
+                saves = True
             elif is_due:
                 metrics |= self._measured(metrics)
             self._log(self.step, metrics)
@@ -152,7 +154,8 @@ class Loop:
         it was validated."""
         if not self.validation.is_missing(self.step):
             return False
-        self.validation.publish(self.step)  # the engine may not have the last weights yet
+        # The engine may lack the weights of the last step, because a further step was expected.
+        self.validation.publish(self.step)
         self._record(self.step, self._measured())
         return True
 

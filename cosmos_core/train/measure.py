@@ -281,7 +281,7 @@ def open_rewards(stage: Stage, weights: Rewards, max_tokens: int | None = None) 
         remote = RemoteRewards(weights, service_of(), beat=stage.progress.beat)
         yield remote.score_groups if is_first() else _no_groups
         return
-    if not weights:  # `train.train_policy.bypass_reward` is set
+    if not weights:  # without rewards (`train.train_policy.bypass_reward`) every score is 0
         yield lambda groups: [ScoredGroup(group, (Score(0.0),) * len(group.completions)) for group in groups]
         return
     if not is_first():

@@ -111,7 +111,8 @@ def step_memory(trainer: Trainer, algorithm: Algorithm, train: TrainConfig, leng
     with live, live.refusing_values_in(model):
         live.hold("weights", _state(model))
         live.hold("reference", [tensor for named in trainer.named.tensors.values() for tensor in named.values()])
-        for parameter in model.parameters():  # the previous step's gradients exist until the update
+        # In every step but the first, gradients of the previous step exist until the update frees them.
+        for parameter in model.parameters():
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
         live.hold("gradients", _gradients(model))
         for update in algorithm.updates(samples, trainer):

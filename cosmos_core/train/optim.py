@@ -154,7 +154,7 @@ def forget_moments(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _rates(train: TrainConfig) -> dict[str, float]:
-    assert not isinstance(train.optm_lr, tuple)  # the capability check rejects lists of rates
+    assert not isinstance(train.optm_lr, tuple)  # the capability check rejects a list of learning rates
     return train.optm_lr if isinstance(train.optm_lr, dict) else {GLOBAL: train.optm_lr}
 
 

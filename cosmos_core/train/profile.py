@@ -80,7 +80,7 @@ class StepProfiler:
 
     def _write(self, found: profile) -> None:
         if (first := self._last - self._config.active_steps + 1) > self._step:
-            return  # the training ended before the first step to trace
+            return  # the training ended before the first step to trace, so there is no trace
         folder = self._stage.path / PROFILES
         folder.mkdir(exist_ok=True)
         name = f"steps_{first}-{self._step}_rank_{self._rank}"

@@ -99,7 +99,7 @@ def _of_text(asked: Asked, method: Method, here: Machine) -> Iterator[Setting]:
     prompt, response = (columns.get(name, "") for name in _COLUMN_KEYS)
     longest = _longest(tokenizer, lambda row, where: kind.read_columns(row, where, prompt, response), sample)
     has_turns = kind.is_completed or any(isinstance(value, list) for value in sample[0][1].values())
-    if has_turns and not tokenizer.chat_template:  # plain text is trained on without a template
+    if has_turns and not tokenizer.chat_template:  # plain text needs no chat template
         named = "chatml" if {"<|im_start|>", "<|im_end|>"} <= tokenizer.get_vocab().keys() else "plain"
         yield "policy.chat_template", named, "the model has none, and the rows have turns"
     text, is_drawn = config.get_text_config(), kind.is_completed

@@ -58,7 +58,8 @@ def main() -> int:
     for descriptor in filter(None, os.environ.pop("COSMOS_LOCK_DESCRIPTORS", "").split(",")):
         os.set_inheritable(int(descriptor), False)
     path = Path(sys.argv[1])
-    if not path.parents[1].stat().st_mode & 0o077:  # the run is private, so keep its new files private
+    # The folder of the run is private, so new files must be private too.
+    if not path.parents[1].stat().st_mode & 0o077:
         os.umask(umask() | 0o077)
     configure()
     hide()

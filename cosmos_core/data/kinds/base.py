@@ -215,5 +215,6 @@ class TokenisedKind(RowKind):
 
     def prepare(self, stage: Stage) -> Outcome:
         """Tokenise the rows of a stage."""
-        outcome: Outcome = import_module("cosmos_core.data.prepare").tokenise(stage)  # that module imports this one
+        # Imported here, because `prepare` imports the kinds of rows.
+        outcome: Outcome = import_module("cosmos_core.data.prepare").tokenise(stage)
         return outcome

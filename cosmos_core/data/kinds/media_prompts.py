@@ -68,7 +68,8 @@ class MediaPromptsKind(RowKind):
 
     def prepare(self, stage: Stage) -> Outcome:
         """Encode the rows of a stage with the encoders of its model."""
-        outcome: Outcome = import_module("cosmos_core.data.prepare_media").run(stage)  # slow: imports diffusers
+        # Imported here, because `prepare_media` imports diffusers, which is slow.
+        outcome: Outcome = import_module("cosmos_core.data.prepare_media").run(stage)
         return outcome
 
     def prompts(self, folder: Path, split: str, policy: AlgorithmConfig, model: PolicyConfig) -> Sequence[Prompt]:

@@ -202,7 +202,7 @@ class Face:
             return True
         kind, _, credentials = request.headers.get("Authorization", "").partition(" ")
         content = credentials.strip().encode("utf-8", "replace")
-        if kind.lower() == "basic" and request.method == "GET":  # a browser requests the status page
+        if kind.lower() == "basic" and request.method == "GET":  # browsers authenticate for the status page by Basic
             try:
                 content = base64.b64decode(content, validate=True).partition(b":")[2]
             except binascii.Error:

@@ -90,7 +90,8 @@ class Engine:
         """Kill all processes."""
         for pool in (*self.pools.values(), *filter(None, [self.decoder])):
             if not pool.loaded.cancel() and not pool.loaded.cancelled():
-                pool.loaded.exception()  # else asyncio logs the exception as never retrieved
+                # Retrieve the exception, or asyncio logs that it was never retrieved.
+                pool.loaded.exception()
             await pool.close()
         await self.store.close()
 
@@ -260,7 +261,8 @@ class Engine:
         elif any(result.get("errors", [])):
             content["errors"] = result["errors"]
         self._finished.append((time.monotonic(), request.count))
-        self._forget_finished()  # here too, since `rate` may never be called
+        # `rate` drops old entries too, but it may never be called.
+        self._forget_finished()
         request.left.discard(name)
         text = json.dumps(content, separators=(",", ":"), ensure_ascii=False)
         # Replace an unpaired surrogate in the JSON, which cannot be encoded as UTF-8.

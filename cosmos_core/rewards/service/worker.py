@@ -138,7 +138,7 @@ def _media(media: str, array: np.ndarray, i: int) -> Any:
     pixels = array[i]
     if pixels.dtype != np.uint8:
         pixels = np.clip(np.nan_to_num(pixels), 0, 255).astype(np.uint8)
-    if media == "video":  # move channels (first axis) to the end
+    if media == "video":  # the channels are the first axis of a video
         return np.ascontiguousarray(np.moveaxis(pixels, 0, -1))
     from PIL import Image
 
