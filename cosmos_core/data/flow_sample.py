@@ -30,7 +30,7 @@ class FlowSample:
     sigma: float
     """Noise level from 0, clean, to 1, pure noise."""
     text: Mapping[str, Tensor]
-    """Embedding of the prompt, as `text_embedding` returns it."""
+    """Embedding of the prompt, as the model adapter's `text_embedding` returns it."""
     noise: Tensor | None = None
     """Noise that the adapter's `add_noise` adds to clean latents; None if `latents` are already noisy."""
     num_given: int = 0

@@ -26,7 +26,7 @@ from cosmos_core.data.prepared import open_table
 from cosmos_core.errors import DataError, first_line
 
 TENSORS = "tensors"
-"""Name of the folder with the shards, in the folder of the tables."""
+"""Name of the folder with the shards of tensors, in the folder of the prepared tables."""
 NULL_TEXT = b"null text"
 """Key of the schema's metadata with the shard and entry of the empty prompt's embedding."""
 _KEPT_BYTES = 64 << 20
@@ -59,7 +59,7 @@ class MediaPrompt:
     text: dict[str, Tensor]
     """Embedding of the prompt, as `text_embedding` returns it, without a batch dimension."""
     metadata: dict[str, Any]
-    """Other keys of the prompt's line, for reward functions."""
+    """Other keys of the line that the prompt comes from, for reward functions."""
 
 
 RowT = TypeVar("RowT", MediaRow, MediaPrompt)

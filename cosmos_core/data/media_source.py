@@ -95,7 +95,7 @@ class Item:
     """Location of the item, for error messages."""
     prompt: str
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Other keys of the prompt's line, for reward functions."""
+    """Other keys of the line that the prompt comes from, for reward functions."""
     content: Content | None = None
     embedding: Path | None = None
     """File with the embedding of the prompt; None if the text encoder computes it."""

@@ -62,7 +62,7 @@ class Source:
     frame_multiple: int = 1
     """Required divisor of the number of frames of a clip minus one."""
     is_video: bool = False
-    """Whether the model takes clips."""
+    """Whether the model is trained on video clips instead of images."""
 
 
 class Row(NamedTuple):
@@ -82,7 +82,7 @@ class Split(NamedTuple):
 
     items: Items
     rows: list[Row | None]
-    """One row per item; None if the item is not in this split or is left out."""
+    """Rows of the split, one entry per item of the data set; None: the item is in another split or is left out."""
     skipped: list[str]
     total: int
     config: DatasetConfig

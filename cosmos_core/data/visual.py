@@ -30,7 +30,7 @@ class VisualTokens(NamedTuple):
 
     ids: list[int]
     mask: list[int]
-    """Loss mask: 1 where the token is learned."""
+    """Loss mask, one number per token: 1 for a token that is learned, else 0."""
     num_image_tokens: int
     images_end: int
     """Index after the last token of the last image; 0 if the conversation has no image."""

@@ -70,7 +70,7 @@ class _Patience:
         for reward, future in calls:
             self._of_rewards.setdefault(reward, []).append(future)
         self.lost: set[str] = set()
-        """Rewards whose remaining calls were cancelled."""
+        """Names of rewards whose remaining calls were cancelled after timeouts."""
 
     def look(self) -> None:
         """Call `beat`, and cancel rewards whose calls have all timed out so far."""

@@ -42,7 +42,7 @@ class AsyncGroupSource:
     sampling: Sampling
     progress: Progress
     steps: StepGroups
-    """Mapping from train steps to the groups that they need."""
+    """Mapping from train steps to the groups that each step needs."""
     allowed: int
     """Maximum number of steps by which the weights of a group may be older than the step that trains on it."""
     resync: Callable[[int], object]
@@ -68,7 +68,7 @@ class AsyncGroupSource:
     _wanted: int | None = None
     """Number of groups that the current train step needs; None: the number that `steps` plans."""
     _next: int = 0
-    """Position of the next prompt to send to an engine."""
+    """Position, in the order of the data, of the next prompt to send to an engine."""
     _pending: dict[int, Future[Group]] = field(default_factory=dict)
     _scored: dict[int, ScoredGroup] = field(default_factory=dict)
     _ready: threading.Condition = field(default_factory=threading.Condition)

@@ -41,7 +41,7 @@ from cosmos_core.rollout.sample_tokens import sample_tokens
 from cosmos_core.types import Completion, Group, Prompt, Sampling
 
 _LEAST_ROOM = 64
-"""Minimum number of tokens by which the cache grows."""
+"""Minimum number of tokens by which the key-value cache grows."""
 
 
 class HfEngine:

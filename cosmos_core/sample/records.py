@@ -27,13 +27,13 @@ class Candidate:
     reward: float | None
     """Weighted sum of the completion's rewards; None: a reward is invalid."""
     rewards: dict[str, float]
-    """Value of each reward function."""
+    """Value of each reward function for the completion, by the name of the function."""
     error: str
     """Reason why the completion's reward is invalid; empty if the reward is valid."""
     seed: int
     num_tokens: int
     is_finished: bool
-    """Whether the model ended the completion itself."""
+    """Whether the model ended the completion itself, before the length limit."""
 
 
 @dataclass(frozen=True, slots=True)

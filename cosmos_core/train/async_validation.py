@@ -51,9 +51,9 @@ class AsyncValidation:
         """
         self._completions, self._fleet, self._resync, self._beat = completions, fleet, resync, beat
         self.step: int | None = None
-        """The step that is being validated; None: no validation is running."""
+        """Number of the step that is being validated; None: no validation is running."""
         self.on_end: Callable[[Ended], None] = lambda ended: None
-        """Called on every rank with the result when a validation has ended."""
+        """Function called on every rank with the result when a validation has ended."""
         self._done = threading.Event()
         self._metrics: dict[str, float] = {}
         self._problem: tuple[str, str] | None = None

@@ -49,15 +49,15 @@ class Estimate:
     """Number of parameters; tied parameters count once."""
     trainable: int
     memory: Memory
-    """Memory at the peak of a train step."""
+    """Memory of one GPU at the peak of a train step, by its use."""
     peak: int
-    """Peak memory, the sum of `memory`."""
+    """Bytes of memory of one GPU at the peak of a train step, the sum over all uses."""
     engine_weights: int
     """Bytes of the rollout engine's own copy of the weights, in `param_dtype`; 0 without an engine's copy."""
     kv_cache: int | None
     """Bytes of the rollout engine's KV cache if all concurrent sequences have their maximum length; None: unknown."""
     sequence_length: int
-    """Tokens of the longest row, prompt and completion together."""
+    """Number of tokens of the longest row, prompt and completion together."""
     rows: int | None
     steps: int | None
     is_steps_bound: bool
@@ -80,7 +80,7 @@ class _Course(NamedTuple):
     steps: int | None
     tokens: int | None
     is_bound: bool
-    """Whether `steps` is an upper bound."""
+    """Whether the number of train steps is an upper bound."""
 
 
 class _Rows(NamedTuple):

@@ -92,11 +92,11 @@ class RowKind(ABC):
     """A kind of rows."""
 
     name: ClassVar[str]
-    """Name of the kind, which is also the name of its file."""
+    """Name of the kind of rows, which is also the name of its file."""
     purpose: ClassVar[str]
     """Purpose of rows of this kind, for error messages: "to learn (SFT)"."""
     columns: ClassVar[dict[str, pa.DataType]]
-    """Columns of the prepared file, without the location of the row."""
+    """Columns of the prepared file of this kind of rows, without the column with the location of the row."""
     has_media: ClassVar[bool] = False
     """Whether `prepare` encodes images or clips in addition to their prompts."""
 

@@ -29,7 +29,7 @@ class LabelledSequences(Sequences):
     def __init__(self, table: pa.Table, path: Path, max_tokens: int) -> None:
         super().__init__(table, path)
         self.labels: np.ndarray = table["label"].to_numpy()
-        """True for each row whose completion is desirable."""
+        """Label of each row: True if its completion is desirable."""
         self._max_tokens = max_tokens
 
     def samples(

@@ -58,9 +58,9 @@ class RewardArgs(Table):
     load_seconds: PositiveFloat = 900.0
     """Timeout in seconds for loading the reward."""
     setup_script: str = ""
-    """Key of Cosmos-RL; the script is not run."""
+    """Setup script, a key of Cosmos-RL without effect: the script is not run."""
     work_dir: str = ""
-    """Working directory of the reward's processes; empty: that of the service."""
+    """Working directory of the reward's processes; empty: the directory of the service."""
     tmp_dir: str = ""
     """Folder for temporary files of the reward's processes; empty: the system default."""
 
@@ -80,7 +80,7 @@ class DecodeArgs(Table):
     dtype: str = "bfloat16"
     """Dtype of the weights."""
     device: str = "cuda"
-    """Device of the decoder."""
+    """Device of the decoder of video latents."""
     chunk_duration: PositiveInt = 81
     """Key of Cosmos-RL's own tokenizer, without effect; diffusers' VAE decodes a clip as a whole."""
     temporal_window: PositiveInt = 16
