@@ -62,7 +62,7 @@ class Source:
     frame_multiple: int = 1
     """Required divisor of the number of frames of a clip minus one."""
     is_video: bool = False
-    """Whether the model is trained on video clips instead of images."""
+    """Whether the model takes video clips."""
 
 
 class Row(NamedTuple):

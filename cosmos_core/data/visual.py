@@ -30,7 +30,7 @@ class VisualTokens(NamedTuple):
 
     ids: list[int]
     mask: list[int]
-    """Loss mask, one number per token: 1 for a token that is learned, else 0."""
+    """Loss mask with one number per token: 1 for learned tokens, 0 for others."""
     num_image_tokens: int
     images_end: int
     """Index after the last token of the last image; 0 if the conversation has no image."""
