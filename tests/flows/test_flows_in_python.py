@@ -114,6 +114,10 @@ def mistakes() -> dict[str, tuple[Callable[[StageHandle, StageHandle], Any], str
         "two firsts": (lambda model, _: upload(model, model="x", target="y"), "the first argument is its model"),
         "no recipe": (lambda *_: custom(GROW, recipe="none.toml"), "recipe = 'none.toml': no such file"),
         "a sweep": (lambda *_: custom(GROW, sweep={}), "a sweep is a loop of the flow"),
+        "setting of the kind": (
+            lambda model, _: sample({"train": {"train_policy": {"type": "grpo"}}}, model=model, keep={"best": -1}),
+            "sample.keep.best",
+        ),
         "a kind": (lambda *_: custom(GROW, kind="gate"), "call the task of that kind"),
     }
 
