@@ -19,7 +19,7 @@ from cosmos_core.cli import app
 from cosmos_core.errors import ConfigError, DataError, GateFailed
 from cosmos_core.run.directory import open_run
 from cosmos_core.run.state import read_state
-from tasks import configure_run, custom, gate, report, upload
+from tasks import configure_run, custom, gate, report, sample, upload
 from tasks.kinds import all_kinds
 from tasks.naming import user_name
 from tasks.stage_task import StageHandle

@@ -13,12 +13,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from cosmos_core.checkpoint.merge import combine, run
+from cosmos_core.config.compose import load_pipeline
 from cosmos_core.config.schema.merge import MergeConfig
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError, ModelError, Preempted
 from cosmos_core.run.stage import Stage
 from tasks.kinds import all_kinds
+from tests.conftest import PROGRAMS
+from tests.unit.run_folder import fingerprint_of
 from tests.unit.tiny_model import save_tiny_model
 
 NAME = "model.layers.0.mlp.up_proj.weight"
@@ -134,3 +137,17 @@ def test_a_stop_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(Preempted):
         run(stage)
     assert not list((tmp_path / "merge").glob("**/*.safetensors"))
+
+
+def test_the_order_of_models_to_merge_counts(folder: Path, tmp_path: Path) -> None:
+    def merged(after: str) -> str:
+        stages = "".join(
+            f'[[pipeline.stages]]\nname = "{name}"\nkind = "custom"\nentry = "{PROGRAMS}/counting.py:count"\n'
+            for name in "ab"
+        )
+        merge = f'[[pipeline.stages]]\nname = "merged"\nkind = "merge"\nafter = {after}\n'
+        recipe = f'[policy]\nmodel_name_or_path = "{folder}/base"\n[merge]\nweights = [0.7, 0.3]\n'
+        (tmp_path / "merge.toml").write_text(stages + merge + recipe)
+        return fingerprint_of(load_pipeline(tmp_path / "merge.toml", (), all_kinds()), "merged").value
+
+    assert merged('["a", "b"]') == merged('["a", "b"]') != merged('["b", "a"]')

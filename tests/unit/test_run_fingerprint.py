@@ -8,14 +8,12 @@ from pathlib import Path
 import pytest
 
 from cosmos_core import facts
-from cosmos_core.config.compose import load_pipeline
 from cosmos_core.errors import ModelError
 from cosmos_core.run.inputs import check_inputs
 from cosmos_core.run.plan import save_fingerprint
 from cosmos_core.train.resume_from import _without_mesh
 from tasks.kinds import all_kinds
 from tasks.layout import make_room
-from tests.conftest import PROGRAMS
 from tests.unit.run_folder import counting_run, fingerprint_of, load_recipe, make_inputs
 
 STAGES = ("prepare", "sft", "validate", "export")
@@ -218,20 +216,6 @@ def test_what_a_stage_was_given_changes_it(folder: Path) -> None:
     pipeline = load_recipe(folder)
     assert fingerprint_of(pipeline, "sft", prepare="a").value != fingerprint_of(pipeline, "sft", prepare="b").value
     assert fingerprint_of(pipeline, "sft", prepare="a").value == fingerprint_of(pipeline, "sft", prepare="a").value
-
-
-def test_the_order_of_models_to_merge_counts(folder: Path) -> None:
-    def merged(after: str) -> str:
-        stages = "".join(
-            f'[[pipeline.stages]]\nname = "{name}"\nkind = "custom"\nentry = "{PROGRAMS}/counting.py:count"\n'
-            for name in "ab"
-        )
-        merge = f'[[pipeline.stages]]\nname = "merged"\nkind = "merge"\nafter = {after}\n'
-        recipe = f'[policy]\nmodel_name_or_path = "{folder}/model"\n[merge]\nweights = [0.7, 0.3]\n'
-        (folder / "merge.toml").write_text(stages + merge + recipe)
-        return fingerprint_of(load_pipeline(folder / "merge.toml", (), all_kinds()), "merged").value
-
-    assert merged('["a", "b"]') == merged('["a", "b"]') != merged('["b", "a"]')
 
 
 def test_another_version_of_a_library_changes_what_workers_make(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
