@@ -1,4 +1,4 @@
-"""Reader of an adapter in PEFT's format that training continues from: its settings and its weights.
+"""Reading of the settings and weights of a saved adapter in PEFT's format, from which training continues.
 
 `lora.py` adds adapters to a model and writes them.
 """
@@ -22,7 +22,7 @@ _KEYS = {
     "r": "r", "lora_alpha": "lora_alpha", "target_modules": "target_modules", "use_rslora": "use_rslora",
     "modules_to_save": "modules_to_save", "alpha_pattern": "alpha_pattern", "r_pattern": "rank_pattern",
 }  # fmt: skip
-"""Recipe settings that the adapter also has, mapped to their names in its file."""
+"""Keys of `policy.lora` that a saved adapter also has, mapped to their names in the file `adapter_config.json`."""
 _HARMLESS = {
     *_KEYS.values(), "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
     "target_parameters", "inference_mode", "exclude_modules", "lora_dropout", "init_lora_weights",
@@ -36,7 +36,7 @@ def load_saved_settings(lora: LoraConfig) -> peft.LoraConfig:
 
     Raises:
         ModelError: the adapter is missing, or of a kind that is not supported.
-        ConfigError: a setting of the recipe differs from the adapter's.
+        ConfigError: a setting of the recipe differs from that of the saved adapter.
     """
     folder = _folder(lora)
     try:
@@ -100,7 +100,7 @@ def _folder(lora: LoraConfig) -> Path:
 
 
 def _plain(value: Any) -> Any:
-    """Normalise a setting for comparison and messages: sort names, and convert empty values to None."""
+    """Return a setting in a form for comparison and messages: names are sorted, and an empty value becomes None."""
     if isinstance(value, (tuple, list, set)):
         return sorted(value)
     return value or None

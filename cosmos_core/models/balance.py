@@ -1,9 +1,10 @@
 """The load-balancing loss of mixtures of experts (Switch Transformer, arXiv 2101.03961), computed per sequence.
 
-The loss of a sequence is E sum_e f_e P_e: f_e is the fraction of its tokens that are routed to expert e, P_e the mean
-probability of expert e in the router, both over all layers, as in transformers' `load_balancing_loss_func` for one
-sequence. The loss of an update is the mean over its sequences, weighted by their tokens. A loss over all tokens of an
-update would need f before the first backward pass, and a loss per micro-batch would depend on how the update was split.
+The loss of a sequence is E sum_e f_e P_e: f_e is the fraction of its tokens that are routed to expert e, and P_e the
+mean router probability of expert e, over all layers, as in transformers' `load_balancing_loss_func` for one sequence.
+The loss of an update (one optimizer step) is the mean over its sequences, weighted by their numbers of tokens. A loss
+over all tokens of an update would need f before the first backward pass, and a loss per micro-batch would depend on how
+the update was split into micro-batches.
 
 Shapes: M tokens of a micro-batch, padding included, R sequences, E experts.
 """
@@ -23,11 +24,11 @@ from cosmos_core.errors import ConfigError
 
 KEY = "policy.aux_loss_coeff"
 SEQUENCES = "sequence_of_token"
-"""Name of the scorer's input with the sequence of each token; R for padding."""
+"""Name of the input of `Scorer` with the sequence index of each token; R for padding."""
 NUM_SEQUENCES = "num_sequences"
-"""Name of the scorer's input with the number of sequences R."""
+"""Name of the input of `Scorer` with the number of sequences R."""
 OUTPUT = "balance"
-"""Name of the scorer's output with the loss, summed over sequences weighted by their tokens."""
+"""Name of the output of `Scorer` with the load-balancing loss, summed over sequences weighted by their tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,10 @@ def balance_of(model: PreTrainedModel, coefficient: float) -> Balance | None:
 
 
 def sequences_of(inputs: dict[str, Any], lengths: Sequence[int]) -> dict[str, Any]:
-    """Return the inputs of a scorer that assign each token of `inputs`, padded or packed, to its sequence."""
+    """Return the inputs of `Scorer` that assign each token of `inputs`, padded or packed rows, to its sequence.
+
+    `lengths`: number of tokens of each sequence.
+    """
     numbers = torch.arange(len(lengths))
     if "attention_mask" in inputs:
         of_token_BT = torch.where(inputs["attention_mask"].bool(), numbers.unsqueeze(-1), len(lengths))
@@ -72,9 +76,10 @@ def sequences_of(inputs: dict[str, Any], lengths: Sequence[int]) -> dict[str, An
 
 
 def balance_loss(balance: Balance, logits: Sequence[Tensor], sequence_of_M: Tensor, num_sequences: int) -> Tensor:
-    """Return the loss of a micro-batch: its sequences summed with their tokens as weights, times the coefficient.
+    """Return the load-balancing loss of a micro-batch: the coefficient times the sum over sequences of tokens * loss.
 
-    `logits`: of each layer's router, ME. `sequence_of_M`: the sequence of each token, `num_sequences` of padding.
+    `logits`: logits of the router of each layer, ME. `sequence_of_M`: sequence index of each token, `num_sequences` for
+    padding.
     """
     shape = (num_sequences + 1, balance.num_experts)
     logits = [logits_ME.flatten(0, -2) for logits_ME in logits]

@@ -1,4 +1,4 @@
-"""Convert disk errors of any library to one-line errors that say what is lost and what is not."""
+"""Conversion of disk errors of any library to one-line errors that say which files are lost and which are intact."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from cosmos_core.errors import StageFailed
 
-# EFBIG: a limit on the size of files; EDQUOT: a quota. For the user all three mean that there is no space.
+# ENOSPC: the disk is full; EFBIG: a limit on the size of a file; EDQUOT: a quota. The remedy is to free space.
 _FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
 
 @contextmanager
 def translate_disk_errors(name: str, describe_rest: Callable[[], str]) -> Iterator[None]:
-    """Convert errors of the operating system inside the block to one line, which includes `what_is_left()`.
+    """Convert errors of the operating system inside the block, which writes `name`, to one line.
+
+    The message includes the result of `describe_rest()`, a text about the files that are still intact.
 
     Raises:
         StageFailed: the disk is full, read-only or missing.
@@ -27,7 +29,7 @@ def translate_disk_errors(name: str, describe_rest: Callable[[], str]) -> Iterat
     try:
         yield
     except CheckpointException as error:
-        # A BaseException, which no `except Exception` would catch.
+        # CheckpointException is a BaseException, so `except Exception` clauses of callers would not catch it.
         cause = next(iter(error.failures.values()))[0]
         raise _disk_error(cause, name, describe_rest) from error
     except (OSError, SafetensorError) as error:
@@ -36,8 +38,7 @@ def translate_disk_errors(name: str, describe_rest: Callable[[], str]) -> Iterat
 
 @contextmanager
 def unwrap_checkpoint_errors() -> Iterator[None]:
-    """Raise the cause of a `CheckpointException` inside the block, because `CheckpointException` is not an
-    `Exception`."""
+    """Replace a `CheckpointException` of the block by its cause, because `CheckpointException` is no `Exception`."""
     try:
         yield
     except CheckpointException as error:
@@ -56,6 +57,6 @@ def _disk_error(error: BaseException, name: str, describe_rest: Callable[[], str
 def _error_number(error: BaseException) -> int | None:
     if isinstance(error, OSError):
         return error.errno
-    # safetensors is written in Rust, and gives the error number only in the message.
+    # safetensors, a library in Rust, has the error number only in the text of its exceptions.
     match = re.search(r"\(os error (\d+)\)", str(error)) if isinstance(error, SafetensorError) else None
     return int(match[1]) if match else None

@@ -1,4 +1,4 @@
-"""Create adapters with data in a model whose base weights are on the meta device (`sharded_load.py`)."""
+"""Creation of adapters with data in a model whose base weights are still on the meta device (`sharded_load.py`)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from cosmos_core.models.lora import TAKES_FROM_BASE
 
 
 def reads_base(lora: LoraConfig | None) -> bool:
-    """Return whether the initialisation of an adapter needs the base weights."""
+    """Return True if the initialisation of a LoRA adapter with these settings needs the base weights."""
     return lora is not None and lora.lora_path is None and str(lora.init_lora_weights).startswith(TAKES_FROM_BASE)
 
 
 @contextmanager
 def placeholders(model: nn.Module) -> Iterator[None]:
-    """Replace meta parameters by parameters on a real device inside the block, so that adapters created for them get
-    data; each replacement is an expanded scalar. Do nothing if the default device is meta, as in an estimate."""
+    """Replace meta parameters of a model by placeholders on a real device inside the block.
+
+    Adapters that are created for these parameters then get data. Each placeholder is an expanded scalar, which needs no
+    memory. Do nothing if the default device is meta, as in an estimate of memory.
+    """
     replacements: dict[nn.Parameter, nn.Parameter] = {}
     if torch.get_default_device().type != "meta":
         device = next((buffer.device for buffer in model.buffers() if not buffer.is_meta), torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Offloading to host memory: activations until the backward pass, encoders until their next call."""
+"""Offloading to host memory: of activations until the backward pass, of pipeline components until their next use."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 SMALLEST = 1 << 10
-"""Minimum number of elements of a tensor to offload; moving smaller tensors costs more than it frees."""
+"""Minimum number of elements of an offloaded tensor; moving a smaller tensor costs more time than it is worth."""
 
 
 def activations_on_cpu() -> saved_tensors_hooks:
-    """Return hooks like torch's `save_on_cpu`, except for parameters, which FSDP manages, and small tensors."""
+    """Return hooks that offload activations, like torch's `save_on_cpu`.
+
+    Parameters, which FSDP manages, and small tensors stay on the device.
+    """
     moves = save_on_cpu(pin_memory=torch.cuda.is_available())
 
     def pack(tensor: Tensor) -> Any:
@@ -29,13 +32,13 @@ def activations_on_cpu() -> saved_tensors_hooks:
 
 
 class Residence:
-    """Moves the components of a pipeline to the device while they are in use, and to host memory otherwise."""
+    """Mover of pipeline components to the device while they are in use, and to host memory otherwise."""
 
     def __init__(self, device: torch.device, *, is_offloaded: bool) -> None:
-        """With `is_offloaded`, components leave the device after use."""
+        """Store the device; `is_offloaded`: whether components return to host memory after use."""
         self._device, self._is_offloaded, self._stays = device, is_offloaded, False
         self._present: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
-        """Components on the device, each with its parameters and their tensors in host memory."""
+        """Components that are on the device, each with a list of its parameters and their tensors in host memory."""
 
     @contextmanager
     def working(self, components: Sequence[nn.Module]) -> Iterator[None]:
@@ -51,7 +54,7 @@ class Residence:
 
     @contextmanager
     def staying(self) -> Iterator[None]:
-        """Keep components that are used inside the block on the device until its end."""
+        """Keep components that are used inside the block on the device until the end of the block."""
         self._stays = True
         try:
             yield
@@ -62,6 +65,6 @@ class Residence:
     def _leave(self) -> None:
         for component, weights in self._present.items() if self._is_offloaded else ():
             for weight, on_host in weights:
-                weight.data = on_host  # nothing changes them, so nothing is copied back
+                weight.data = on_host  # not copied back from the device, because weights of components do not change
             component.to("cpu")
         self._present.clear()

@@ -1,7 +1,7 @@
 """Runner of the pipeline stages on this rank, with torch's schedules.
 
-All ranks of a pipeline have the same samples, so ranks exchange only hidden states, in a tensor of fixed size that a
-shorter micro-batch fills partly. Micro-batches of different lengths are therefore not padded to the same length.
+All ranks of a pipeline have the same samples, so ranks exchange only hidden states. These are sent in a tensor of fixed
+size that a shorter micro-batch fills partly, so that micro-batches need not be padded to the same length.
 
 Shape legend: B rows, T tokens, P tokens of the longest micro-batch, H hidden size, N learned tokens.
 """
@@ -29,7 +29,7 @@ _SINGLE = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
 
 
 class _MicroBatches(NamedTuple):
-    """Micro-batches of a run, for its pipeline stages."""
+    """Micro-batches of a call of `PipelineRunner.run`, for the pipeline stages of this rank."""
 
     batches: Sequence[Any]
     wants: Wants
@@ -47,15 +47,14 @@ class StageModule(nn.Module):
         self.scorer = Scorer(model)
         self.number, self.is_last, self._train, self._dtype = number, is_last, train, dtype
         self.hidden_dtype = model.dtype
-        """Dtype of hidden states between stages; while FSDP has gathered weights, `model.dtype` is that of the
-        weights."""
+        """Dtype of hidden states between stages; stored, as `model.dtype` changes while FSDP has gathered weights."""
         self.micro_batches: _MicroBatches | None = None
         self.names: list[str] = []
-        """Names of the outputs of the last stage, because torch's schedules pass only tensors."""
+        """Names of the outputs of the last stage, stored because torch's schedules pass only tensors."""
 
     @property
     def model(self) -> PreTrainedModel:
-        """Return the model, in which modules of other stages return their input."""
+        """Return the model of this stage, in which placeholders for modules of other stages return their input."""
         return self.scorer.model
 
     def probe(self, inputs: dict[str, Tensor]) -> Tensor:
@@ -84,7 +83,7 @@ class StageModule(nn.Module):
 
 
 class PipelineRunner:
-    """Runner of micro-batches through pipeline stages; see `models.base.Runner`."""
+    """Runner (`models.base.Runner`) of micro-batches through the pipeline stages of this rank."""
 
     def __init__(self, model: PreTrainedModel, train: TrainConfig, mesh: Mesh, dtype: torch.dtype) -> None:
         assert mesh.pipeline is not None
@@ -96,17 +95,17 @@ class PipelineRunner:
         ]
 
     def rows(self, size: int) -> int:
-        """See `Runner.rows`: at most `pp_micro_batch_size`."""
+        """Return the number of rows per micro-batch, at most `pp_micro_batch_size`."""
         return min(size, self._sizes.pp_micro_batch_size)
 
     def count(self, num_batches: int, size: int) -> int:
-        """See `Runner.count`: torch's schedules require that the number of ranks divides the number of micro-batches of
-        each pass."""
+        """Return the number of micro-batches to run, including empty ones: torch's schedules require that the number of
+        ranks divides the number of micro-batches of each pass."""
         num_passes = self._num_passes(num_batches, size)
         return num_passes * self._whole_rounds(-(-num_batches // num_passes))
 
     def run(self, batches: Sequence[Callable[[], Any]], consume: Consume, wants: Wants, size: int) -> None:
-        """See `Runner.run`: `size` rows at a time."""
+        """Run micro-batches through the pipeline in passes of at most `size` rows."""
         micro_batches = [make() for make in batches]
         num_tokens = max(batch.inputs["input_ids"].numel() for batch in micro_batches)
         each = len(micro_batches) // self._num_passes(len(micro_batches), size)
@@ -117,7 +116,7 @@ class PipelineRunner:
 
         for stage in self.roots:
             stage.micro_batches = _MicroBatches(micro_batches, wants, num_tokens)
-        # One schedule for all passes: the first step of a schedule discards existing gradients.
+        # All passes use one schedule, because the first step of a schedule discards existing gradients.
         schedule = self._schedule(each, num_tokens, loss)
         step = schedule.step if torch.is_grad_enabled() else schedule.eval
         for numbers in torch.arange(len(micro_batches)).split(each):
@@ -137,7 +136,7 @@ class PipelineRunner:
         return -(-num_batches // self._whole_rounds(-(-size // self.rows(size))))
 
     def _whole_rounds(self, num_batches: int) -> int:
-        """Round up to the next multiple of the number of ranks."""
+        """Return `num_batches` rounded up to the next multiple of the number of pipeline ranks."""
         return num_batches + -num_batches % self._group.size()
 
     def _schedule(self, num_batches: int, num_tokens: int, loss: Callable[[Any, Tensor], Tensor | None]) -> Any:

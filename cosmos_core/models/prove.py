@@ -1,8 +1,8 @@
 """Verify that an export is the trained model: its keys, its bytes, and its outputs in a fresh interpreter.
 
-The result names only checks that ran. The fresh interpreter receives only the folder and the probe. If memory cannot
-hold the model a second time, both processes compute with as many first layers as fit; keys and bytes are checked for
-all layers, one tensor at a time.
+The fresh interpreter receives only the folder and the inputs to compute (the probe). If memory cannot hold the model a
+second time, both processes compute with as many first layers as fit; keys and bytes are checked for all layers, one
+tensor at a time. Only checks that ran are reported.
 
 Shape legend: B sequences, T tokens, V vocabulary.
 """
@@ -45,10 +45,10 @@ _INDEX = "model.safetensors.index.json"
 _PROBE_SHAPE_BT = (2, 16)
 _PROBE_TEXT = "Is 12 + 7 = 19?\n  Déjà vu: ½ · 東京 🙂"
 _RELOAD_SECONDS = 3000
-# Both processes compute in float32 with the same weights. On another device the order of sums may differ: the
-# tolerance is a fraction of the largest logit, large enough for deep models.
+# Maximum difference of logits as a fraction of the largest logit. Both processes compute in float32 with the same
+# weights, but if their devices differ, the order of sums may differ too.
 _TOLERANCE = 1e-4
-# Merging an adapter rounds the weights once more, in their own precision.
+# The same for a merged adapter by dtype of the weights, because merging rounds the weights once more.
 _MERGE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.1}
 _MEMORY_SHARE = 0.8
 """Fraction of the free memory that copies of the model may use; the page cache of the files needs the rest."""
@@ -56,17 +56,16 @@ _COMPARED = {"reload": "reloaded model", "merge": "merged model", "adapter": "ad
 
 
 class Probe(NamedTuple):
-    """Inputs and settings of the computation that both processes run."""
+    """Inputs and settings of the computation that this process and the fresh interpreter run."""
 
     input_ids_BT: np.ndarray
     dtype: torch.dtype
-    """Dtype of the base of an adapter; everything else is float32."""
+    """Dtype in which the base model of an adapter is loaded; all other models are loaded in float32."""
     attention: str
     num_threads: int
     first: FirstLayers | None
     buffers: dict[str, torch.dtype]
-    """Dtypes of buffers that no checkpoint contains and that are not float32 in the trainer, such as a bfloat16
-    scale."""
+    """Dtypes, by name, of buffers that no checkpoint contains and that are not float32 in the trainer."""
 
 
 def prove_export(
@@ -77,7 +76,7 @@ def prove_export(
     tokenizer: PreTrainedTokenizerBase | None = None,
     memory: int | None = None,
 ) -> list[str]:
-    """Compare the export in `target` with the model in memory, and return the checks that ran and passed.
+    """Compare the export in `target` with the model in memory, and return the names of the checks that passed.
 
     `dtype`: dtype of the exported weights (None: their own). `tokenizer`: its ids and chat template are compared with
     the reloaded tokenizer. `memory`: bytes that copies of the model may use (None: the free memory of this machine). A
@@ -115,8 +114,11 @@ def rehearse_export(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
 
 
 def _prove_files(expected: dict[str, torch.Tensor], target: Path, dtype: torch.dtype | None) -> list[str]:
-    """Check that the files and their index have the model's keys, at least one key of tied weights and no others, and
-    that each tensor on disk equals the trainer's tensor in `dtype`, bit for bit."""
+    """Check that the weight files and their index have exactly the tensors of the model, `expected`.
+
+    Of tied weights at least one key must exist. Each tensor on disk must equal the trainer's tensor in `dtype`, bit for
+    bit.
+    """
     file_by_key: dict[str, str] = {}
     wrong: list[str] = []
     for file, key, tensor in tensors_of(target):
@@ -147,7 +149,7 @@ def _prove_files(expected: dict[str, torch.Tensor], target: Path, dtype: torch.d
 
 
 def tensors_of(target: Path) -> Iterator[tuple[Path, str, torch.Tensor]]:
-    """Yield each tensor of the files in a folder, with its file and its key.
+    """Yield file, key and tensor of each tensor in the safetensors files of a folder.
 
     Raises:
         StageFailed: a file is damaged.
@@ -188,7 +190,8 @@ def _prove_reload(
 def _prove_adapter(
     model: PreTrainedModel, merged_BTV: torch.Tensor, target: Path, first: FirstLayers | None, pool: ProcessPool
 ) -> list[str]:
-    """Check that merging changes the logits only by rounding, and that PEFT computes them from base and adapter."""
+    """Check that merging the adapter changes the logits only by rounding, and that PEFT computes the same logits from
+    base model and exported adapter."""
     rounding = _MERGE_TOLERANCE[model.dtype]
     logits_BTV = _trainer_logits(model, None)
     folder, tolerance = target / FOLDER, rounding if changes_base(model) else _TOLERANCE
@@ -202,7 +205,7 @@ def _prove_adapter(
 def _reload(
     model: PreTrainedModel, folder: Path, first: FirstLayers | None, pool: ProcessPool
 ) -> tuple[torch.Tensor, list[object]]:
-    """Return the logits BTV of a fresh interpreter, and the description of its tokenizer."""
+    """Return the logits BTV that a fresh interpreter computes, and the description of the tokenizer it loads."""
     attention = model.config._attn_implementation or "sdpa"
     probe = Probe(
         _probe_ids(model).numpy(),
@@ -217,7 +220,7 @@ def _reload(
 
 
 def _probe_ids(model: PreTrainedModel) -> torch.Tensor:
-    """Return random tokens BT, which are the same in each call."""
+    """Return random token ids BT, the same in each call."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(model.config.get_text_config().vocab_size, _PROBE_SHAPE_BT, generator=generator)
 
@@ -230,7 +233,7 @@ def _compare_logits(
     first: FirstLayers | None,
     fraction: float = _TOLERANCE,
 ) -> str:
-    """Return the check that passed; raise if logits differ by more than a fraction of the trainer's largest logit."""
+    """Return the name of the check; raise if logits differ by more than a fraction of the trainer's largest logit."""
     suffix = f" (first {first.num_kept} of {first.num_layers} layers)" if first else ""
     if same_bits(trainer_BTV, reloaded_BTV):
         return f"{check}{suffix}: bit-identical"
@@ -238,7 +241,7 @@ def _compare_logits(
     difference = float("inf")
     if trainer_BTV.shape == reloaded_BTV.shape:
         difference = float((trainer_BTV - reloaded_BTV).abs().max())
-    if not difference <= tolerance:  # NaN fails too
+    if not difference <= tolerance:  # `not <=` instead of `>`, so that NaN fails too
         raise ProgramError(
             f"export {target} failed the check {check!r}: logits of the {_COMPARED[check]} differ by {difference:.2g} "
             f"from the trainer's, more than {tolerance:.2g}; compare its config.json with that of the base model"
@@ -248,7 +251,7 @@ def _compare_logits(
 
 @torch.no_grad()
 def _trainer_logits(model: PreTrainedModel, dtype: torch.dtype | None) -> torch.Tensor:
-    """Return the logits BTV in float32 of the exported weights: rounded to `dtype`, then converted to float32."""
+    """Return the logits BTV that the model computes in float32 with weights rounded to `dtype`, as in the export."""
     weights = {
         name: (parameter if dtype is None else parameter.to(dtype)).float()
         for name, parameter in model.named_parameters()
@@ -263,12 +266,13 @@ def _trainer_logits(model: PreTrainedModel, dtype: torch.dtype | None) -> torch.
     return output.logits.float().cpu()
 
 
-# What follows runs in the fresh interpreter.
+# The functions below run in the fresh interpreter.
 
 
 @torch.no_grad()
 def compute_logits(folder: Path, probe: Probe) -> tuple[np.ndarray, list[object]]:
-    """Load the export as a user would; return the logits BTV of the probe and the description of the tokenizer."""
+    """Load the export in `folder` as a user would; return the logits BTV of the probe and a description of its
+    tokenizer."""
     torch.set_num_threads(probe.num_threads)
     has_adapter = (folder / "adapter_config.json").is_file()
     model = _load_with_adapter(folder, probe) if has_adapter else _load_whole(folder, probe)
@@ -293,14 +297,14 @@ def _load_whole(folder: Path, probe: Probe) -> Any:
 
 
 def _load_with_adapter(folder: Path, probe: Probe) -> Any:
-    """Return the base model that the adapter names, rounded as in training, with the adapter."""
+    """Return the base model that the exported adapter names, in the dtype of training, with the adapter added."""
     adapter = PeftConfig.from_pretrained(str(folder))
     source, revision = str(adapter.base_model_name_or_path), adapter.revision
     config = cut_config(AutoConfig.from_pretrained(source, revision=revision), probe.first)
     cls: Any = auto_class(config)
     base = cls.from_pretrained(
         source, config=config, revision=revision, dtype=probe.dtype, attn_implementation=probe.attention,
-        generation_config=GenerationConfig(),  # transformers may refuse the generation config of the base
+        generation_config=GenerationConfig(),  # the default, because transformers may refuse that of the base model
     )  # fmt: skip
     return PeftModel.from_pretrained(base, str(folder)).float()
 
@@ -326,13 +330,15 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return True if two tensors have the same dtype, shape and bits. Unlike with torch.equal, NaN equals the same NaN,
-    and 0.0 does not equal -0.0."""
+    """Return True if two tensors have the same dtype, shape and bits.
+
+    Unlike with torch.equal, NaN equals the same NaN, and 0.0 does not equal -0.0.
+    """
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     return torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other)))
 
 
 def format_names(names: list[str]) -> str:
-    """Return a text with the first three names and the number of the others."""
+    """Return a text with the first three of `names` and the number of the remaining names."""
     return "none" if not names else ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

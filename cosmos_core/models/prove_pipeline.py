@@ -31,13 +31,13 @@ _SECONDS = 3000
 
 
 class Probe(NamedTuple):
-    """Settings with which a fresh interpreter generates its image."""
+    """Settings with which a fresh interpreter generates an image."""
 
     folder: Path
     adapter: Path | None
     """Folder to pass to `load_lora_weights`; None: no adapter is loaded."""
     settings: dict[str, Any]
-    """Arguments of the pipeline's call."""
+    """Arguments of the call of the pipeline, by name."""
     dtype: torch.dtype
     model_class: str | None
     num_threads: int
@@ -51,8 +51,9 @@ def prove_pipeline(
     dtype: torch.dtype | None = None,
     model_class: str | None = None,
 ) -> list[str]:
-    """Compare the pipeline in `target` with the policy in memory; return the checks that ran and passed. `dtype`:
-    dtype of the exported denoiser (None: its own); `model_class`: import path of the user's own family.
+    """Compare the pipeline in `target` with the policy in memory, and return the names of the checks that passed.
+
+    `dtype`: dtype of the exported denoiser (None: its own). `model_class`: import path of a user-defined family.
 
     Raises:
         StageFailed: a check failed.
@@ -71,7 +72,7 @@ def prove_pipeline(
 
 
 def _prove_tensors(expected: dict[str, Tensor], target: Path, name: str) -> str:
-    """Check that the files have exactly the denoiser's tensors, bit for bit."""
+    """Check that the weight files of the denoiser have exactly the tensors `expected`, bit for bit."""
     keys: set[str] = set()
     wrong: list[str] = []
     for _, key, tensor in tensors_of(target / name):
@@ -122,7 +123,8 @@ def _prove_images(
 
 @torch.no_grad()
 def _image(family: DiffusionModel, model: Any, dtype: torch.dtype) -> Tensor:
-    """Return the image of the policy and its pipeline in `dtype`, with weights rounded as in the export."""
+    """Return the image that the pipeline generates with the policy in memory, in `dtype`, with weights rounded as in
+    the export."""
     family = type(family)(family.folder, family.config.derived(dtype=str(dtype).removeprefix("torch.")))
     text = family.text_embedding([_PROMPT])
     family.drop_encoders()
@@ -135,9 +137,10 @@ def _image(family: DiffusionModel, model: Any, dtype: torch.dtype) -> Tensor:
 
 @contextmanager
 def _round_weights(model: Any, dtype: torch.dtype) -> Iterator[None]:
-    """Round tensors of the model inside the block as diffusers does when it loads an export in `dtype`: it converts
-    some
-    modules back to float32, and does not change tensors that are in no file."""
+    """Round tensors of the model inside the block as diffusers does when it loads an export in `dtype`.
+
+    diffusers converts some modules back to float32, and does not change tensors that are in no file.
+    """
     tensors = [*model.named_parameters(), *model.named_buffers()]
     originals = {tensor: tensor.data for _, tensor in tensors}
     wide = set(getattr(model, "_keep_in_fp32_modules", None) or ())
@@ -181,11 +184,11 @@ def _compare_images(check: str, policy_image: Tensor, export_image: Tensor, targ
     )
 
 
-# What follows runs in the fresh interpreter.
+# The functions below run in the fresh interpreter.
 
 
 def draw_all(probes: Sequence[Probe]) -> list[np.ndarray]:
-    """Return the image of each probe; runs in the fresh interpreter."""
+    """Return the image of each probe; this function runs in the fresh interpreter."""
     return [draw(probe) for probe in probes]
 
 

@@ -1,8 +1,8 @@
-"""Recomputation of activations in the backward pass (gradient checkpointing), of whole blocks or of what is cheap.
+"""Recomputation of activations in the backward pass (gradient checkpointing), of whole blocks or of cheap operations.
 
-Selective: of each block the results of attention are kept, and those of matrix products that are no larger than what
-went in; norms, activation functions, rotations and the wide matrices of the feed-forward part run again (the idea of
-arXiv 2205.05198, section 5, by the size of results in place of a fixed list).
+Selective recomputation keeps the results of attention, and of matrix products whose result is no larger than their
+input. Norms, activation functions, rotary embeddings and the wide matrix products of the feed-forward layers run again
+(the idea of arXiv 2205.05198, section 5, by the size of results instead of a fixed list).
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers import PreTrainedModel
 
 Recompute = bool | Literal["selective"]
-"""False keeps all activations, True only the input of each block; `selective` keeps expensive small ones."""
+"""Type of a recomputation setting.
+
+False keeps all activations, True keeps only the input of each block, and `selective` also keeps small activations that
+are expensive to compute.
+"""
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +36,10 @@ _PRODUCTS = {_ATEN.mm.default, _ATEN.addmm.default}
 
 
 def recompute(model: PreTrainedModel, how: Recompute) -> None:
-    """Make the blocks of `model` recompute in the backward pass; the gradient stays the same.
+    """Make the blocks of a model recompute activations in the backward pass, as `how` says; gradients do not change.
 
-    If the model family does not support it, log a warning and keep all activations: the default must not fail a run.
+    If the model family does not support recomputation, log a warning and keep all activations, because recomputation is
+    a default and must not stop a run.
     """
     if not how:
         return
@@ -50,7 +55,7 @@ def recompute(model: PreTrainedModel, how: Recompute) -> None:
 
 
 def selective() -> Any:
-    """Return the contexts of `torch.utils.checkpoint` that keep small activations that are expensive to compute."""
+    """Return the contexts for `torch.utils.checkpoint` that keep small activations that are expensive to compute."""
     return create_selective_checkpoint_contexts(_policy)
 
 

@@ -1,4 +1,4 @@
-"""Check that a language model can read prepared rows: token ids within its embeddings, lengths within its positions."""
+"""Check that prepared rows suit a language model: token ids have embeddings, and lengths are within its positions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from cosmos_core.errors import DataError, ModelError
 
 
 def check_rows(config: PretrainedConfig, folder: Path, build: Callable[[], PreTrainedModel]) -> str:
-    """Refuse prepared rows that a model cannot read; return a warning about rows that are too long, else an empty
-    string.
+    """Refuse prepared rows that a model cannot process; return a warning if rows are long, else an empty string.
 
     Args:
         config: configuration of the model.
@@ -24,7 +23,7 @@ def check_rows(config: PretrainedConfig, folder: Path, build: Callable[[], PreTr
 
     Raises:
         DataError: a token has no embedding.
-        ModelError: a row is longer than the learned position embeddings.
+        ModelError: a row has more tokens than the model has learned position embeddings.
     """
     text = config.get_text_config()
     try:

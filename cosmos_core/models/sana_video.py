@@ -1,4 +1,4 @@
-"""SANA-Video: SANA for clips, which the VAE of Wan or, in newer checkpoints, another VAE encodes."""
+"""SANA-Video: SANA for video clips; the VAE is that of Wan or, in newer checkpoints, another one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SanaVideo(Sana):
     is_video = True
 
     def visual_embedding(self, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
-        """See `DiffusionModel.visual_embedding`: the mode of the posterior, normalised by channel."""
+        """Return the mode of the VAE's posterior, normalised by channel, as mean, and None as log-variance."""
         with self._working("vae") as vae:
             output = vae.encode(pixels.to(self.device, torch.float32))
             latents = output.latent_dist.mode() if hasattr(output, "latent_dist") else output.latent
@@ -43,10 +43,10 @@ class SanaVideo(Sana):
         return settings | {"frames": settings.pop("num_frames")}
 
     def check_context(self, size: int) -> None:
-        """See `DiffusionModel.check_context`: ranks get whole frames, so any number of ranks is valid."""
+        """Accept any number of ranks for context parallelism, because each rank gets whole frames."""
 
     def shard_tokens(self, denoiser: Any, mesh: DeviceMesh) -> None:
-        """See `DiffusionModel.shard_tokens`: blocks convolve over time, so a rank has whole frames."""
+        """Divide the frames of each clip among the ranks of a mesh: blocks convolve over time, so frames stay whole."""
         shards, per_frame = Shards(mesh), 1
 
         def adapt(arguments: dict[str, Any]) -> None:
@@ -62,7 +62,7 @@ class SanaVideo(Sana):
 
     @property
     def timestep_scale(self) -> float:
-        """See `Sana.timestep_scale`: always 1."""
+        """Return 1: the network receives timesteps unscaled."""
         return 1.0
 
 

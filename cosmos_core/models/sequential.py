@@ -1,4 +1,4 @@
-"""The runner of a model without pipeline stages, whole or sharded by FSDP: it runs micro-batches sequentially."""
+"""Runner that runs micro-batches sequentially through a model without pipeline stages, whole or sharded by FSDP."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ Forward = Callable[[Any, Wants], dict[str, Tensor]]
 
 
 class SequentialRunner:
-    """A `models.base.Runner` of one module."""
+    """Runner (`models.base.Runner`) of micro-batches through one module."""
 
     def __init__(self, root: nn.Module, forward: Forward, train: TrainConfig, device: torch.device) -> None:
-        """`root` is the root module of FSDP, `forward` a function that calls it."""
+        """Store the root module of FSDP, `root`, and the function `forward`, which calls the root module."""
         self.roots = [root]
         self._forward, self._train, self._device = forward, train, device
 
     def rows(self, size: int) -> int:
-        """See `Runner.rows`: all `size` rows form one micro-batch."""
+        """Return `size`: all rows that may be in the model at the same time form one micro-batch."""
         return size
 
     def count(self, num_batches: int, size: int) -> int:
-        """See `Runner.count`: no empty micro-batches are added."""
+        """Return `num_batches`: no empty micro-batches are added."""
         return num_batches
 
     def run(self, batches: Sequence[Callable[[], Any]], consume: Consume, wants: Wants, size: int) -> None:
@@ -52,7 +52,7 @@ class SequentialRunner:
 
 @contextmanager
 def forward_context(train: TrainConfig, device: torch.device) -> Iterator[None]:
-    """Compute in `param_dtype`, which the backward pass follows, and keep activations where `train` says."""
+    """Run forward passes inside the block under autocast to `param_dtype`, with the activation offload of `train`."""
     has_own_dtype = train.param_dtype != train.master_dtype
     with (
         torch.autocast(device.type, dtype=getattr(torch, train.param_dtype), enabled=has_own_dtype),
