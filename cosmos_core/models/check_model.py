@@ -2,7 +2,7 @@
 
     python -m cosmos_core.models.check_model MODEL [--class FILE.py:CLASS]
 
-It loads the whole pipeline on the CPU and calls it once with small inputs.
+The program loads the whole pipeline on the CPU and calls the pipeline once with small inputs.
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ from cosmos_core.models.lora import add_adapter
 
 _PROMPTS = ["7 red apples on a table", "a cat"]
 _TOLERANCE = 1e-4
-"""Maximum difference between our call of the network and the pipeline's call, as a fraction of the largest value."""
+"""Maximum difference of velocities between this package's call of the network and the pipeline's call.
+
+It is a fraction of the largest value of the velocity.
+"""
 _WRONG = "does not do what it should: "
 
 
 class Check(NamedTuple):
-    """Result of one check, a line of the table."""
+    """Result of one check of a pipeline, a line of the printed table."""
 
     name: str
     is_passed: bool
@@ -41,8 +44,10 @@ class Check(NamedTuple):
 
 
 def check_model(model: str, model_class: str | None = None, max_prompt_length: int = 64) -> Iterator[Check]:
-    """Yield the results of the checks of a pipeline; a check that raises has failed. Without a family, no other check
-    runs."""
+    """Yield the results of the checks of a pipeline.
+
+    A check that raises an error has failed. If no family supports the pipeline, no other check runs.
+    """
     diffusers = DiffusersConfig(max_prompt_length=max_prompt_length)
     policy = PolicyConfig(is_diffusers=True, model_name_or_path=model, model_class=model_class, diffusers=diffusers)
     try:
@@ -69,7 +74,7 @@ def check_model(model: str, model_class: str | None = None, max_prompt_length: i
 
 
 def _check_noise_levels(family: DiffusionModel) -> str:
-    """Check that the table of noise levels equals the scheduler's."""
+    """Check that the noise levels of this package equal those of the pipeline's scheduler."""
     ours_N = family.set_scheduler_timestep(4)
     scheduler = family.folder.load("scheduler")
     scheduler.set_timesteps(4)
@@ -105,7 +110,7 @@ def _check_media(family: DiffusionModel) -> str:
 
 
 def _check_prediction(family: DiffusionModel) -> str:
-    """Check that our call of the network predicts the same velocity as the pipeline's call."""
+    """Check that this package's call of the network predicts the same velocity as the pipeline's call."""
     network = family.load_denoiser(torch.float32)
     calls: list[tuple[dict[str, Any], Tensor]] = []
     forward = network.forward
@@ -137,7 +142,7 @@ def _check_prediction(family: DiffusionModel) -> str:
 
 
 def _check_gradient(family: DiffusionModel) -> str:
-    """Check that a loss gives gradients to the weights."""
+    """Check that the backward pass of a loss computes gradients of the weights of the denoiser."""
     network = family.load_denoiser(torch.float32)
     _, shape = _random_pixels(family)
     text = family.text_embedding(_PROMPTS)
@@ -170,7 +175,7 @@ def _random_pixels(family: DiffusionModel) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def main() -> int:
-    """Print the table; return exit code 0 if every check passed."""
+    """Print the table of checks; return the exit code, 0 if every check passed."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("--class", dest="model_class")

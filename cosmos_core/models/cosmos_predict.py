@@ -1,6 +1,7 @@
-"""Cosmos-Predict2.5: clips from text, an image or a clip; the text input is every layer of a language model.
+"""Cosmos-Predict2.5: clips from text, an image or a clip; the text input has the states of all layers of a language
+model.
 
-Training does not run the guardrail of the pipeline. The model's licence requires it when people use the model.
+Training does not run the guardrail of the pipeline. The model's licence requires the guardrail when people use it.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ _NETWORK = "diffusers.models.transformers.transformer_cosmos"
 
 
 class GuardrailPlaceholder:
-    """Placeholder for the guardrail, without which the pipeline cannot be constructed."""
+    """Placeholder for the guardrail of the pipeline, which the constructor of the pipeline requires."""
 
     def to(self, *args: Any, **kwargs: Any) -> GuardrailPlaceholder:
-        """Return self; there are no weights to move."""
+        """Return the placeholder unchanged, because it has no weights to move to a device."""
         return self
 
     def check_text_safety(self, prompt: str) -> bool:
-        """Return True without a check."""
+        """Return True without checking the prompt."""
         return True
 
     def check_video_safety(self, frames: Any) -> Any:
-        """Return the frames without a check."""
+        """Return the frames without checking them."""
         return frames
 
 
@@ -57,14 +58,14 @@ class CosmosPredict(SanaVideo):
         return {"prompt_embeds": torch.cat(rows)}
 
     def dropped_text(self, empty: Mapping[str, Tensor]) -> Text:
-        """See `DiffusionModel.dropped_text`: zeros, as in the training of the base model."""
+        """Return zeros as the text inputs for a prompt that prompt dropout removed, as the base model was trained."""
         return {name: torch.zeros_like(value) for name, value in empty.items()}
 
     def nft_prepare_transformer_input(
         self, latents: Tensor, sigma_B: Tensor, text: Mapping[str, Tensor], num_given_B: Tensor | None = None
     ) -> dict[str, Any]:
-        """See `DiffusionModel.nft_prepare_transformer_input`: timesteps are noise levels from 0 to 1, one
-        per frame."""
+        """Return the denoiser's arguments for latents at their noise levels; timesteps are noise levels from 0 to 1,
+        one for each frame."""
         is_learned = self.learned_mask(latents, num_given_B)
         if is_learned is None:
             is_learned = latents.new_ones(len(latents), 1, latents.shape[2], 1, 1)
@@ -83,7 +84,7 @@ class CosmosPredict(SanaVideo):
         return DiffusionModel.probe(self)
 
     def check_context(self, size: int) -> None:
-        """See `DiffusionModel.check_context`: ranks exchange tokens for attention heads.
+        """Check that the attention heads can be divided among `size` ranks, which exchange tokens for heads.
 
         Raises:
             ConfigError: `size` does not divide the number of attention heads.
@@ -107,28 +108,27 @@ class CosmosPredict(SanaVideo):
             block.attn1.set_processor(UlyssesAttention(shards))
 
     def apply_guidance(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
-        """See `DiffusionModel.apply_guidance`: in this pipeline, scale 0 disables guidance."""
+        """Return the velocity of classifier-free guidance; in this pipeline scale 0, not 1, disables guidance."""
         return conditional + scale * (conditional - unconditional)
 
     @property
     def train_shift(self) -> float:
-        """See `DiffusionModel.train_shift`: the scheduler has no shift."""
+        """Return the timestep shift of training: that of the recipe or a default, as the scheduler has no shift."""
         return self.config.train_flow_shift or _TRAIN_SHIFT
 
     @property
     def pixels_per_latent(self) -> tuple[int, int]:
-        """See `DiffusionModel.pixels_per_latent`: from the same settings that the pipeline reads."""
+        """Return the VAE's compression factors in time and space, from the same settings that the pipeline reads."""
         return video_compression({"temperal_downsample": self.folder.settings("vae")["temperal_downsample"]})
 
     @property
     def num_channels(self) -> int:
-        """See `DiffusionModel.num_channels`: one channel of the network's input is the mask of
-        conditioning frames."""
+        """Return the number of channels of a latent: those of the network's input but one, the conditioning mask."""
         return super().num_channels - 1
 
     @classmethod
     def substitutes(cls) -> dict[str, Any]:
-        """See `DiffusionModel.substitutes`; also substitute torchvision if it is not installed."""
+        """Return a placeholder for the guardrail, and substitute torchvision if it is not installed."""
         substitute_torchvision()
         return {"safety_checker": GuardrailPlaceholder()}
 
@@ -145,7 +145,10 @@ class CosmosPredict(SanaVideo):
 
 
 def substitute_torchvision() -> None:
-    """Give the network a replacement for `torchvision.transforms`, which it uses only to resize its padding mask."""
+    """Replace `torchvision.transforms` in the module of the network if torchvision is not installed.
+
+    The network uses it only to resize its padding mask.
+    """
     if importlib.util.find_spec("torchvision") is not None:
         return
 

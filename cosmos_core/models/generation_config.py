@@ -1,7 +1,7 @@
 """Read and write `generation_config.json` of a model without validation errors.
 
-It does not affect training, so that no value in it may stop a training or an export. transformers refuses to load some
-values and to save others, for example sampling parameters without `do_sample`, which many published models have.
+The file does not affect training, so none of its values may stop a training or an export. transformers refuses to load
+some values and to save others, for example sampling parameters without `do_sample`, which many published models have.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cosmos_core.models.source import read_object, source_of, translate_load_err
 
 FILE = "generation_config.json"
 _FIRST = ("do_sample", "num_beams", "use_cache", "return_dict_in_generate", "eos_token_id")
-"""Settings that decide whether others are valid."""
+"""Names of the generation settings that decide whether other settings are valid, and are therefore tried first."""
 
 logger = logging.getLogger(__name__)
 
@@ -44,13 +44,13 @@ def refused_settings(model: str, revision: str | None = None) -> list[str]:
     """Return the settings of a model's generation config that transformers, and so rollout engines, refuse to load.
 
     Raises:
-        ModelError: see `load_generation_config`.
+        ModelError: the file is not a JSON object, or the model cannot be fetched from the Hub.
     """
     return _drop_refused(_read_file(model, revision) or {})[1]
 
 
 def save_generation_config(model: PreTrainedModel, folder: Path) -> None:
-    """Write the generation config of a model without the validation with which transformers refuses to save some."""
+    """Write the generation config of a model without transformers' validation, which refuses to save some values."""
     model.generation_config.to_json_file(folder / FILE, keys_to_pop=["compile_config"])
 
 
@@ -73,7 +73,7 @@ def _read_file(model: str, revision: str | None) -> dict[str, Any] | None:
 
 
 def _drop_refused(content: Mapping[str, Any]) -> tuple[GenerationConfig, list[str]]:
-    """Return the generation config with the settings that transformers accepts, and the names of the others."""
+    """Return a generation config with the settings that transformers accepts, and the names of the refused settings."""
     if whole := _try_build(content):
         return whole, []
     accepted: dict[str, Any] = {}
@@ -87,7 +87,7 @@ def _try_build(content: Mapping[str, Any]) -> GenerationConfig | None:
     """Return the generation config of these settings; None if transformers cannot load or write them."""
     try:
         config = GenerationConfig.from_dict(dict(content))
-        GenerationConfig.from_dict(config.to_dict())  # transformers does this when it loads a model
+        GenerationConfig.from_dict(config.to_dict())  # loading a model makes the same call, which may fail
         config.to_json_string()
         ids = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id or 0]
     except Exception:  # noqa: BLE001 - a value of a wrong type may raise anything

@@ -1,6 +1,7 @@
 """Loading of language models in Hugging Face format, with an audit of the loaded tensors.
 
-Everything that names a class of transformers is here. Adapters, meshes, log-probabilities and diffusion models are not.
+This module is the only one that selects classes of transformers. Adapters, meshes, log-probabilities and diffusion
+models are in other modules.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.
 def load_tokenizer(
     model: str, revision: str | None = None, chat_template: str | None = None
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model folder or Hub id, with the recipe's chat template if it is not None.
+    """Load the tokenizer of a model folder or Hub id; `chat_template`, if not None, replaces its chat template.
 
     Raises:
         ModelError: the folder or Hub id is missing or has no tokenizer, or the tokenizer has no token for padding.
@@ -105,7 +106,7 @@ def load_model(
     config = load_config(model, revision)
     check_weights(model)
     with torch.device("meta"), meta_device_safe_creation_ops():
-        _build_empty(config, model, dtype)  # so that a wrong config.json ends here as it does on a mesh
+        _build_empty(config, model, dtype)  # reports a wrong config.json with the same error as `init_on_meta`
     cls = _model_class(config)
     generation = load_generation_config(model, revision)
     if generation is not None:
@@ -119,7 +120,7 @@ def load_model(
     for name, tensor in loaded.state_dict().items():
         if problem := describe_nonfinite(name, tensor):
             raise ModelError(f"{KEY} = {model!r}: {problem}")
-    # The rollout engine loads the same revision; transformers does not always say which one it took.
+    # Rollout engines load the revision that the config names, but transformers does not always record it.
     loaded.config._commit_hash = getattr(loaded.config, "_commit_hash", None) or revision
     nn.Module.to(loaded, device)
     recompute(loaded, gradient_checkpointing)
@@ -129,13 +130,13 @@ def load_model(
 def model_without_weights(
     model: str, *, revision: str | None = None, dtype: torch.dtype, gradient_checkpointing: Recompute = False
 ) -> PreTrainedModel:
-    """Build the model of `load_model` from config.json without weights, for the meta device or fake mode.
+    """Build the same model as `load_model` from its config.json without weights, for the meta device or fake mode.
 
     Raises:
-        ModelError: no such model, a wrong config.json, or an architecture that does not generate text.
+        ModelError: the model is missing, its config.json is wrong, or its architecture does not generate text.
     """
     built = _build_empty(load_config(model, revision), model, dtype)
-    built.tie_weights()  # `from_pretrained` does this with the initialisation
+    built.tie_weights()  # `from_pretrained` ties weights during the initialisation, which is skipped here
     recompute(built, gradient_checkpointing)
     return built.eval()
 
@@ -144,7 +145,7 @@ def check_row_length(config: PretrainedConfig, max_length: int) -> None:
     """Refuse rows whose rotary embedding would depend on the longest row of the batch (`longrope`, `dynamic`).
 
     Raises:
-        ModelError: rows of up to `max_length` tokens reach the length at which transformers changes it for a batch.
+        ModelError: rows of up to `max_length` tokens reach the length from which transformers changes the embedding.
     """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
@@ -159,7 +160,7 @@ def check_row_length(config: PretrainedConfig, max_length: int) -> None:
 
 
 def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield every weight with its name in a checkpoint; tied weights (`lm_head.weight`) under both names.
+    """Yield name in a checkpoint and tensor of every weight; tied weights (`lm_head.weight`) under all their names.
 
     Tensors are not copied, except weights that an adapter changes, which are merged.
     """
@@ -171,7 +172,10 @@ def _build_empty(config: PretrainedConfig, model: str, dtype: torch.dtype) -> Pr
     _check_architecture(config, model)
     cls = _model_class(config)
     build = cls.from_config if cls is AutoModelForCausalLM else cls._from_config
-    with translate_load_errors("architecture", model), no_init_weights():  # some initialisations look at values
+    with (
+        translate_load_errors("architecture", model),
+        no_init_weights(),
+    ):  # some initialisations read values, which weights on the meta device lack
         built: PreTrainedModel = build(config, dtype=dtype, **_attention(cls, config))
     return built
 
@@ -180,11 +184,11 @@ def _check_architecture(config: PretrainedConfig, model: str) -> None:
     """Refuse a config.json with an architecture that cannot be trained, or with unreadable quantized weights.
 
     Raises:
-        ModelError: the architecture is no model of transformers, does not generate text, or does not fit `model_type`;
-            or the weights are quantized and a package for that is missing.
+        ModelError: the architecture is no model of transformers, does not generate text, or does not match
+            `model_type`; or the weights are quantized, and the package that reads them is missing.
     """
     names = config.architectures
-    with translate_load_errors("architecture", model):  # a class may need a library of its own
+    with translate_load_errors("architecture", model):  # importing the class may fail for lack of a library
         cls = _model_class(config)
     if names:
         named = f"{KEY} = {model!r}: config.json has architectures = {names!r}"
@@ -209,9 +213,10 @@ def _check_architecture(config: PretrainedConfig, model: str) -> None:
 
 
 def _model_class(config: PretrainedConfig) -> Any:
-    """Return the model class that the checkpoint names, or else the class registered for the type of config.
+    """Return the model class that config.json names or, as a fallback, the class registered for the type of config.
 
-    The named class also fits most multimodal models; old names need the fallback. None if there is neither."""
+    The named class supports most multimodal models; the fallback is for outdated names. None: neither class exists.
+    """
     names = config.architectures
     if not names:
         return AutoModelForCausalLM
@@ -249,7 +254,7 @@ def audit(loaded: PreTrainedModel, info: dict[str, Any], model: str) -> None:
 
 def describe_nonfinite(name: str, tensor: Tensor) -> str:
     """Return an error message if a tensor has a value that is not finite, else an empty string."""
-    # isfinite() on the whole tensor would need more memory; the extremes are sufficient.
+    # Minimum and maximum are finite if all values are; isfinite() on the whole tensor would need more memory.
     if not tensor.is_floating_point() or not tensor.numel() or torch.stack(tensor.aminmax()).isfinite().all():
         return ""
     return f"tensor {name} holds NaN or infinity; take an undamaged checkpoint"

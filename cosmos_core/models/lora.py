@@ -1,8 +1,8 @@
 """LoRA (arXiv 2106.09685) through PEFT: adapters are injected into a transformers model, which stays the same object
 for the rest of the program.
 
-A model has one adapter. Rollout engines, exports and checks get plain weights through `merge_adapter`. Base weights and
-adapters both have the dtype of the model.
+A model has at most one adapter. Rollout engines, exports and checks get merged weights through `merge_adapter`. Base
+weights and adapters have the dtype of the model.
 """
 
 from __future__ import annotations
@@ -47,12 +47,14 @@ FOLDER = "lora"
 _NAME = "default"
 _KEY = "policy.lora"
 TAKES_FROM_BASE = ("pissa", "olora")
-"""Initialisations that move a part of the base weights into the adapter."""
+"""Beginnings of the names of LoRA initialisations that move a part of the base weights into the adapter."""
 
 
 def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> None:
-    """Add a new adapter or that of `lora_path` to the model, and freeze all other weights. The initialisation uses
-    torch's global generator. For `targets` see `freeze.choose_trained`.
+    """Add a new adapter, or the saved adapter in `lora_path`, to the model, and freeze all other weights.
+
+    The initialisation uses torch's global random generator. `targets` are the modules to adapt if the recipe names
+    none; empty: the default modules of PEFT.
 
     Raises:
         ConfigError: a name matches no module, or PEFT cannot adapt the model with these settings.
@@ -81,7 +83,7 @@ def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> No
     config.base_model_name_or_path = getattr(model, "name_or_path", None)
     config.revision = getattr(model.config, "_commit_hash", None)
     try:
-        with warnings.catch_warnings():  # what PEFT warns of is checked here
+        with warnings.catch_warnings():  # this function checks itself what PEFT only warns of
             warnings.simplefilter("ignore")
             ExactLora(model, config, _NAME)
     except (ValueError, TypeError, re.error) as error:
@@ -106,27 +108,27 @@ def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> No
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Return whether the model has an adapter."""
+    """Return True if the model has an adapter."""
     return hasattr(model, "peft_config")
 
 
 def changes_base(model: nn.Module) -> bool:
-    """Return whether the initialisation of the adapter changed the base weights (PiSSA, OLoRA)."""
+    """Return True if the initialisation of the model's adapter changed the base weights (PiSSA, OLoRA)."""
     return any(name.endswith(".initial_A") for name, _ in model.named_buffers())
 
 
 @contextmanager
 def merge_adapter(model: nn.Module) -> Iterator[None]:
-    """Merge the adapter of a model or of one layer into the base weights inside the block, if there is an adapter.
+    """Merge the adapter of a model, or of one layer, into the base weights inside the block; no adapter: do nothing.
 
-    The base weights are restored exactly afterwards, because they are saved instead of unmerged by arithmetic.
+    The base weights are restored exactly afterwards from a copy; subtracting the adapter would leave rounding errors.
     """
     layers = adapted_layers(model).values()
     saved = {parameter: parameter.data for layer in layers for parameter in layer.get_base_layer().parameters()}
     try:
         with torch.no_grad():
             for layer in layers:
-                layer.merge(safe_merge=True)  # "safe" writes to a copy
+                layer.merge(safe_merge=True)  # safe_merge does not write to the tensor of the base weights
         yield
     finally:
         for parameter, data in saved.items():
@@ -136,19 +138,22 @@ def merge_adapter(model: nn.Module) -> Iterator[None]:
 
 
 def plain_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return `state_dict()` with the key names of a model without an adapter; use it inside `merge_adapter`."""
+    """Return the state dict of a model with the key names of the model without an adapter.
+
+    Call this function inside `merge_adapter`, so that the adapter is part of the weights.
+    """
     names = plain_names(model)
     return {names[key]: tensor for key, tensor in model.state_dict().items() if names[key]}
 
 
 def plain_names(model: nn.Module) -> dict[str, str]:
-    """Map each key of `state_dict()` to its name without an adapter; empty for tensors of the adapter."""
+    """Return for each key of a model's state dict the key in the model without an adapter; empty for LoRA tensors."""
     wrappers = {name for name, module in model.named_modules() if isinstance(module, (LoraLayer, ModulesToSaveWrapper))}
     return {key: _plain_name(key, wrappers) for key in model.state_dict()}
 
 
 def is_adapter_alone(model: nn.Module) -> bool:
-    """Return whether only LoRA factors of linear layers are trained, so base weights and factors are the model."""
+    """Return True if only LoRA factors of linear layers are trained, so that all other weights equal the base model."""
     if not is_adapted(model) or changes_base(model):
         return False
     config: Any = model.peft_config[_NAME]  # type: ignore[union-attr,index]
@@ -160,13 +165,13 @@ def is_adapter_alone(model: nn.Module) -> bool:
 
 
 def add_adapter_like(model: Any, adapted: Any) -> None:
-    """Add an adapter with the settings of another model's adapter; its values have to be overwritten."""
+    """Add an adapter to `model` with the settings of the adapter of `adapted`; the caller must load its weights."""
     with torch.random.fork_rng():
         ExactLora(model, copy.deepcopy(adapted.peft_config[_NAME]), _NAME)
 
 
 def scales_of(model: nn.Module) -> dict[str, float]:
-    """Return the scale of the product B A of each adapted layer, by the name of the layer."""
+    """Return by layer name the scale with which an adapted layer adds the product B A of LoRA factors to its weight."""
     return {name: layer.scaling[_NAME] for name, layer in adapted_layers(model).items()}
 
 
@@ -177,7 +182,10 @@ def factor_of(key: str) -> tuple[str, str]:
 
 
 def save_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """Write the adapter as PEFT does: `PeftModel.from_pretrained(base, folder)` loads it onto the untouched base."""
+    """Write the adapter of a model to a folder in PEFT's format.
+
+    `PeftModel.from_pretrained(base, folder)` loads the adapter onto the original base model.
+    """
     config = portable_config(model.peft_config[_NAME], model)
     config.inference_mode = True
     for name in (
@@ -185,14 +193,14 @@ def save_adapter(model: PreTrainedModel, folder: Path) -> None:
         "target_parameters",
         "modules_to_save",
         "exclude_modules",
-    ):  # sets, which have another order in each process
+    ):  # these are sets, whose order differs between processes
         if isinstance(names := getattr(config, name), (set, list)):
             setattr(config, name, sorted(names))
     state = peft.get_peft_model_state_dict(model, adapter_name=_NAME, save_embedding_layers=False)
     if changes_base(model):
         state = _against_initial(model, state, config)
     folder.mkdir(parents=True)
-    # Copied one by one: tied weights share memory, which safetensors refuses.
+    # Each tensor is copied, because tied weights share memory, which safetensors refuses.
     tensors = {
         f"base_model.model.{name}": tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()
     }
@@ -207,8 +215,8 @@ def _peft_config(model: Any, lora: LoraConfig, keeps_ties: bool) -> peft.LoraCon
             f"{_KEY}.init_lora_weights = {lora.init_lora_weights!r} starts from linear layers, and "
             f"{targets.parameters[0]} is none; use true, or leave it out of target_modules"
         )
-    doubled = [f".*{re.escape(name)}" for name in targets.doubled]  # PEFT too has room for each projection
-    build: Any = peft.LoraConfig  # its annotations are narrower than what it takes
+    doubled = [f".*{re.escape(name)}" for name in targets.doubled]  # PEFT doubles the rank of such parameters too
+    build: Any = peft.LoraConfig  # Any, because its type annotations are narrower than the values it accepts
     config: peft.LoraConfig = build(
         task_type="CAUSAL_LM" if isinstance(model, PreTrainedModel) else None,
         r=lora.r,
@@ -223,7 +231,7 @@ def _peft_config(model: Any, lora: LoraConfig, keeps_ties: bool) -> peft.LoraCon
         alpha_pattern=dict(lora.alpha_pattern or {}) | dict.fromkeys(doubled, 2 * lora.lora_alpha),
         rank_pattern=dict(lora.r_pattern or {}) | dict.fromkeys(doubled, 2 * lora.r),
         init_lora_weights=next(model.parameters()).is_meta
-        or lora.init_lora_weights,  # meta tensors have no values to decompose
+        or lora.init_lora_weights,  # True on the meta device, where weights have no values to decompose
     )
     return config
 
@@ -239,7 +247,7 @@ def _check(key: str, targets: Iterable[str], names: Iterable[str], form: str, *,
 
 
 def _tied_modules(model: nn.Module) -> list[str]:
-    """Return the names of the embedding and the head if they share their weight."""
+    """Return the names of the input embedding and the output head of a model if they share a weight, else nothing."""
     if not isinstance(model, PreTrainedModel):
         return []
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
@@ -249,7 +257,7 @@ def _tied_modules(model: nn.Module) -> list[str]:
 
 
 def _check_head(model: nn.Module, lora: LoraConfig) -> None:
-    """Refuse dropout on the head, which runs again for the gradient of the loss, with another dropout mask."""
+    """Refuse LoRA dropout on the output head: the head runs again in the backward pass, with another dropout mask."""
     if not isinstance(model, PreTrainedModel):
         return
     if lora.lora_dropout and isinstance(model.get_output_embeddings(), LoraLayer):
@@ -260,7 +268,7 @@ def _check_head(model: nn.Module, lora: LoraConfig) -> None:
 
 
 def _plain_name(key: str, wrappers: set[str]) -> str:
-    """Remove the name components of PEFT's wrappers from a state dict key; empty if it belongs to the adapter."""
+    """Return a state dict key without the name components of PEFT's `wrappers`; empty for a tensor of the adapter."""
     names, components, i = key.split("."), [], 0
     while i < len(names):
         if ".".join(names[:i]) not in wrappers:
@@ -274,17 +282,21 @@ def _plain_name(key: str, wrappers: set[str]) -> str:
 
 
 def _against_initial(model: PreTrainedModel, state: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
-    """Convert the adapter to one of twice the rank on the original base weights: B A - B0 A0 = [B -B0] [A; A0]."""
+    """Convert an adapter whose initialisation B0 A0 changed the base weights to one for the original base weights.
+
+    The new adapter has twice the rank: B A - B0 A0 = [B -B0] [A; A0].
+    """
     buffers = dict(model.named_buffers())
     doubled = {}
     for name, tensor in state.items():
         layer, _, side = name.removesuffix(".weight").rpartition(".lora_")
         initial = buffers.get(f"{layer}.initial_{side}")
-        if initial is None:  # a module that is trained whole
+        if initial is None:  # the tensor is no LoRA factor, but of a module that is trained as a whole
             doubled[name] = tensor
         else:
             doubled[name] = torch.cat([tensor, initial] if side == "A" else [tensor, -initial], 0 if side == "A" else 1)
-    growth = math.sqrt(2) if config.use_rslora else 2.0  # the scale stays what it was
+    # alpha grows with the rank, so that the scale of the adapter, alpha / r or alpha / sqrt(r), does not change.
+    growth = math.sqrt(2) if config.use_rslora else 2.0
     config.r, config.lora_alpha = 2 * config.r, growth * config.lora_alpha
     config.rank_pattern = {name: 2 * r for name, r in config.rank_pattern.items()}
     config.alpha_pattern = {name: growth * alpha for name, alpha in config.alpha_pattern.items()}

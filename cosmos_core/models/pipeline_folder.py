@@ -20,10 +20,10 @@ _LIBRARIES = ("diffusers", "transformers")
 
 
 class PipelineFolder:
-    """Folder that `save_pretrained` of a pipeline wrote, here or on the Hub."""
+    """Folder that `save_pretrained` of a diffusers pipeline wrote, on this machine or on the Hugging Face Hub."""
 
     def __init__(self, model: str, revision: str | None = None) -> None:
-        """Find the folder and read its index.
+        """Locate the folder of `model`, a path or Hub id, and read `model_index.json`.
 
         Raises:
             ModelError: the folder does not exist, or is not a pipeline.
@@ -82,8 +82,9 @@ class PipelineFolder:
         return cls
 
     def load(self, name: str, dtype: torch.dtype | None = None) -> Any:
-        """Return a component with its weights on the CPU in `dtype` (None: a component without weights), in evaluation
-        mode.
+        """Return a component in evaluation mode with its weights on the CPU in `dtype`.
+
+        `dtype` None is for components without weights, such as a scheduler.
 
         Raises:
             ModelError: files are missing or damaged, or lack tensors of the class.
@@ -117,7 +118,7 @@ class PipelineFolder:
             return cls.from_config(cls.load_config(str(self.path), subfolder=name, local_files_only=True))
 
     def settings(self, name: str) -> dict[str, Any]:
-        """Return the configuration of a component without building it; empty if there is none."""
+        """Return the configuration of a component without building the component; empty if it has no configuration."""
         for file in (f"{name}_config.json", "config.json"):
             if settings := read_object(self.path / name / file, self.model):
                 return settings

@@ -30,12 +30,12 @@ FILES = (
     "video_preprocessor_config.json",
     "chat_template.json",
 )
-"""Files of a processor, without those of its tokenizer, which include `chat_template.jinja`."""
+"""Names of the files of a processor, without the files of its tokenizer, which include `chat_template.jinja`."""
 _EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 
 
 def processor_files(model: str, revision: str | None = None) -> dict[str, bytes]:
-    """Return the processor's files of a model folder or Hub id by name; empty if the model reads only text.
+    """Return the content of the processor files of a model folder or Hub id, by name; empty for a text-only model.
 
     Raises:
         ModelError: the folder does not exist, or the Hub id cannot be fetched.
@@ -56,12 +56,12 @@ def processor_files(model: str, revision: str | None = None) -> dict[str, bytes]
 def load_processor(
     model: str, revision: str | None = None, pixels: Sequence[tuple[str, int]] = ()
 ) -> ProcessorMixin | None:
-    """Load the processor of a model folder or Hub id; return None if the model reads only text.
+    """Load the processor of a model folder or Hub id; return None for a text-only model.
 
     Args:
         model: folder or Hub id.
-        revision: of the Hub id.
-        pixels: `min_pixels` and `max_pixels`, which override the processor's own.
+        revision: revision of the Hub id.
+        pixels: `min_pixels` and `max_pixels` of images, which override the limits in the processor's settings.
 
     Raises:
         ModelError: a file is damaged, or the processor needs a library that is not installed.
@@ -81,14 +81,14 @@ def load_processor(
         raise ModelError(f"{KEY} = {model!r}: cannot load the processor: {reason}") from error
     if getattr(processor, "image_processor", None) is None:
         return None
-    if processor.chat_template is None:  # older checkpoints have it in tokenizer_config.json alone
+    if processor.chat_template is None:  # older checkpoints have the template only in tokenizer_config.json
         processor.chat_template = processor.tokenizer.chat_template
     _resize(processor, dict(pixels))
     return processor
 
 
 def image_word(processor: ProcessorMixin) -> str:
-    """Return the placeholder word for an image in a text before the processor expands it."""
+    """Return the word that stands for an image in a text, which the processor expands to the image's tokens."""
     word: str = cast(Any, processor).image_token
     return word
 
@@ -113,7 +113,7 @@ def _load_without_videos(cls: Any, source: str, options: dict[str, Any]) -> Proc
 
 
 def _resize(processor: ProcessorMixin, pixels: Mapping[str, int]) -> None:
-    # In processors with `merge_size` these names mean numbers of pixels, in others lengths of edges.
+    # In processors with `merge_size` the edge names of `size` mean numbers of pixels, in others lengths of edges.
     if pixels and not hasattr(processor.image_processor, "merge_size"):
         key, value = next(iter(pixels.items()))
         raise ConfigError(
@@ -124,7 +124,7 @@ def _resize(processor: ProcessorMixin, pixels: Mapping[str, int]) -> None:
 
 
 class Shown(Protocol):
-    """A row that may show images."""
+    """Interface of a row of tokens that may have images."""
 
     @property
     def input_ids(self) -> np.ndarray:
@@ -133,12 +133,12 @@ class Shown(Protocol):
 
     @property
     def images(self) -> Sequence[ImageRef]:
-        """Return the images of the row in the order of their positions."""
+        """Return the images of the row in the order in which they occur in the tokens."""
         ...
 
 
 class Vision:
-    """Computes model inputs from the images of samples when a micro-batch needs them."""
+    """Reader that converts the images of samples to model inputs when a micro-batch needs them."""
 
     def __init__(self, processor: ProcessorMixin) -> None:
         self._processor = processor
@@ -149,19 +149,24 @@ class Vision:
         """Return the group of a row: a micro-batch has rows of one group only.
 
         Rows with images are separate from rows without, since all ranks must enter the vision tower together. In models
-        with cross-attention to images, tokens before the first image see all images of the batch, so there all rows of
-        a group have equally many images.
+        with cross-attention to images, tokens before the first image see all images of the batch. In such a model all
+        rows of a group have the same number of images.
         """
         is_cross_attending = "cross_attention_mask" in self._processor.model_input_names
         return len(row.images) if is_cross_attending else min(len(row.images), 1)
 
     def num_before_images(self, token_ids: Sequence[int]) -> int:
-        """Return the number of tokens before the first image token, which a policy may sample without an image."""
+        """Return the number of tokens before the first image token.
+
+        A policy can sample image tokens although there is no image; a completion is then cut before the first one.
+        """
         [is_image] = self._kinds(torch.tensor([list(token_ids)])).bool().tolist() if token_ids else [[]]
         return is_image.index(True) if True in is_image else len(is_image)
 
     def inputs(self, rows: Sequence[Shown], input_ids_BT: Tensor) -> dict[str, Tensor]:
-        """Return the model inputs other than padded token ids for rows of one group; none for rows without images.
+        """Return the model inputs of the images of rows of one group, by name; empty for rows without images.
+
+        `input_ids_BT` are the padded token ids of the rows.
 
         Raises:
             DataError: an image or the processor has changed since the rows were prepared.
@@ -169,7 +174,7 @@ class Vision:
         if not rows[0].images:
             return {}
         images = [[open_image(ref) for ref in row.images] for row in rows]
-        # The processor needs only the image placeholders of the text, so the text has no other words.
+        # The text has only the words that stand for images, because the processor needs no other words.
         text = [image_word(self._processor) * len(each) for each in images]
         inputs: dict[str, Any] = dict(self._processor(text=text, images=images, padding=True, return_tensors="pt"))
         ids_BT, _ = inputs.pop("input_ids"), inputs.pop("attention_mask", None)
@@ -184,11 +189,14 @@ class Vision:
         return inputs
 
     def _kinds(self, ids_BT: Tensor) -> Tensor:
-        """Return a mask with 1 for image tokens."""
+        """Return an integer mask BT: 1 for image tokens, 0 for other tokens."""
         return torch.as_tensor(self._processor.create_mm_token_type_ids(ids_BT.tolist()), dtype=torch.int64)
 
     def _cross_attention_mask(self, rows: Sequence[Shown], inputs: Mapping[str, Tensor], width: int) -> Tensor:
-        """Return the mask of the image tiles that each token attends to: B, T, images, tiles."""
+        """Return the mask of the image tiles to which each token attends, of shape (B, T, images, tiles).
+
+        `width` is the number of tokens T.
+        """
         from transformers.models.mllama.processing_mllama import (
             convert_sparse_cross_attention_mask_to_dense,
             get_cross_attention_token_mask,

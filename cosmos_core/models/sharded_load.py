@@ -1,9 +1,9 @@
 """Load a sharded model: initialise it on the meta device, parallelise it, then read each rank's shards from the files.
 
 transformers' own sharded loading cannot be used: it applies its plans during loading, before adapters exist, and does
-not support pipeline stages. Its weight conversions are used. A rank holds at most its shards and one group of tensors
-that transformers converts together, such as the matrices that become the fused experts of a layer. The loaded weights
-and the refused models are the same as with `load_model`.
+not support pipeline stages. Only the weight conversions of transformers are used. A rank holds at most its shards and
+one group of tensors that transformers converts together, such as the matrices that become the fused experts of a layer.
+Loaded weights and refused models are the same as with `load_model`.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ _ADAPTED = re.compile(r"\.(base_layer|original_module|modules_to_save\.default)(
 
 _Transform = WeightRenaming | WeightConverter
 _Source = tuple[str, str, Any]
-"""A key in the files, the pattern of a transform that it matches, and its slice."""
+"""Key of a tensor in the files, the pattern of a transform that the key matches, and the tensor as a lazy slice."""
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Tensors of the files that a transform converts together to one or several weights of the model."""
+    """Group of tensors in the files that a transform converts together to one or several weights of the model."""
 
     transform: _Transform
     sources: Sequence[_Source]
     shapes: Mapping[str, torch.Size]
-    """Shapes of the converted weights, by name in the model."""
+    """Shapes of the converted weights, by name of the weight in the model."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +90,12 @@ def init_on_meta(
     device: torch.device,
     gradient_checkpointing: Recompute = False,
 ) -> PreTrainedModel:
-    """Return the model of `load_model` with its parameters on the meta device until `load_sharded`.
+    """Return the same model as `load_model`, but with parameters on the meta device until `load_sharded` reads them.
 
-    If the files cannot be read in slices, the whole model is loaded on `device`.
+    If the files cannot be read in slices, the whole model is loaded on `device` instead.
 
     Raises:
-        ModelError: as in `load_model`, except for values that are not finite.
+        ModelError: as in `load_model`, except for values that are not finite, which `load_sharded` reports.
     """
     files, reason = weight_files(model, revision)
     if not reason:
@@ -113,11 +113,12 @@ def init_on_meta(
 
 
 def audit_files(built: PreTrainedModel, model: str, revision: str | None = None) -> None:
-    """Compare names and shapes of the tensors in a local folder's safetensors with a model on the meta device, and read
-    no values.
+    """Compare names and shapes of the tensors in a local model folder with those of `built`, on the meta device.
+
+    Only safetensors files are compared, and no values are read.
 
     Raises:
-        ModelError: as `init_on_meta`.
+        ModelError: a file is damaged, or a tensor is missing, unexpected or of the wrong shape.
     """
     if Path(model).expanduser().is_dir():
         files, reason = weight_files(model, revision)
@@ -126,7 +127,9 @@ def audit_files(built: PreTrainedModel, model: str, revision: str | None = None)
 
 
 def load_sharded(model: PreTrainedModel) -> None:
-    """Read this rank's shards of a model of `init_on_meta`; all ranks must call this. Do nothing for other models.
+    """Read this rank's shards of a model that `init_on_meta` returned; do nothing for a model that is already loaded.
+
+    All ranks must call this function.
 
     Raises:
         ModelError: a value is not finite, tensors that config.json ties differ, or a file cannot be read; every rank
@@ -141,7 +144,7 @@ def load_sharded(model: PreTrainedModel) -> None:
         for group in unread.groups:
             _read_group(group, targets, model, done)
     except (ModelError, SafetensorError, OSError) as error:
-        if is_of_machine(error):  # this rank exits, and all ranks are restarted
+        if is_of_machine(error):  # the error ends this rank, after which all ranks are restarted
             raise
         problem = str(error)
     if problem := first_problem(problem):
@@ -151,7 +154,9 @@ def load_sharded(model: PreTrainedModel) -> None:
 def _start(
     built: PreTrainedModel, model: str, revision: str | None, dtype: torch.dtype, device: torch.device, files: list[str]
 ) -> str:
-    """Plan the reading and create buffers; return why the model cannot be read in slices, or an empty string.
+    """Plan the reading of weight files in slices and create buffers of the model.
+
+    Returns the reason why the model cannot be read in slices, or an empty string.
 
     Raises:
         ModelError: a file is damaged, or a tensor is missing, unexpected or of the wrong shape.
@@ -173,7 +178,7 @@ def _start(
     if needed - info.missing_keys:
         return "transformers makes up some of its weights"
     _make_buffers(built, device)
-    if generation := load_generation_config(model, revision):  # without it the model keeps the one from its config
+    if generation := load_generation_config(model, revision):  # else the model keeps the one made from its config
         built.generation_config = generation
     built.config._commit_hash = getattr(built.config, "_commit_hash", None) or revision
     _UNREAD[built] = _Unread(model, device, groups)
@@ -181,7 +186,7 @@ def _start(
 
 
 def weight_files(model: str, revision: str | None) -> tuple[list[str], str]:
-    """Return the safetensors files of a model, or the reason why there are none."""
+    """Return the safetensors files of a model and an empty string, or no files and the reason."""
     source, options = source_of(model, revision)
     check_weights(model)
     options |= {"_raise_exceptions_for_missing_entries": False}
@@ -202,7 +207,10 @@ def _open_files(files: Sequence[str]) -> Iterator[Any]:
 
 
 def _plan(built: PreTrainedModel, slices: Mapping[str, Any], model: str) -> tuple[list[_Group], LoadStateDictInfo]:
-    """Plan which tensors become which weights, and record mismatches in transformers' loading information."""
+    """Return the groups of tensors in files that become weights, and transformers' loading information.
+
+    The loading information names missing and unexpected tensors, and tensors of another shape.
+    """
     state = built.state_dict()
     mapping = get_model_conversion_mapping(built)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
@@ -252,7 +260,7 @@ def _convert(
     model: PreTrainedModel,
     info: LoadStateDictInfo | None = None,
 ) -> dict[str, Tensor]:
-    """Convert `tensors`, or functions that read them, to weights by name in the model."""
+    """Convert tensors of the files, or functions that read tensors, to weights; return them by name in the model."""
     transform = copy.deepcopy(transform)
     for (key, pattern, _), tensor in zip(sources, tensors, strict=True):
         transform.add_tensor(name, key, pattern, tensor)
@@ -283,7 +291,7 @@ def _read_group(
 
 
 def _is_stack(group: _Group) -> bool:
-    """Return whether a group becomes one weight of stacked experts, each with its own tensors in the files."""
+    """Return True if a group of tensors becomes one weight of stacked experts, each with its own tensors in files."""
     operations = list(getattr(group.transform, "operations", ()))
     if len(group.shapes) > 1 or not isinstance(operations[0], MergeModulelist) or operations[0].dim != 0:
         return False
@@ -299,11 +307,11 @@ def _keeps_rows(operation: Any) -> bool:
 
 
 def _select_experts(sources: Sequence[_Source], rows: slice) -> list[_Source]:
-    """Return the sources of the experts `rows`; the sources of each pattern are in the order of the experts."""
+    """Return the sources of the experts in the slice `rows`; sources of each pattern are in the order of experts."""
     by_pattern: dict[str, list[_Source]] = {}
     for source in sources:
         by_pattern.setdefault(source[1], []).append(source)
-    return [source for of_one in by_pattern.values() for source in of_one[rows]]
+    return [source for pattern_sources in by_pattern.values() for source in pattern_sources[rows]]
 
 
 def _copy(name: str, tensor: Tensor, source: Any, first: int, is_check: bool) -> None:
@@ -327,7 +335,7 @@ def _copy(name: str, tensor: Tensor, source: Any, first: int, is_check: bool) ->
 
 @torch.no_grad()
 def _materialise(model: PreTrainedModel, device: torch.device) -> dict[str, list[Tensor]]:
-    """Allocate this rank's shard of every meta parameter; return parameters and buffers by their names in files."""
+    """Allocate memory for this rank's shard of every meta parameter; return parameters and buffers by name in files."""
     allocated: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

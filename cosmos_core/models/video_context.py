@@ -28,13 +28,14 @@ from torch.nn import functional
 from cosmos_core.parallel.context import exchange
 
 Dims = Mapping[str, int]
-"""Token dimension of each argument that has an entry per token."""
+"""Index of the token dimension of arguments that have an entry per token, by name of the argument."""
 
 
 class Shards:
     """Distribution of the tokens of the current clip over the ranks.
 
-    Each block sets it again, so that a block that is recomputed in the backward pass uses the same distribution."""
+    Each block sets the distribution again, so that a block that is recomputed in the backward pass uses the same one.
+    """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.group, self.size, self.rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
@@ -55,15 +56,15 @@ class Shards:
         return all_tokens.narrow(dim, 0, self.count)
 
     def token_mask(self, like: Tensor) -> Tensor:
-        """Return 1 for each token of this rank and 0 for padding: N."""
+        """Return a mask N over the tokens of this rank: 1 for tokens, 0 for padding, in dtype and device of `like`."""
         return (self.rank * self.length + torch.arange(self.length, device=like.device) < self.count).to(like.dtype)
 
     def to_heads(self, states_BKND: Tensor) -> Tensor:
-        """Exchange some tokens of all heads for all tokens of some heads."""
+        """Return all tokens of some heads, in exchange for some tokens of all heads, by an all-to-all."""
         return exchange(states_BKND, 1, 2, self.group).narrow(2, 0, self.count)
 
     def to_tokens(self, states_BKND: Tensor) -> Tensor:
-        """Exchange all tokens of some heads for some tokens of all heads."""
+        """Return some tokens of all heads, in exchange for all tokens of some heads, by an all-to-all."""
         return exchange(self._pad(states_BKND, 2, self.length * self.size), 2, 1, self.group)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -73,8 +74,10 @@ class Shards:
         return total
 
     def add_borders(self, frames_BCFS: Tensor) -> Tensor:
-        """Return the frames of this rank with the frame before and the frame after them, zeros at the ends of the
-        clip."""
+        """Return the frames of this rank with one more frame at either end, from the neighbouring ranks.
+
+        The frames before the first and after the last frame of the clip are zeros.
+        """
         edges = torch.stack([frames_BCFS[:, :, 0], frames_BCFS[:, :, -1]])
         of_all = self.all_reduce(
             functional.pad(edges[None], (0,) * 2 * edges.ndim + (self.rank, self.size - 1 - self.rank))
@@ -97,7 +100,7 @@ def shard_blocks(
 
     Args:
         denoiser: module with `transformer_blocks`, and `proj_out` as its last layer.
-        shards: the distribution of tokens, which `adapt` sets.
+        shards: distribution of tokens over ranks, which `adapt` sets.
         dims: token dimensions of the arguments of a block, except `hidden_states`.
         adapt: function that changes the arguments of a block, by name, before they are sharded.
         ends: layers after the blocks, with the token dimensions of arguments that have all tokens.
@@ -188,9 +191,11 @@ class SummedLinearAttention:
 
 
 def exchange_borders(convolution: nn.Module, shards: Shards, tokens_per_frame: Callable[[], int]) -> None:
-    """Give a convolution over time (B, C, F, S), which pads with a frame of zeros at each end, the neighbouring frames
-    of
-    other ranks."""
+    """Make a convolution over time (B, C, F, S) use the neighbouring frames of other ranks at both ends.
+
+    Without this change the convolution pads with a frame of zeros at each end. `tokens_per_frame` returns the number of
+    tokens of a frame.
+    """
 
     def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
         (frames_BCFS,) = args
@@ -202,7 +207,7 @@ def exchange_borders(convolution: nn.Module, shards: Shards, tokens_per_frame: C
 
 
 def _rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply the rotary embedding to pairs of neighbouring elements."""
+    """Return queries or keys with the rotary embedding applied to pairs of neighbouring elements."""
     one, other = states.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos[..., 0::2], sin[..., 1::2]
     return torch.stack([one * cos - other * sin, one * sin + other * cos], -1).flatten(-2).type_as(states)
@@ -214,7 +219,7 @@ def _project_output(attn: Any, states: Tensor) -> Tensor:
 
 
 def _change_arguments(module: nn.Module, change: Callable[[dict[str, Any]], None]) -> None:
-    """Call `change` with the arguments by name before each call of a module; it may modify them."""
+    """Call `change` with the arguments of a module, by name, before each call of the module; it may modify them."""
     signature = inspect.signature(module.forward)
 
     def hook(
@@ -228,7 +233,7 @@ def _change_arguments(module: nn.Module, change: Callable[[dict[str, Any]], None
 
 
 class _Gather(torch.autograd.Function):
-    """Concatenation over ranks; all ranks compute the same with the result, so gradients are not summed."""
+    """Differentiable concatenation over ranks; all ranks use the result equally, so gradients are not summed."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -244,7 +249,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Sum over ranks; each rank uses the result for its own tokens, so gradients are summed too."""
+    """Differentiable sum over ranks; each rank uses the result for its own tokens, so gradients are summed too."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
