@@ -203,7 +203,7 @@ def model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def _named_weights(state: TrainState) -> dict[str, Tensor]:
-    # A weight set with such a name would have the tensor names of the model, optimizer, feed or algorithm.
+    # Tensors of a weight set with one of these names would overwrite those of the model, optimizer, feed or algorithm.
     assert not state.named_weights.keys() & {"model", "optimizer", *_TABLES}
     return {f"{which}.{name}": tensor for which, each in state.named_weights.items() for name, tensor in each.items()}
 

@@ -208,7 +208,7 @@ def _check_architecture(config: PretrainedConfig, model: str) -> None:
     with (
         translate_load_errors("quantized weights", model),
         suppress(RuntimeError),
-    ):  # there may be a GPU when they are loaded
+    ):  # without a GPU the quantizer raises it, but the weights may be loaded with one
         get_hf_quantizer(copy.deepcopy(config), None, None, True, {})
 
 

@@ -193,7 +193,7 @@ def save_adapter(model: PreTrainedModel, folder: Path) -> None:
         "target_parameters",
         "modules_to_save",
         "exclude_modules",
-    ):  # these are sets, whose order differs between processes
+    ):  # the values are sets, whose order differs between processes
         if isinstance(names := getattr(config, name), (set, list)):
             setattr(config, name, sorted(names))
     state = peft.get_peft_model_state_dict(model, adapter_name=_NAME, save_embedding_layers=False)

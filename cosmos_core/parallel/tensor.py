@@ -149,7 +149,7 @@ def check_split(model: PreTrainedModel, roots: Sequence[Any], mesh: DeviceMesh) 
                 waves_BTH = torch.arange(hidden_BTH.numel(), device=device).view_as(hidden_BTH).sin()
                 (hidden_BTH * waves_BTH).sum().backward()
     except (torch.OutOfMemoryError, dist.DistError):
-        raise  # these errors do not mean that the model is unsupported
+        raise  # lack of memory or a broken connection does not mean that the model is unsupported
     except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
         raise ModelError(f"{where} ({' '.join(str(error).split())[:200]}); set it to 1") from error
     finally:
