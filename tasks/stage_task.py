@@ -21,8 +21,8 @@ from prefect.exceptions import TerminationSignal
 from prefect.futures import PrefectConcurrentFuture
 from prefect.states import Completed
 
-from cosmos_core.config.compose import STAGE_PREFIX
 from cosmos_core.config.files import read_config
+from cosmos_core.config.inputs import STAGE_PREFIX, source_of
 from cosmos_core.config.load import Values, merge
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import Cancelled, ConfigError
@@ -184,11 +184,10 @@ def _call_of(
     source = Path(flow.entrypoint.rpartition(":")[0])
     tables: Values = {}
     handles = [after_argument] if isinstance(after_argument, StageHandle | str) else list(after_argument)
-    if _first_key(kind) == "after" and kind.reads_model and handles:
-        first = handles[0]
-        if isinstance(first, str):
-            first = STAGE_PREFIX + first.removeprefix(STAGE_PREFIX)
-        keys.setdefault("model", first)
+    after = [_stage_of(flow, name, "after", each) for each in handles]
+    if _first_key(kind) == "after" and kind.reads_model and after and not recipe and "model" not in keys:
+        keys["model"], tables = _start_of(flow, after[0])
+        after += filter(None, [source_of(keys["model"])])
     if isinstance(recipe, Mapping):
         tables = dict(recipe)
     elif recipe:
@@ -200,7 +199,6 @@ def _call_of(
         tables = flow.run.pipeline.recipes[keys["model"].name].model_dump(mode="json", exclude_none=True)
     for key, value in overrides.items():
         tables = merge(tables, _nested(key, value))
-    after = [_stage_of(flow, name, "after", each) for each in handles]
     stage: Values = {"name": name, "kind": kind.name, "after": after}
     own_keys = Recipe.model_fields[kind.table].annotation.model_fields if kind.table else {}  # type: ignore[union-attr]
     for key, value in keys.items():
@@ -214,6 +212,14 @@ def _call_of(
     stage["after"] = list(dict.fromkeys(after))
     plain = json.loads(json.dumps({"stage": stage, "tables": tables}, default=str))
     return Call(**plain), source
+
+
+def _start_of(flow: FlowInPython, name: str) -> tuple[str, Values]:
+    """Return the model that a stage of the flow's run started from, empty for that of its recipe, and the recipe."""
+    assert flow.run is not None  # the stage has a handle
+    pipeline = flow.run.pipeline
+    recipe = pipeline.recipes[name].model_dump(mode="json", exclude_none=True)
+    return pipeline.starts_from(pipeline.stage(name)), recipe
 
 
 def _nested(key: str, value: Any) -> Values:

@@ -144,7 +144,7 @@ def _models(stage: Stage) -> list[dict[str, Any]]:
     Raises:
         ConfigError: fewer than two such stages exist.
     """
-    base = source_of(stage.config.model) if stage.recipe.merge.method in _METHODS else None
+    base = source_of(stage.config.model)
     names = [name for name in stage.config.after if name != base and stage.inputs[name]["info"].get("model")]
     if len(names) < 2:
         besides = f" besides the base {base!r}" if base in stage.config.after else ""
