@@ -33,7 +33,7 @@ class Setting:
     value: Any
 
     def below(self, level: int) -> Values:
-        """Return the value as nested tables, without the first `level` keys."""
+        """Return the overriding value below the dotted key without its first `level` parts, as nested dicts."""
         values: Values = nested(self.keys[level:], self.value)
         return values
 

@@ -24,7 +24,7 @@ def shuffled(num_rows: int, *seeds: int) -> np.ndarray:
     return np.argsort(draws, kind="stable").astype(np.int64)
 
 
-@lru_cache(maxsize=4)  # a step reads up to two epochs each of prompts and of supervised rows (data term)
+@lru_cache(maxsize=4)  # a train step may span two epochs, of prompts and of supervised rows
 def epoch_order(seed: int, epoch: int, num_rows: int, shuffle: bool) -> np.ndarray:
     """Return the row numbers of one epoch in training order: int64, read-only, each of `range(num_rows)` once."""
     order = shuffled(num_rows, seed, epoch) if shuffle else np.arange(num_rows, dtype=np.int64)

@@ -40,7 +40,7 @@ class Chunk(NamedTuple):
     were cut, `other_column` were read from another column than the recipe names, `plain_rows` learn every token,
     `continued_rows` are plain text whose prompt has no loss, `text_alone` leave out a response in another column."""
     unread: Counter[str]
-    """Number of rows in which a column was not read, by the name of the column."""
+    """By the name of a column: number of rows with this column whose value the tokenised row does not contain."""
 
 
 @dataclass

@@ -178,7 +178,7 @@ def _start(
     if needed - info.missing_keys:
         return "transformers makes up some of its weights"
     _make_buffers(built, device)
-    if generation := load_generation_config(model, revision):  # else the model keeps the one made from its config
+    if generation := load_generation_config(model, revision):  # without one, transformers has derived it from config
         built.generation_config = generation
     built.config._commit_hash = getattr(built.config, "_commit_hash", None) or revision
     _UNREAD[built] = _Unread(model, device, groups)

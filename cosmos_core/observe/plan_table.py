@@ -14,7 +14,8 @@ _WILL = {"adopt": "be reused", "reuse": "be reused", "run": "run", "depends": "r
 
 
 def plan_table(pipeline: Pipeline, decisions: Mapping[str, Decision]) -> Table:
-    """Return the table of the decisions for all stages, with sweeps and placements of ranks as its caption."""
+    """Return a table of what `cosmos plan` decides for each stage: run it or reuse a result, and why. The caption lists
+    the sweeps, and the devices on which the ranks of each stage run."""
     table = Table("stage", "kind", "after", "will", "why", title=pipeline.config.name)
     for stage in pipeline.stages:
         decision = decisions[stage.name]

@@ -66,7 +66,7 @@ def apply_fsdp(root: nn.Module, model: nn.Module, mesh: Mesh, train: TrainConfig
     local_experts: set[nn.Parameter] = {
         p for p in model.parameters() if isinstance(p, DTensor) and p.device_mesh == mesh.expert
     }
-    # Expert weights of experts that are distributed whole over ranks (tensor parallelism).
+    # Weights of experts that transformers' tensor-parallel plan has distributed, each expert whole on one rank.
     tensor_parallel = {
         p for module in model.modules() if getattr(module, "_is_expert_parallel", False) for p in module.parameters()
     } - local_experts

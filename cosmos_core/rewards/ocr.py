@@ -49,8 +49,8 @@ def ocr(to_be_evaluated: str, reference: str, *, prompt: str, media: Any) -> flo
 
 def similarity(read: str, expected: str) -> float:
     """Return 1 - edits / length of the expected text, which may be anywhere in the recognised text; never below 0."""
-    recognised, expected = _plain(read), _plain(expected)
-    edits = 0 if expected in recognised else min(_distance(recognised, expected), len(expected))
+    recognised, plain = _plain(read), _plain(expected)
+    edits = 0 if plain in recognised else min(_distance(recognised, plain), len(plain))
     return 1.0 - edits / max(1, len(expected))
 
 

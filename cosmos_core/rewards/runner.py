@@ -184,8 +184,8 @@ class RewardRunner(Workers):
         return pool
 
     def _results(self, calls: Sequence[_Call]) -> list[list[_Result]]:
-        """Return the results of each call; retry calls that ended their process after the others, unless their reward
-        was cancelled."""
+        """Return the results of each call of a reward function. Calls that ended their worker process are retried when
+        all other calls are done, unless the remaining calls of that reward function were cancelled."""
         results: list[list[_Result]] = [[]] * len(calls)
         waiting = list(range(len(calls)))
         attempt, num_breaks = 1, 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cosmos_core.config.schema.sample import KeepConfig, SampleConfig
+from cosmos_core.config.schema.sample import KeepConfig, SampleStageConfig
 from cosmos_core.sample.records import Candidate, Sampled
 
 Message = Mapping[str, Any]
@@ -59,7 +59,7 @@ def pair(sampled: Sampled, passing: Sequence[Candidate], min_margin: float) -> t
 def rows_of(
     sampled: Sampled,
     prompt: Sequence[Message],
-    config: SampleConfig,
+    config: SampleStageConfig,
     passing: Sequence[Candidate],
     origin: Mapping[str, Any],
 ) -> list[dict[str, Any]]:

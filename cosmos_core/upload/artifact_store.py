@@ -60,10 +60,10 @@ class ArtifactStore:
         self._bucket.check()
 
     def put_run(self, run_path: Path, *, has_grown: bool = False) -> str:
-        """Store the definition of a run unless it is stored already; return its URL for `opened`. With `has_grown`, a
-        stored definition is replaced if the run has other stages now.
+        """Store the definition of a run unless it is stored already, and return its URL, which `opened` takes. With
+        `has_grown`, a stored definition is replaced if the run has other stages now.
 
-        Two runs that started on two machines in the same second have the same name, and different names in the store.
+        Two runs that started on two machines in the same second have equal ids; the store renames the second.
         """
         files, facts = {name: _text(run_path / name) for name in RUN_FILES}, read_facts(run_path)
         # On this machine the folder may have another name.

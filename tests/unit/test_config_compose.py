@@ -243,11 +243,11 @@ BAD_GRAPHS = [
     (stages(custom("m"), 'name = "g"\nkind = "gate"\nafter = "m"\nrequire = "x >= published"'),
      "stage 'g': require compares with `published`, but there is no target to read it from; set target"),
     (stages('name = "g"\nkind = "gate"\nrequire = "accuracy over 3"'),
-     "stage 'g': require: condition 'accuracy over 3' must be METRIC >= NUMBER or METRIC >= published (also >, <=, <, "
-     "==)"),
+     "stage 'g': require: condition 'accuracy over 3' must be METRIC >= NUMBER, METRIC >= published, METRIC >= "
+     "published - NUMBER (also >, <=, <, ==) or METRIC not worse than published by NUMBER"),
     (stages('name = "g"\nkind = "gate"\nrequire = "accuracy >= nan"'),
-     "stage 'g': require: condition 'accuracy >= nan' must be METRIC >= NUMBER or METRIC >= published (also >, <=, <, "
-     "==)"),
+     "stage 'g': require: condition 'accuracy >= nan' must be METRIC >= NUMBER, METRIC >= published, METRIC >= "
+     "published - NUMBER (also >, <=, <, ==) or METRIC not worse than published by NUMBER"),
     *((stages(custom(name)), f"stage {name!r}: name: stage name {name!r} must be at most 64 letters, digits, - and _, "
        "and start with a letter or digit") for name in ("a b", "../a", "-a", "a" * 65)),
     (stages('kind = "sft"'), "pipeline.stages[0]: name: is required"),

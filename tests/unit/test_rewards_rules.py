@@ -223,7 +223,7 @@ def test_nothing_is_right_or_wrong_against_a_reference_that_has_no_answer(name, 
 
 
 def test_known_rewards_are_the_files_that_hold_one():
-    texts = ["boxed_math", "direct_math", "exact_match", "format", "gsm8k", "overlong", "single_choice"]
+    texts = ["boxed_math", "direct_math", "exact_match", "format", "gsm8k", "judge", "overlong", "single_choice"]
     images = ["aesthetic", "clip_score", "jpeg_size", "ocr", "pickscore"]
     served = ["cosmos_reason1", "dance_grpo", "gen_eval", "hpsv2", "hpsv3", "image_reward", "unified_reward"]
     assert offered_names("cosmos_core.rewards") == sorted(texts + images)

@@ -38,4 +38,4 @@ class ProfilerConfig(Table):
     """Record `profile/steps_A-B_rank_R.json.gz` in the stage, which Perfetto (ui.perfetto.dev) opens, and the operators
     that took longest, which the report shows."""
     sub_profiler_config: Annotated[SubProfilerConfig, Needs("enable_profiler")] = SubProfilerConfig()
-    """Steps and ranks that are recorded."""
+    """Train steps and ranks that the profiler records."""

@@ -16,7 +16,7 @@ from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.config.schema.profiler import ProfilerConfig
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.rollout import RolloutConfig
-from cosmos_core.config.schema.sample import SampleConfig
+from cosmos_core.config.schema.sample import SampleStageConfig
 from cosmos_core.config.schema.table import Table, say
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.config.schema.validation import ValidationConfig
@@ -48,7 +48,7 @@ class Recipe(Table):
     """Settings of the language model that the reward `judge` queries."""
     merge: MergeConfig = MergeConfig()
     """Settings of a stage of kind `merge`, which combines models."""
-    sample: SampleConfig = SampleConfig()
+    sample: SampleStageConfig = SampleStageConfig()
     """Settings of a stage of kind `sample`, which keeps completions as rows."""
     vla: VLAConfig = VLAConfig()
     """Settings of vision-language-action models for robots, which have no effect."""

@@ -37,7 +37,7 @@ class KeepConfig(Table):
         return self
 
 
-class SampleConfig(Table):
+class SampleStageConfig(Table):
     """`[sample]`: the completions that a stage of kind `sample` keeps as rows."""
 
     keep: KeepConfig = KeepConfig(best=1)

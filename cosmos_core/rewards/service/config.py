@@ -54,7 +54,7 @@ class RewardArgs(Table):
     batch_size: PositiveInt = 16
     """Maximum number of items, from several requests, in one batch."""
     timeout_seconds: PositiveFloat = 300.0
-    """Timeout of a batch in seconds, after which its process is killed and the batch is retried."""
+    """Seconds after which the process that scores a batch of items is killed and the batch is scored again."""
     load_seconds: PositiveFloat = 900.0
     """Timeout in seconds for loading the reward."""
     setup_script: str = ""
