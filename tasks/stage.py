@@ -292,7 +292,7 @@ def _made_once(
                 grace_seconds=run.pipeline.config.grace_seconds,
                 timeout_seconds=stage.timeout_seconds,
                 inherited=handed_on(stage.env) if stage.entry else os.environ,
-                secrets=(*stage.env, *run.pipeline.recipes[stage.name].reward_env),
+                secrets=(*stage.env, *run.pipeline.recipes[stage.name].secret_env),
                 locks=(lock.descriptor, shared.descriptor),
                 on_progress=on_progress,
                 on_line=on_line,

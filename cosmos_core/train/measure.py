@@ -287,12 +287,13 @@ def open_rewards(stage: Stage, weights: Rewards, max_tokens: int | None = None) 
     if not is_first():
         yield _no_groups
         return
-    hide(stage.recipe.reward_env)
+    env = (*stage.recipe.reward_env, *((stage.recipe.judge.key_env,) if "judge" in weights else ()))
+    hide(env)
     with RewardRunner(
         weights,
         timeout_seconds=stage.recipe.train.train_policy.reward_seconds,
         constants=stage.recipe.reward_constants | ({} if max_tokens is None else {"max_tokens": max_tokens}),
-        env=stage.recipe.reward_env,
+        env=env,
         beat=stage.progress.beat,
         by_group=stage.recipe.train.train_policy.rewards_by_group,
     ) as runner:

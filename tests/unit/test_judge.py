@@ -89,6 +89,6 @@ def test_a_recipe_without_a_server_is_refused() -> None:
     policy = {"train": {"train_policy": {"type": "grpo", "reward_function": "judge"}}}
     made = Recipe.model_validate(policy)
     assert "needs judge.endpoint" in "".join(made.judge.refusals(InStage(made, all_kinds()["rl"])))
-    assert made.reward_env == ("OPENAI_API_KEY",)
+    assert made.secret_env == ("OPENAI_API_KEY",)
     named = Recipe.model_validate({**policy, "judge": {"endpoint": "http://a/v1", "model": "m"}})
     assert not [*named.judge.refusals(InStage(named, all_kinds()["rl"]))]

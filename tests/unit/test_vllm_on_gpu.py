@@ -78,7 +78,7 @@ def test_a_load_wakes_the_weights_alone_and_the_cache_after_it_each_with_torchs_
 def test_ranks_that_see_one_gpu_each_reduce_by_nccl_alone(
     calls: list[str], is_apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: not is_apart)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
     for name in vllm._OWN_GPU_ENVIRONMENT:
         monkeypatch.setenv(name, "1")
@@ -89,7 +89,7 @@ def test_ranks_that_see_one_gpu_each_reduce_by_nccl_alone(
         dtype=torch.bfloat16, max_model_len=64,
     )  # fmt: skip
     found = vllm._engine_arguments(settings)
-    assert mesh.is_single_rank() is False
+    assert mesh.is_single_rank() is is_apart
     assert found["distributed_executor_backend"] == ("mp" if is_apart else "external_launcher")
     assert found.get("disable_custom_all_reduce", False) is not is_apart
     assert {os.environ.get(name) for name in vllm._OWN_GPU_ENVIRONMENT} == {None if is_apart else "0"}

@@ -133,8 +133,13 @@ class Recipe(Table):
     def reward_env(self) -> tuple[str, ...]:
         """Return the names of environment variables that reward functions receive in addition to those of every
         subprocess."""
-        key = (self.judge.key_env,) if self.asks_judge else ()
-        return tuple(dict.fromkeys((*self.train.train_policy.env_of_rewards, *self.validation.reward_env, *key)))
+        return tuple(dict.fromkeys((*self.train.train_policy.env_of_rewards, *self.validation.reward_env)))
+
+    @property
+    def secret_env(self) -> tuple[str, ...]:
+        """Return the names of environment variables whose values are masked: those of rewards, and the key of the
+        judge."""
+        return (*self.reward_env, self.judge.key_env) if self.asks_judge else self.reward_env
 
     @model_validator(mode="before")
     @classmethod
