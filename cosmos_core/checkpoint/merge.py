@@ -29,7 +29,7 @@ from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome
 
 _FOLDER = "model"
-_IS_DIVIDED = {"linear", "dare_linear"}
+_AVERAGING = {"linear", "dare_linear"}
 _METHODS: Mapping[str, Callable[..., Tensor]] = {"ties": ties, "dare_linear": dare_linear, "dare_ties": dare_ties}
 
 
@@ -162,7 +162,7 @@ def model_weights(config: MergeConfig, count: int) -> Sequence[float]:
         ConfigError: the number of configured weights is not `count`.
     """
     if not config.weights:
-        return [1 / count if config.method in _IS_DIVIDED else 1.0] * count
+        return [1 / count if config.method in _AVERAGING else 1.0] * count
     if len(config.weights) != count:
         raise ConfigError(f"merge.weights has {len(config.weights)} values for {count} models; give one for each")
     return config.weights

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from openai import APIStatusError, OpenAI, OpenAIError
+from openai import OpenAI, OpenAIError
 
 from cosmos_core.environment import hide
 from cosmos_core.errors import ConfigError, StageFailed
@@ -16,6 +16,7 @@ from cosmos_core.models.hf import load_tokenizer
 from cosmos_core.rewards.process import wait_for
 from cosmos_core.rollout.base import request_seed
 from cosmos_core.run.stage import Stage
+from cosmos_core.transient import is_transient
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Segment
 
 _TIMEOUT_SECONDS = 600.0
@@ -63,13 +64,7 @@ class Endpoint:
             for request in requests:
                 request.cancel()
             message = f"sample.endpoint = {self.url!r}: {' '.join(str(error).split())[:300]}"
-            if (
-                isinstance(error, APIStatusError)
-                and 400 <= error.status_code < 500
-                and error.status_code not in {408, 429}
-            ):
-                raise ConfigError(message) from error
-            raise StageFailed(message) from error
+            raise (StageFailed if is_transient(error) else ConfigError)(message) from error
         groups = [completions[start : start + count] for start in range(0, len(completions), count)]
         return [Group(prompt, tuple(group), 0) for (prompt, _), group in zip(prompts, groups, strict=True)]
 
@@ -90,7 +85,7 @@ class Endpoint:
             extra_body=_extensions(sampling),
         )
         if not getattr(reply, "choices", None):  # the client returns a reply that is not JSON as text
-            raise OpenAIError(f"the reply has no choices: {str(reply)[:100]}")
+            raise StageFailed(f"sample.endpoint = {self.url!r}: the reply has no choices: {str(reply)[:100]}")
         choice = reply.choices[0]
         # Replace lone surrogates, which tokenizers refuse.
         text = (choice.message.content or "").encode(errors="replace").decode()

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from cosmos_core.config.inputs import source_of
@@ -47,16 +48,16 @@ def run(stage: Stage) -> Outcome:
     """
     prompts = open_prompts(prepared_folder(stage), "train")
     records = _complete(stage, prompts, training_sampling(stage.recipe))
-    _require_rewards(stage, records)
+    _require_rewards(stage.path / FILE, records)
     config, full = stage.recipe.sample, full_value(trained_rewards(stage.recipe))
     rates = [pass_rate(record, full) for record in records]
     passing = [kept(record, config.keep, rate, stage.seed) for record, rate in zip(records, rates, strict=True)]
-    origin = _origin(stage)
+    origin, system_prompt = _origin(stage), stage.recipe.train.train_policy.system_prompt
     rows: list[dict[str, Any]] = []
     for record, rate, candidates in zip(records, rates, passing, strict=True):
         prompt = prompts[record.id]
         columns = {"prompt_id": record.id, "pass_rate": rate, **tools_of(prompt), **origin}
-        rows += rows_of(record, messages_of(prompt, stage), config, candidates, columns)
+        rows += rows_of(record, messages_of(prompt, system_prompt), config, candidates, columns)
     metrics = metrics_of(records, passing, rates, len(rows))
     if not rows:
         raise DataError(_nothing_kept(records, metrics))
@@ -106,7 +107,8 @@ def _completer(stage: Stage, sampling: Sampling, stack: ExitStack) -> Callable[[
         stack.callback(endpoint.close)
 
         def ask(prompts: Sequence[Prompt]) -> list[Group]:
-            conversations = [(prompt, messages_of(prompt, stage)) for prompt in prompts]
+            system_prompt = stage.recipe.train.train_policy.system_prompt
+            conversations = [(prompt, messages_of(prompt, system_prompt)) for prompt in prompts]
             return broadcast_object(endpoint.complete(conversations) if is_first() else [])
 
         return ask
@@ -117,11 +119,11 @@ def _completer(stage: Stage, sampling: Sampling, stack: ExitStack) -> Callable[[
     return partial(generate, engine, sampling=sampling, step=0)
 
 
-def messages_of(prompt: Prompt, stage: Stage) -> list[dict[str, Any]]:
-    """Return the turns of a prompt's conversation, with its system prompt."""
+def messages_of(prompt: Prompt, system_prompt: str) -> list[dict[str, Any]]:
+    """Return the turns of a prompt's conversation; `system_prompt` is for prompts without one of their own."""
     content = prompt.metadata.get("prompt", prompt.text)
     turns = [{"role": "user", "content": content}] if isinstance(content, str) else [*content]
-    return with_system(turns, system_of(prompt.metadata) or stage.recipe.train.train_policy.system_prompt)
+    return with_system(turns, system_of(prompt.metadata) or system_prompt)
 
 
 def tools_of(prompt: Prompt) -> dict[str, str]:
@@ -149,9 +151,9 @@ def _origin(stage: Stage) -> dict[str, str]:
     return {"model": model, "model_digest": digests.get("model", "")}
 
 
-def _require_rewards(stage: Stage, records: Sequence[Sampled]) -> None:
-    """Check that a completion has a valid reward; otherwise remove the records, so that a repeated stage, whose rewards
-    may be available by then, does not take the invalid ones again.
+def _require_rewards(file: Path, records: Sequence[Sampled]) -> None:
+    """Check that a completion has a valid reward; otherwise remove the file of the records, so that a repeated stage
+    scores the completions again, with rewards that may be available by then.
 
     Raises:
         RewardError: no completion has one.
@@ -160,7 +162,7 @@ def _require_rewards(stage: Stage, records: Sequence[Sampled]) -> None:
     if any(each.reward is not None for each in candidates):
         return
     if is_first():
-        (stage.path / FILE).unlink(missing_ok=True)
+        file.unlink(missing_ok=True)
     raise RewardError(f"all {len(candidates)} rewards are invalid; the first: {candidates[0].error}")
 
 

@@ -37,8 +37,10 @@ def kept(sampled: Sampled, keep: KeepConfig, rate: float | None, seed: int) -> l
     ]
     passing.sort(key=_descending)
     if keep.unique:
-        passing = list({str(each.turns): each for each in reversed(passing)}.values())
-        passing.sort(key=_descending)
+        best_by_text: dict[str, Candidate] = {}
+        for each in passing:
+            best_by_text.setdefault(str(each.turns), each)
+        passing = [*best_by_text.values()]
     passing = passing[: keep.best or None]
     if keep.max_per_prompt and len(passing) > keep.max_per_prompt:
         chosen = random.Random(f"{seed}/{sampled.id}").sample(range(len(passing)), keep.max_per_prompt)
