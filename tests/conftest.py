@@ -126,6 +126,15 @@ def _last_lines(file: Path) -> str:
     return "\n".join(file.read_text(errors="replace").splitlines()[-30:])
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None]:
+    """After the last test of a file, restore the variables that libraries read when they are imported. Some libraries
+    set such a variable themselves (lm_eval: HF_XET_HIGH_PERFORMANCE); programs with another value are never forked."""
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        spawner.restore_environment()
+
+
 def pytest_collection() -> None:
     """Import all tests without garbage collection: see `cosmos_core.imports`."""
     gc.disable()

@@ -20,6 +20,7 @@ from tasks.kinds import all_kinds
 from tests.conftest import Workspace
 
 STEPS, GROUPS = 4, 2
+TOY_TASK = Path(__file__).parents[2] / "configs/demo/arithmetic.py"
 PIPELINE = f"""
 [pipeline]
 name = "extension"
@@ -61,7 +62,7 @@ epsilon = 1e-6
 name = "task"
 kind = "custom"
 entry = "user/stage.py:make"
-arguments = {{ num_prompts = 12 }}
+arguments = {{ toy_task = "{TOY_TASK}", num_prompts = 12 }}
 
 [[pipeline.stages]]
 name = "prompts"

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 from multiprocessing.connection import Connection
@@ -61,6 +62,28 @@ def test_a_forked_program_sees_what_an_executed_one_sees(tmp_path: Path, setting
         seen["environment"] = [line for line in seen["environment"] if line.split("=")[0] not in OWN]
         seen.pop("argv")[2], seen["command line"] = "", seen["command line"].rpartition("\0")[0].rpartition("\0")[0]
     assert forked == executed
+
+
+def test_a_variable_that_a_library_has_set_does_not_stop_the_forking_of_later_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_A_LIBRARY_SET_IT", "1")
+    assert not look(tmp_path)["is forked"]
+    spawner.restore_environment()
+    assert look(tmp_path)["is forked"]
+
+
+def test_a_fork_server_that_is_gone_is_replaced(tmp_path: Path) -> None:
+    look(tmp_path)  # opens the fork server of this process
+    used = subprocess._fork_exec  # type: ignore[attr-defined]
+    gone, other = socket.socketpair()
+    other.close()
+    spawner.use(spawner.Spawner(iter([spawner.ForkServer(gone), used._fork_server]).__next__))
+    try:
+        assert look(tmp_path)["is forked"]
+    finally:
+        spawner.use(used)
+        gone.close()
 
 
 @pytest.mark.parametrize(

@@ -104,9 +104,16 @@ class Spawner:
             return execute()
         if prepare is not None:  # what is called in the child cannot be sent: only a supervisor has such a thing
             return _fork_here(request, descriptors, prepare) if _is_plain() else execute()
-        with self._lock:
-            self._fork_server = self._fork_server or self._open_fork_server()
-        return (self._fork_server and self._fork_server.fork(request, descriptors)) or execute()
+        for _ in range(2):
+            with self._lock:
+                server = self._fork_server = self._fork_server or self._open_fork_server()
+            if server is None:
+                break
+            if pid := server.fork(request, descriptors):
+                return pid
+            with self._lock:  # the fork server is gone: open another one, once
+                self._fork_server = None if self._fork_server is server else self._fork_server
+        return execute()
 
 
 def _is_plain() -> bool:
@@ -148,6 +155,14 @@ def install() -> None:
     if is_known and not is_installed and _can_show():
         READ.update(os.environ)
         use(Spawner(_start_fork_server))
+
+
+def restore_environment() -> None:
+    """Give the variables that libraries read when they are imported the values that they had at `install`."""
+    if READ:
+        for name in read_on_import(os.environ):
+            del os.environ[name]
+        os.environ.update(read_on_import(READ))
 
 
 def use(spawner: Spawner) -> None:
