@@ -140,9 +140,11 @@ def pytest_collection() -> None:
     gc.disable()
 
 
-def pytest_runtestloop() -> None:
-    """Collect garbage from now on."""
+def pytest_collection_finish() -> None:
+    """Collect garbage from now on, and forget the variables that the imports of test files have set."""
+    gc.freeze()
     gc.enable()
+    spawner.restore_environment()
 
 
 def processes_below(folder: Path) -> dict[int, str]:

@@ -19,7 +19,7 @@ import pytest
 from tests import schedule
 from tests.conftest import wait_until
 from tests.warm import spawner
-from tests.warm.programs import read_on_import
+from tests.warm.programs import READ, read_on_import
 
 ROOT = Path(__file__).parents[2]
 LOOK = """
@@ -34,7 +34,6 @@ print(json.dumps({
 """
 
 
-READ = read_on_import(os.environ)
 OWN = {"LC_CTYPE", "COLUMNS", "LINES"}
 
 
@@ -51,7 +50,7 @@ def look(folder: Path, **settings: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"start_new_session": True, "umask": 0o27}, {"env": {"A": "b=c", "D": "", **READ}}]
+    "settings", [{}, {"start_new_session": True, "umask": 0o27}, {"env": {"A": "b=c", "D": "", **read_on_import(READ)}}]
 )
 def test_a_forked_program_sees_what_an_executed_one_sees(tmp_path: Path, settings: dict[str, Any]) -> None:
     forked = look(tmp_path, **settings)
