@@ -4,8 +4,6 @@ Rewards and custom stages receive the variables that any program needs and those
 is never passed on by default. This does not isolate them: a program can read the files of the user who runs it.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re

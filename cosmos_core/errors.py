@@ -18,8 +18,6 @@ A message is one line: what is wrong with which value, the rule, the remedy. To 
 says whether trying again can help, and keep it picklable: positional string arguments only.
 """
 
-from __future__ import annotations
-
 EXIT_OK = 0
 EXIT_CRASH = 1
 EXIT_USAGE = 64  # sysexits.h EX_USAGE: a retry cannot help

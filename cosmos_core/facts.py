@@ -6,8 +6,6 @@ interpreter of the workers, `cosmos_core.cluster.facts` on the machine of a Ray 
 ranks.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

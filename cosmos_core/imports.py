@@ -1,8 +1,6 @@
 """Import modules without garbage collection. The imports of a process create a million objects that stay alive;
 searching for cycles among them takes a fifth of its start-up time."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ look like digests: those with 40 or 64 digits (git, SHA-256) are masked only aft
 are known to be secret, and the masking of streams and files, are in environment.py.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

@@ -1,8 +1,6 @@
 """Let processes end with their parent, however the parent ends. This module imports only the standard library, so that
 a child process starts without delay."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -4,8 +4,6 @@
 `path/to/file.py:thing` are a user's own code and need no change in this package.
 """
 
-from __future__ import annotations
-
 import ast
 import difflib
 import hashlib

@@ -4,8 +4,6 @@ A library wraps an error in one of its own (transformers turns a lost connection
 an error are examined too. Classes are matched by name, so that none of these libraries has to be installed.
 """
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Iterator
 

@@ -4,8 +4,6 @@ For pipelines: `StageKind` describes how a kind of stage runs, `Outcome` what a 
 For training: a `Prompt` gets a `Group` of `Completion`s, and rewards turn the group into a `ScoredGroup`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal

@@ -3,8 +3,6 @@
 The form in Prefect's UI takes types from the signature and descriptions from `Args`, from nowhere else.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

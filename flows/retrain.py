@@ -7,8 +7,6 @@ on all machines; see `tasks.firing`. A flow run that was suspended or is retried
 leaves newer data to the next firing.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time

@@ -1,7 +1,5 @@
 """The flow `reward-service`: serve rewards for one stage, on the work pool of this flow, until the stage ends."""
 
-from __future__ import annotations
-
 import socket
 import tempfile
 import time

@@ -1,7 +1,5 @@
 """The flow `stage`: run one stage of an existing run, as its own deployment for another work pool, or again by hand."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

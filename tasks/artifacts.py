@@ -5,8 +5,6 @@ Prefect keeps every version of an artifact, so all but the progress bar are writ
 that does not respond costs a warning, never the stage.
 """
 
-from __future__ import annotations
-
 import base64
 import logging
 import re

@@ -4,8 +4,6 @@ Prefect's worker stops the process of a cancelled flow run, but stops polling fo
 for half a minute, and the worker then continues without an error.
 """
 
-from __future__ import annotations
-
 import logging
 import signal
 import threading

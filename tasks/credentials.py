@@ -4,8 +4,6 @@ The block `cosmos-credentials` holds an object of names and values. They become 
 process, and no log shows their values; variables that are already set take precedence.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

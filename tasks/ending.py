@@ -1,8 +1,6 @@
 """Build the final states of task and flow runs: each has a name and a message of one line, and an expected end has no
 traceback."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

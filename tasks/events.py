@@ -3,8 +3,6 @@
 They are put into a queue that a thread of Prefect empties: an unreachable server delays no stage and fails none.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from typing import Any

@@ -4,8 +4,6 @@ The run is named after the flow and its parameters, so running the flow again co
 those of an earlier one gets the stage that it made then, and results are reused as in any run.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import json

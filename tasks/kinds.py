@@ -1,8 +1,6 @@
 """Registry of the stage kinds: every module of `tasks/stages` that defines `KIND`. This module does not import
 Prefect."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from functools import cache

@@ -1,8 +1,6 @@
 """Prepare the folder of a stage before the stage starts: write its inputs and settings, and move files of another
 fingerprint to `superseded/`."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Set names and tags of flow runs and task runs, by which users find them in Prefect's UI: pipeline, run and user."""
 
-from __future__ import annotations
-
 import getpass
 import os
 from functools import cache

@@ -5,8 +5,6 @@ same flow run. The child flow run decides about reuse and retries, since the har
 manifest that it writes decides whether the stage is complete.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable

@@ -4,8 +4,6 @@ again.
 For a stage with a work pool, a result is looked up before a worker of the pool is requested, which may start a machine.
 """
 
-from __future__ import annotations
-
 import time
 
 from cosmos_core.config.schema.pipeline import StageConfig

@@ -4,8 +4,6 @@ On another work pool the deployment `reward-service/POOL` serves until the stage
 address and token; the block is deleted when the stage ends, which also tells the service to end.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

@@ -4,8 +4,6 @@ This module decides about reuse, not Prefect: Prefect's cache returns a result w
 retries are set high, and `should_retry`, which reads `state.json`, is the only policy.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

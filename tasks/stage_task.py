@@ -4,8 +4,6 @@ A call adds a stage to the run of the flow and brings it to its result, as the f
 TOML file: with fingerprint and reuse, lock, retries by progress, work pool, artifact store, report and lineage.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence

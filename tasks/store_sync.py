@@ -3,8 +3,6 @@
 Without an `artifact_store` the methods do nothing: the machines share the folder of runs.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

@@ -8,8 +8,6 @@ standard deviation of equal rewards non-zero.
 Shapes: G completions of a group.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

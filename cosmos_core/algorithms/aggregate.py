@@ -7,8 +7,6 @@ division by the number of ranks when FSDP averages gradients (`train/`).
 Shapes: B sequences (a sequence is never split between micro-batches), T tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Literal
 

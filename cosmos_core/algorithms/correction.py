@@ -14,8 +14,6 @@ times too much, and the gradient is that of the truncated policy.
 Shapes: B sequences, T tokens.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ The rows of an optimizer step are a function of the step's number, which is the 
 term of diffusion models is `train.diffusion_setup.data_term`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any

@@ -3,8 +3,6 @@
 FlowGRPO already adds this loss if `base.Algorithm.data_term` is set; DDRL only makes that setting mandatory.
 """
 
-from __future__ import annotations
-
 from cosmos_core.algorithms.flow_grpo import FlowGrpo
 
 ALGORITHM = FlowGrpo

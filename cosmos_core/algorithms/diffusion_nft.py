@@ -6,8 +6,6 @@ are trained with an optimality of 1/2, as in the reference implementation. After
 policy move towards those of the policy. The loss is in `flow_objectives`, advantages are in `flow_credit`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -6,8 +6,6 @@ which the model adapter does.
 Shapes: B samples, dots for the dimensions of a latent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 

@@ -19,8 +19,6 @@ the divergence over the whole vocabulary, and equals that divergence if K is the
 Shapes: B samples, S predicted tokens, K token ids, E = K + 1 events.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -9,8 +9,6 @@ the reference policy (`train/reference.py`).
 Shapes: B sequences, T tokens, P pairs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 

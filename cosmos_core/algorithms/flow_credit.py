@@ -6,8 +6,6 @@ groups are excluded. Not here: the loss that uses an advantage (`flow_objectives
 Shapes: G completions of a group.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ latents before the step, at the sampler's noise level. From the velocity `flow_s
 too, returns the distribution of the step. The loss is in `flow_objectives`, advantages are in `flow_credit`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ advantages from rewards (`flow_credit`), forward passes, and the sum over sample
 Shapes: B samples, dots for the dimensions of a latent.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

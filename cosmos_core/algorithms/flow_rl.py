@@ -6,8 +6,6 @@ they depend neither on the parallel layout nor on resuming.
 Shapes: B samples, dots for the dimensions of a latent.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ The formulas are in `advantages`, `objectives/`, `policy_loss`, `correction` and
 Shapes: B samples, S predicted tokens.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

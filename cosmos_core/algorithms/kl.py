@@ -8,8 +8,6 @@ d is not supported: as a loss its expected gradient is zero.
 Shapes: B sequences, T tokens.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -7,8 +7,6 @@ micro-batches. The label of a row is the reward of its sample, 1 or 0 (`data/pre
 Shapes: B sequences, T tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ passes, the entropy itself, and the sum over tokens (`aggregate.weighted_sum`).
 Shapes: B sequences, T tokens.
 """
 
-from __future__ import annotations
-
 import importlib
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 Such a prefix is excluded from the loss, because it does not explain the difference of the rewards.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import takewhile
 

@@ -1,7 +1,5 @@
 """Algorithm registry: `ALGORITHM` of the module `cosmos_core/algorithms/NAME.py`, or a user-defined class."""
 
-from __future__ import annotations
-
 import importlib
 
 from cosmos_core.algorithms.base import Algorithm

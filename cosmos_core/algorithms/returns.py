@@ -3,8 +3,6 @@
 Shapes: S predicted tokens of a sample.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -5,8 +5,6 @@ Not here: shifting labels, building the mask, log-softmax. The inputs are log-pr
 Shapes: B sequences, T tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor

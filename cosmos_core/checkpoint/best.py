@@ -3,8 +3,6 @@
 The file `best.json` names the best step, and the limit `max_keep` never deletes its checkpoint.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ builds a file in memory first, needs collectives and computes no digests; this m
 that no file is read again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

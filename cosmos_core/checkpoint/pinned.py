@@ -3,8 +3,6 @@
 The model is identical to the one that the training would have exported at that step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

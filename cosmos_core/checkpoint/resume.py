@@ -4,8 +4,6 @@ Reading a checkpoint never runs code: tensors are safetensors, everything else i
 distributed checkpoint (DCP) has pickled metadata, so the safetensors storage of DCP is used instead.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re

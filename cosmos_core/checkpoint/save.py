@@ -5,8 +5,6 @@ rank writes its shard of every tensor, hashes the bytes while writing, and sends
 commits the checkpoint. The caller decides when to save.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -7,8 +7,6 @@ because it takes a step with zero gradients to create missing state, which would
 without a gradient so far. `get_model_state_dict` is not used because it keeps both names of tied weights.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import importlib

@@ -1,7 +1,5 @@
 """Ray actors that run alongside the ranks of a group, such as rollout engines; a dead actor is restarted."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os

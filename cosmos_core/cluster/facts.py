@@ -4,8 +4,6 @@ line of JSON.
 The properties are measured on a machine on which a rank could run: one with a GPU if the cluster has GPUs.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -5,8 +5,6 @@ module adds the machine as a node with 0 CPUs and 0 GPUs, so that ranks and engi
 of the cluster comes from the environment (`RAY_AUTH_MODE=token`, `RAY_AUTH_TOKEN` or `RAY_AUTH_TOKEN_PATH`).
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

@@ -4,8 +4,6 @@ The module imports no large package: large packages are imported with the progra
 collection, which is faster.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Tasks of lm-eval that a recipe names, which are looked up and whose rows are loaded before the model is loaded."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ two models can be compared on the same items). Responses are kept until the end,
 continues after the last of them.
 """
 
-from __future__ import annotations
-
 import logging
 from importlib.metadata import version
 from typing import Any

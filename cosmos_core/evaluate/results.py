@@ -4,8 +4,6 @@ lm-eval names a metric by the filter that extracts the final result from the res
 omitted from metric names, so gsm8k has `exact_match` (of `strict-match`) and `exact_match_flexible-extract`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from numbers import Real

@@ -5,8 +5,6 @@ and a stage refers to it by `reward_service = "block:NAME"`. Prefect stores the 
 only into the environment of the stage's worker.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx

@@ -5,8 +5,6 @@ GPUs in use, because it only delays the start of runs; a limit that a run holds 
 cannot renew it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Run `cosmos check`: validate models, tokenizers, all rows, masks, lengths and rewards in workers before a run."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Supervised child process, from the launcher's side; the program of the supervisor is `launch.supervisor`."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -4,8 +4,6 @@ A run is kept while it is running, while a kept run refers to it, and while its 
 out of the folder atomically, so that no other process sees an incomplete run.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

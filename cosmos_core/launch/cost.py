@@ -4,8 +4,6 @@ The duration comes from an earlier run of the pipeline if there is one. For a tr
 from the floating-point operations of its tokens and the rate of this or another machine (`launch.machine`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ The checks query the Prefect server, the services that the environment names, an
 machine of a worker, such as its disk and clock, are reported in the logs of stages instead.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

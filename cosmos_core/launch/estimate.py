@@ -4,8 +4,6 @@ The estimates come from workers (`cosmos_core.train.estimate`). This module sele
 and formats the table.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ of the stage has ended for any reason. Stages without a mesh (prepare, export, c
 users of the machine are not considered.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,8 +1,6 @@
 """Assumed compute rate and memory for a training that was never run: those of this machine, or of a GPU named by
 `--on`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any

@@ -5,8 +5,6 @@ its launcher. Alternatively, a Prefect block or the environment names a service 
 the service is recorded at the end. The service itself is in `rewards/service`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """Compute the duration of a stage from earlier runs, scaled to another number of steps."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

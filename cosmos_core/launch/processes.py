@@ -1,7 +1,5 @@
 """Find and kill the processes of an attempt on this machine, and remove their temporary files. Linux only."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re

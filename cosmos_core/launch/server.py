@@ -3,8 +3,6 @@
 It replaces Prefect's ephemeral server, which can outlive its flow and hold its standard output open.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import secrets

@@ -4,8 +4,6 @@ run.
 A service of Cosmos-RL has neither endpoint, and is reported as such. Errors here never fail a stage.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -1,7 +1,5 @@
 """Limit the number of stages in a sweep's branches that run at once."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

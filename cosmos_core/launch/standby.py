@@ -1,7 +1,5 @@
 """Standby process for the Prefect server of a run: it imports libraries while the configuration is still being read."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

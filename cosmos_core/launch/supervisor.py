@@ -15,8 +15,6 @@ reach grandchildren, and systemd is not in every container.
 Before the command runs, this module imports the standard library only, so that it starts quickly.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import select

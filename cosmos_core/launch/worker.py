@@ -4,8 +4,6 @@ The process of the flow never trains. It starts `python -m cosmos_core.worker <s
 heartbeat of the worker, forwards its log at a bounded rate, and turns its exit code into a result or an error.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -3,8 +3,6 @@
 `lora.py` adds adapters to a model and writes them.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -9,8 +9,6 @@ the update was split into micro-batches.
 Shapes: M tokens of a micro-batch, padding included, R sequences, E experts.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass

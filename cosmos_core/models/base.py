@@ -6,8 +6,6 @@ the model outputs that they request as `MicroBatch`es.
 Shapes: B samples, S predicted tokens (token models), dots for the dimensions of a latent (diffusion models).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path

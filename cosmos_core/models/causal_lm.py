@@ -3,8 +3,6 @@
 Shapes: B samples, T tokens, S = T - 1 predicted tokens, N learned tokens of a micro-batch.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext

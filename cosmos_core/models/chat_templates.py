@@ -1,7 +1,5 @@
 """Chat templates that replace the template of a tokenizer or add a missing one: `policy.chat_template`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase

@@ -5,8 +5,6 @@
 The program loads the whole pipeline on the CPU and calls the pipeline once with small inputs.
 """
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import sys

@@ -1,7 +1,5 @@
 """torch.compile for each block of a model: blocks of a class share one graph, and a graph break affects one block."""
 
-from __future__ import annotations
-
 import logging
 
 import torch._dynamo.callback

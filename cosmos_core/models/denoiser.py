@@ -5,8 +5,6 @@ The other components of the pipeline are in `diffusion.py`.
 Shapes: B samples, dots for the dimensions of a latent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -7,8 +7,6 @@ are loaded on first use, so training on prepared rows never loads them.
 Shapes: B samples, C channels, F frames (videos alone), H height, W width of a latent; text has B first.
 """
 
-from __future__ import annotations
-
 import gc
 import inspect
 import math

@@ -1,7 +1,5 @@
 """Conversion of disk errors of any library to one-line errors that say which files are lost and which are intact."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

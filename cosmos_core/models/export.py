@@ -4,8 +4,6 @@ A LoRA adapter is written twice: merged into the model, and unmerged in the fold
 written folder.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from pathlib import Path

@@ -6,8 +6,6 @@
 Files of components that were not trained are copied. `prove_pipeline.py` verifies the written pipeline.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -3,8 +3,6 @@
 Only the file of the selected family is imported. A user-defined class can be used instead.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 from functools import cache

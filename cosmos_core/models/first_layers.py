@@ -1,7 +1,5 @@
 """Models cut to their first layers, with which an export is verified if memory cannot hold the whole model twice."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager

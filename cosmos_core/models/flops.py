@@ -1,8 +1,6 @@
 """Number of floating-point operations (FLOPs) of a training, and the peak rate of a device, for the metric MFU (model
 FLOPs utilization)."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from functools import cache

@@ -11,8 +11,6 @@ Steps from one noise level to the next are in `flow_steps`.
 Shapes: B samples, N noise levels, dots for the dimensions of a latent.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -9,8 +9,6 @@ Tables of noise levels are in `flow`.
 Shapes: B samples, dots for the dimensions of a latent.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Selection of the weights to train: those of a LoRA adapter, or those that the recipe does not freeze."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Sequence
 

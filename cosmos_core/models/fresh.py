@@ -4,8 +4,6 @@ The interpreter imports the module of the function to call after this module, wh
 the imports are fast.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Callable

@@ -4,8 +4,6 @@ The file does not affect training, so none of its values may stop a training or 
 some values and to save others, for example sampling parameters without `do_sample`, which many published models have.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ This module is the only one that selects classes of transformers. Adapters, mesh
 models are in other modules.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import suppress

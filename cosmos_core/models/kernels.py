@@ -6,8 +6,6 @@ its numbers, but not the kernels on a GPU. Importing this module also makes tran
 GPU.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 from collections.abc import Callable

@@ -5,8 +5,6 @@ A model has at most one adapter. Rollout engines, exports and checks get merged 
 weights and adapters have the dtype of the model.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import math

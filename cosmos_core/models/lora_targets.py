@@ -6,8 +6,6 @@ model family. PEFT itself translates such names in some families only, and then 
 the same names.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Creation of adapters with data in a model whose base weights are still on the meta device (`sharded_load.py`)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Offloading to host memory: of activations until the backward pass, of pipeline components until their next use."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Load the causal language model of a stage: tokenizer, processor, weights on the mesh, and trained parameters."""
 
-from __future__ import annotations
-
 import logging
 
 import torch

@@ -1,7 +1,5 @@
 """Load the diffusion model of a stage: family, denoiser on the mesh, and trained parameters."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -8,8 +8,6 @@ with separate sequences before the first use.
 Shape legend: P packed tokens, K heads, D head size.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 import sys

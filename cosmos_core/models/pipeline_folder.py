@@ -4,8 +4,6 @@ A pipeline's own `from_pretrained` loads all components; a training needs only t
 the denoiser.
 """
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 from typing import Any

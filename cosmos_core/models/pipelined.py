@@ -6,8 +6,6 @@ size that a shorter micro-batch fills partly, so that micro-batches need not be 
 Shape legend: B rows, T tokens, P tokens of the longest micro-batch, H hidden size, N learned tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 

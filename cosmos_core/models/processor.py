@@ -5,8 +5,6 @@ Videos are not supported.
 Shape legend: B rows, T tokens of the longest row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast

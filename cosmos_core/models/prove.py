@@ -7,8 +7,6 @@ tensor at a time. Only checks that ran are reported.
 Shape legend: B sequences, T tokens, V vocabulary.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -5,8 +5,6 @@ The fresh interpreter loads the folder as a user does, with `DiffusionPipeline.f
 memory, bit for bit.
 """
 
-from __future__ import annotations
-
 import filecmp
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

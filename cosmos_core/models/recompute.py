@@ -5,8 +5,6 @@ input. Norms, activation functions, rotary embeddings and the wide matrix produc
 (the idea of arXiv 2205.05198, section 5, by the size of results instead of a fixed list).
 """
 
-from __future__ import annotations
-
 import logging
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Check that prepared rows suit a language model: token ids have embeddings, and lengths are within its positions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

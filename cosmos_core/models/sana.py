@@ -3,8 +3,6 @@
 An instruction to enrich the prompt precedes the prompt.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """SANA-Video: SANA for video clips; the VAE is that of Wan or, in newer checkpoints, another one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Stable Diffusion 3 and 3.5: two CLIP models and a T5 encode the prompt, and a VAE encodes the image."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace

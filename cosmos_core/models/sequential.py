@@ -1,7 +1,5 @@
 """Runner that runs micro-batches sequentially through a model without pipeline stages, whole or sharded by FSDP."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any

@@ -4,8 +4,6 @@ On the CPU, oneDNN compiles a kernel for each shape in half precision, and keeps
 each, in memory between tensors. Lengths that differ from row to row are therefore rounded up on the CPU.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad

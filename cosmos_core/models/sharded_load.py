@@ -6,8 +6,6 @@ one group of tensors that transformers converts together, such as the matrices t
 Loaded weights and refused models are the same as with `load_model`.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import re

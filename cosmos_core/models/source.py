@@ -1,7 +1,5 @@
 """Location and check of a model's files, with one-line error messages for missing or damaged files."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

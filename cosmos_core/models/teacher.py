@@ -4,8 +4,6 @@ The weights of the teacher are sharded over the policy's mesh. Its architecture 
 token ids must be the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

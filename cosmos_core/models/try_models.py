@@ -6,8 +6,6 @@ OPTIONS is JSON: `prompt`, `max_tokens`, `temperature`, `names`. It loads models
 diffusers, on a GPU if there is one, and keeps a conversation for each model. Training does not use this module.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

@@ -11,8 +11,6 @@ The file of each family selects what its layers need.
 Shapes: B samples, N tokens of a rank, K heads, D head size, C channels, F frames of a rank, S positions of a frame.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial

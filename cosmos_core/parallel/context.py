@@ -7,8 +7,6 @@ rank all heads of its tokens. Chosen tokens are the tokens whose outputs the los
 Shape legend: P packed tokens, N chosen tokens, K heads, D head size.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -4,8 +4,6 @@ The object collectives of `torch.distributed` unpickle any received data, so tha
 rank can run code there. These functions use the restricted unpickler of `torch.load(weights_only=True)`.
 """
 
-from __future__ import annotations
-
 import io
 import threading
 from dataclasses import is_dataclass

@@ -7,8 +7,6 @@ computes only the tokens of its experts. The gradient of an expert therefore cov
 collective.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from math import gcd
 from typing import Any

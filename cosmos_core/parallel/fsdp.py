@@ -3,8 +3,6 @@
 Gradients are summed over ranks, never averaged: losses are already divided by a denominator over all samples.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Iterable, Iterator, Mapping

@@ -3,8 +3,6 @@
 Axes from the outside in: pp, dp_replicate, dp_shard, cp, tp; ep reuses dp_shard x cp.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar

@@ -8,8 +8,6 @@ outside its plan is refused. The schedules are torch's (`models/pipelined.py`).
 Shape legend: B rows, T tokens, H hidden size.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar

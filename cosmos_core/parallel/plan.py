@@ -1,7 +1,5 @@
 """Interpretation of the parallel plan in a transformers model, and divisibility checks."""
 
-from __future__ import annotations
-
 import re
 
 from torch import nn

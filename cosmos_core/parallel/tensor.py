@@ -5,8 +5,6 @@ The entries of the plan are implemented with torch's styles, because those of tr
 replicated norm over all micro-batches once per micro-batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -1,8 +1,6 @@
 """Aesthetic score of an image by the LAION predictor: linear layers over the CLIP image embedding, without the
 prompt."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

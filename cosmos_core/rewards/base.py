@@ -11,8 +11,6 @@ A user function may be `async def`. A function with a parameter `completions`, a
 completions are lists, and the function returns a list with one result per completion.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import math

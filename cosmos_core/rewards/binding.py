@@ -6,8 +6,6 @@ the columns of the row. A plural name, such as `completions`, means that the fun
 all completions of a prompt. The calls are made in `base.py`.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Reward for completions that are mathematically equal to the reference by math-verify (`\\boxed{1/2}` equals 0.5)."""
 
-from __future__ import annotations
-
 import logging
 import re
 from decimal import Decimal

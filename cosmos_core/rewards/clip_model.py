@@ -1,7 +1,5 @@
 """CLIP model from transformers, shared by several rewards: embeddings of images and texts as unit vectors."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

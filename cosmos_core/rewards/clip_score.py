@@ -1,7 +1,5 @@
 """CLIPScore of an image and its prompt: 2.5 max(cos, 0) (Hessel et al., arXiv 2104.08718)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ The score is the probability of "No" against "Yes". The model was tuned with the
 patches itself, so that neither a video processor nor torchvision is needed.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 import math

@@ -4,8 +4,6 @@ The model class is in DanceGRPO's package `fastvideo`, or in VideoAlign's reposi
 `./Qwen2-VL-2B-Instruct` in `download_path`, or in `work_dir` if that is empty.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os

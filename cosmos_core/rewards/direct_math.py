@@ -1,8 +1,6 @@
 """Reward for completions whose text after the last `Answer:` equals the reference, both normalised by Minerva's rules
 (DAPO-17k)."""
 
-from __future__ import annotations
-
 import re
 
 from cosmos_core.rewards.base import require_reference

@@ -1,7 +1,5 @@
 """Reward for completions that equal the reference, without surrounding whitespace."""
 
-from __future__ import annotations
-
 from cosmos_core.rewards.base import require_reference
 
 

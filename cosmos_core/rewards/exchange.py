@@ -4,8 +4,6 @@ request again.
 The content of requests and the use of scores are in `remote.py`, the wire format is in `protocol.py`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Reward for completions of the form `<think>...</think>`, a blank line, `<answer>...</answer>`, and nothing else."""
 
-from __future__ import annotations
-
 import re
 
 _SHAPE = re.compile(r"<think>(?:(?!</?think>).)*</think>\n\n<answer>.*?</answer>$", re.DOTALL)

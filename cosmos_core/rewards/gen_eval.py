@@ -5,8 +5,6 @@ the objects, CLIP classifies their colours. Both models are from transformers; G
 architectures from mmdet and open_clip, so scores may differ slightly.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

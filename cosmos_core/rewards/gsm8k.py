@@ -1,7 +1,5 @@
 """Reward for completions whose number after `####` equals the reference's number, as in the GSM8K data set."""
 
-from __future__ import annotations
-
 import re
 from decimal import Decimal
 

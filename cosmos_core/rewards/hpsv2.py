@@ -3,8 +3,6 @@
 The published checkpoint needs the package `hpsv2`; a checkpoint in the format of transformers needs no other package.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Human preference score of an image: HPS v3 (arXiv 2508.03789), a Qwen2-VL 7B whose head predicts mean and spread."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ needed. Linear layers map the hidden state of the first token to a number, which
 standard deviation of the training data.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Functions that rewards of images and videos share."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

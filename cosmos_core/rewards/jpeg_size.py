@@ -1,7 +1,5 @@
 """Reward for images that compress well as JPEG; a negative weight rewards the opposite (DDPO, arXiv 2305.13301)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from io import BytesIO
 from typing import Any

@@ -1,7 +1,5 @@
 """Reward of a language model behind an OpenAI-compatible server, which judges completions by a rubric."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

@@ -5,8 +5,6 @@ additional text, but the length includes spaces: a completely wrong text scores 
 text, 1 / 11 for "hello world" and 0 for one word.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from functools import lru_cache

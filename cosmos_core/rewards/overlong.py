@@ -1,7 +1,5 @@
 """Penalty for completions that come near the length limit (DAPO, arXiv 2503.14476)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Human preference score of an image for a prompt: PickScore (arXiv 2305.01569), a fine-tuned CLIP ViT-H-14."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Worker processes for rewards and tools: spawned, each in its own process group, with an environment without
 secrets."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

@@ -5,8 +5,6 @@ saved (`torch_file.py`), as Cosmos-RL's example clients send latents. Data from 
 memory is allocated before its size is checked. HTTP, queues and scores are in other modules.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -10,8 +10,6 @@ Videos are sent as pixels, or as latents of the VAE in `video_vae`, which Cosmos
 are in `exchange.py`, the wire format in `protocol.py`, local rewards in `runner.py`, the service in `service/`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging

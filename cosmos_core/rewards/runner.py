@@ -8,8 +8,6 @@ The processes are spawned, so they share no memory, locks or GPUs with the train
 its own process group in the session of its parent, so that a kill includes the child processes of a reward.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -10,8 +10,6 @@ means that an item has no score; the score is never set to 0. Other interpreters
 and the reward models, so they import large packages only when a model is loaded.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import math

@@ -1,7 +1,5 @@
 """Reward for completions whose choice between answer tags equals that of the reference."""
 
-from __future__ import annotations
-
 import re
 
 from cosmos_core.rewards.base import require_reference

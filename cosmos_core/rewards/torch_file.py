@@ -5,8 +5,6 @@ dtype, shape and strides in twenty opcodes. The opcodes are parsed as data, and 
 expected names and never called. All allocations are smaller than the file. Other objects that torch saves are refused.
 """
 
-from __future__ import annotations
-
 import math
 import pickletools
 import struct

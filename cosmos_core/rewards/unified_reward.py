@@ -4,8 +4,6 @@
 The endpoint is any server with the chat API of OpenAI, such as vLLM with the published model.
 """
 
-from __future__ import annotations
-
 import base64
 import re
 from collections.abc import Sequence

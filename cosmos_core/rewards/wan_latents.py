@@ -4,8 +4,6 @@ A video of F frames, H by W, becomes B, C, T, H/8, W/8 with T = 1 + (F - 1) / 4.
 the mean and standard deviation per channel in the configuration of the VAE. The wire format is in `protocol.py`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

@@ -7,8 +7,6 @@ no group is older when it is trained on. Groups that were generated ahead but no
 generated again, with the same seeds, when it resumes.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 import time

@@ -4,8 +4,6 @@ Not here: the choice of an engine (`registry`), weight sync (`publish`), groups 
 losses.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Data-parallel rollouts: each rank's engine completes some of the prompts, and all ranks get all groups."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from cosmos_core.parallel.mesh import all_gather_object, num_ranks, rank_number

@@ -5,8 +5,6 @@ of dead engines. The process that started an engine restarts it; a restarted eng
 weights.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import queue

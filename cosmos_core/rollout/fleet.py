@@ -4,8 +4,6 @@ Only the first rank communicates with the engines (`members`). The other ranks t
 gathering weights, and waiting.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence

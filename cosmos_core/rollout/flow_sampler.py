@@ -7,8 +7,6 @@ and its seed. Loading and sleeping do nothing: the weights are the trained ones,
 Not here: the sampling steps (`flow_path`), the noise levels and the inputs of the network (`models/diffusion.py`).
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@
 learning signal and generates replacements. `async_groups.AsyncGroupSource` generates groups during training.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import Counter

@@ -6,8 +6,6 @@ MXFP4 if the checkpoint does, so the trainer's weights are rounded to it.
 Shape legend: E experts, I inputs, O outputs, N blocks of a row.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig

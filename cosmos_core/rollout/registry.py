@@ -3,8 +3,6 @@
 The engine of `rollout/some_name.py` is its class `SomeNameEngine`.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 

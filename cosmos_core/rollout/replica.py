@@ -4,8 +4,6 @@ Methods may be called from any thread. Only one thread uses the engine; it gener
 module does not depend on how the process was started or on who calls it.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import queue

@@ -3,8 +3,6 @@
 Shapes: B rows, V vocabulary.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

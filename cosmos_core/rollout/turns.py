@@ -8,8 +8,6 @@ depend on the speed of a tool, and a resumed run samples the same tokens.
 A sampled turn is a segment with mask 1; the text of tools is a segment with mask 0.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections import defaultdict

@@ -7,8 +7,6 @@ vLLM's own weight transfer (NCCL, CUDA IPC) is not used. Code for GPUs only (sle
 one, and prompts with images were never run at all.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -4,8 +4,6 @@ vLLM has one scale for the whole adapter, so the scale of each layer is multipli
 than factors of linear layers (`models.lora.is_adapter_alone`) are sent merged.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Iterable

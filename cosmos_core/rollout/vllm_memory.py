@@ -5,8 +5,6 @@ on a machine would write into each other's memory, and after a kill no engine co
 failed. errno: 17"), because only a process that exits normally removes the name.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Context managers that undo what vLLM changes in the process that it shares with the trainer."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -5,8 +5,6 @@ weights, bucket by bucket. Ranks and engine end together; the process manager th
 run on GPUs.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Completions from an OpenAI-compatible server, such as `vllm serve`."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Mapping, Sequence

@@ -6,8 +6,6 @@
 <stage>/pass_rates.jsonl    the pass rate of each prompt
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Records of completed prompts, one line of `completions.jsonl` each, from which an interrupted stage continues."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

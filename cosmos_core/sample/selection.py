@@ -1,7 +1,5 @@
 """Selection of the completions that become rows for SFT or DPO, and metrics of the selection."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -15,8 +15,6 @@ The policy writes calls in Hermes' format: `<tool_call>{"name": "add", "argument
 Processes and deadlines of calls are in `runner.py`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ retried, because it may have had side effects. The worker processes are like tho
 spawned, without torch, each in its own process group, with an environment without secrets.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json

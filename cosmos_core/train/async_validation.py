@@ -6,8 +6,6 @@ with completions of those weights. The seeds equal those of every other validati
 trainer that waits.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -7,8 +7,6 @@ A reward can rise because it is exploited. Early signs raise a warning: groups o
 rises while others fall, and completions that become short, repetitive or certain. `measure.py` logs held-out samples.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

@@ -1,8 +1,6 @@
 """Setup of trainings whose rollouts are images or videos: the source that the engine samples with, and the
 loss on real data that is added to the RL loss."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace

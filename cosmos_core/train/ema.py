@@ -1,7 +1,5 @@
 """Exponential moving average of the trained weights, a set of `NamedWeights` that is validated and exported instead."""
 
-from __future__ import annotations
-
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.train.named_weights import NamedWeights
 

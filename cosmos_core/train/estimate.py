@@ -3,8 +3,6 @@
 The worker program of `cosmos plan --estimate`. It reads no weights and computes no step; `memory.py` traces memory.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from dataclasses import asdict, dataclass, replace

@@ -4,8 +4,6 @@ SFT and RL differ only in their feed. What the feeds of this module return at a 
 and, for rollouts, of the weights and the state of the group source, so a resumed run continues with the same samples.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any

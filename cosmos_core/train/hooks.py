@@ -1,7 +1,5 @@
 """User-defined functions that are called at fixed points of a training: `[train.hooks]`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from cosmos_core.errors import ConfigError, CosmosError, StageFailed

@@ -4,8 +4,6 @@ Each load of weights is probed (`rollout.publish`); this check finds what goes w
 that was overwritten. It runs at every step and costs no extra forward pass.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Mapping

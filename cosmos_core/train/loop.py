@@ -5,8 +5,6 @@ Everything that a step needs is a function of the step number and of the checkpo
 and resumed ends with the same bits as an uninterrupted one.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 Used during training and by stages of kind `validate` (`validate.py`).
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Sequence

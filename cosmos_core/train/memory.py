@@ -5,8 +5,6 @@ autocast casts weights as on a CPU, but nothing is computed. Each storage is tra
 included: scratch space inside kernels, fragmentation of the allocator, `train.compile`.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager

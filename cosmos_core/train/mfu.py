@@ -1,7 +1,5 @@
 """Model FLOPs utilization (MFU) of train steps, relative to the devices' measured matmul rate; `logging.report_mfu`."""
 
-from __future__ import annotations
-
 import torch
 
 from cosmos_core.algorithms.base import Update

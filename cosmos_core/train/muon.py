@@ -1,7 +1,5 @@
 """Muon (torch.optim.Muon, kellerjordan.github.io/posts/muon) for hidden weight matrices, AdamW for other parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

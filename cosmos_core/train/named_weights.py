@@ -6,8 +6,6 @@ shared by all sets. A set that follows the policy is in float32 in any case: wit
 would not move. `use` swaps a set with the policy's weights in place, so one model can compute under any set.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

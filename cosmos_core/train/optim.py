@@ -4,8 +4,6 @@ The learning rate is a pure function of the step, so a checkpoint holds no sched
 its schedule. The trainer decides when to step and handles non-finite gradients.
 """
 
-from __future__ import annotations
-
 import importlib
 import math
 from collections.abc import Callable, Iterable, Mapping

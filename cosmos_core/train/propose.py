@@ -6,8 +6,6 @@ The program behind `cosmos sft` and its relatives, which write its output as a r
 rows and the size of the machine's memory; it loads no weights. It sets only keys for which it has a reason.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterator

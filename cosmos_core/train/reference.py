@@ -5,8 +5,6 @@ then needs no copy of the reference weights, several epochs cost one pass, and a
 held-out rows, later stages can validate against the same reference.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Sequence

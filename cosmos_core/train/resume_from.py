@@ -6,8 +6,6 @@ result is the same except for the order of floating-point sums. A path starts fr
 was trained with; the digest of the checkpoint is part of the fingerprint.
 """
 
-from __future__ import annotations
-
 import logging
 import shutil
 from collections.abc import Iterator

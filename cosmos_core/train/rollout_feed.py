@@ -1,7 +1,5 @@
 """Feed of scored groups of completions, and the order of the prompts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ completions wait for the next step, and checkpoints save them. A completion with
 so the partition into steps does not depend on validity; a step whose completions are all invalid has no update.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from functools import cached_property

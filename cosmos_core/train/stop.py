@@ -1,7 +1,5 @@
 """Pass a stop signal from any rank to the loop, at points where no weight of the current step has changed."""
 
-from __future__ import annotations
-
 from cosmos_core.parallel.mesh import any_on_ranks
 from cosmos_core.run.stage import Stage
 

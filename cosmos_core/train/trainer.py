@@ -4,8 +4,6 @@ It is independent of the type of samples. It sorts samples into micro-batches by
 data-parallel rank runs its share of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace

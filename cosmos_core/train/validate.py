@@ -1,7 +1,5 @@
 """Worker program of stage kind `validate`: evaluate one exported model on held-out rows."""
 
-from __future__ import annotations
-
 import json
 from contextlib import ExitStack
 

@@ -1,7 +1,5 @@
 """Validation during a training: which steps are validated, with which weights, and which step is the best so far."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager

@@ -11,8 +11,6 @@
 Every document is written after the objects that it names. Outputs stay until `store_retention` removes them.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

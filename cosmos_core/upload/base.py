@@ -1,8 +1,6 @@
 """Publication targets: each target is one file in this folder, which stores versions of a model and moves the pointer
 to the current version last."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol

@@ -1,8 +1,6 @@
 """Write the model card of a published model: the card of its export, with metrics and origin added at the time of
 publication."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Publication target `file`: a folder `<target>/<version>/`, with a symbolic link `<target>/latest` that is moved
 last."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

@@ -5,8 +5,6 @@ A new repository is private. A version is one atomic commit and a tag with its n
 files were compared with the source. `HF_ENDPOINT` selects the Hub, `HF_TOKEN` the account.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

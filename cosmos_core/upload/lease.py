@@ -4,8 +4,6 @@ The holder renews the lease. A waiting process takes over a lease that has not c
 that clocks need not agree. On the machine of a killed holder it takes over at once.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -4,8 +4,6 @@ The pointer `<prefix>/latest.json` has the current and the earlier versions; it 
 verified. `AWS_ENDPOINT_URL` or `PROD_S3_CHECKPOINT_ENDPOINT_URL` has the address of the store.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

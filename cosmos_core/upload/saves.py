@@ -4,8 +4,6 @@ A thread of the flow's process sends them with the lowest priority, and the trai
 first links the files, so that a checkpoint that is removed during its upload arrives complete. The manifest goes last.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

@@ -5,8 +5,6 @@ it is as old and no remaining run uses it, and then every content that no remain
 the store's own clock. Nothing is removed while a stage is being made, since its result may name existing contents.
 """
 
-from __future__ import annotations
-
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterator

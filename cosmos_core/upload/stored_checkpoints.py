@@ -1,7 +1,5 @@
 """Checkpoints of one training in an artifact store, from which a machine with an empty disk can continue."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Record of a stage in an artifact store: small files, updated as they change, that other machines display."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

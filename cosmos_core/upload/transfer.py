@@ -4,8 +4,6 @@ A journal in the folder of the stage records the upload and the parts that arriv
 precedence. Each part is verified by the MD5 that the store returns, each object by the SHA-256 of its content.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

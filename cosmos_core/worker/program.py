@@ -4,8 +4,6 @@ It reads `stage.toml`, calls the program of the stage's kind, and commits `resul
 in `error.json` and exit code 64, a stop request with 75, any other error with 1 and the traceback in the log.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import logging

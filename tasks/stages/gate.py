@@ -1,7 +1,5 @@
 """Kind `gate`: continue only if metrics are good enough, compared with a number or with the published model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Kind `select`: choose the branch with the best metric, and pass on its model and metrics."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Stage kind `upload`: publish a model. The source is hashed again before the upload, the copy is verified, and the
 pointer to the current version moves last."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Asynchronous importance-weighted policy optimization (LlamaRL, arXiv 2505.24034)."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from cosmos_core.algorithms.aggregate import Metrics

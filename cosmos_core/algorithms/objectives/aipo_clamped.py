@@ -1,7 +1,5 @@
 """AIPO as in Cosmos-RL: the ratio itself is clamped, so that a token above the cap has no gradient."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from cosmos_core.algorithms.aggregate import Metrics

@@ -6,8 +6,6 @@ of each token (B, T), to be minimized, and metrics over the trained tokens.
 Shapes: B sequences, T tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Clipped importance sampling policy optimisation (MiniMax-M1, arXiv 2506.13585)."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from cosmos_core.algorithms.aggregate import Metrics

@@ -1,7 +1,5 @@
 """Clipped objective of PPO (arXiv 1707.06347), as in GRPO and DAPO, with the dual clip (arXiv 1912.09729)."""
 
-from __future__ import annotations
-
 import math
 
 import torch

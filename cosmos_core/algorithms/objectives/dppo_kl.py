@@ -1,8 +1,6 @@
 """Divergence proximal policy optimization (arXiv 2602.04879) with the KL divergence of a binary event: the sampled
 token or any other token."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

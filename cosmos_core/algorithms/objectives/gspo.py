@@ -1,7 +1,5 @@
 """Group sequence policy optimization (arXiv 2507.18071): one probability ratio for each sequence."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from cosmos_core.algorithms.aggregate import Metrics

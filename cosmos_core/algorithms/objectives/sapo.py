@@ -1,7 +1,5 @@
 """Soft adaptive policy optimization (arXiv 2511.20347): a gate that closes gradually instead of a clip."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

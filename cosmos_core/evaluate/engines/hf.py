@@ -1,7 +1,5 @@
 """Benchmarks with forward passes of transformers, as `lm_eval --model hf` makes them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

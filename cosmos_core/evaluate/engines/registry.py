@@ -1,7 +1,5 @@
 """Models of lm-eval by the name of an engine, each a file of this folder with the function `open_model`."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Benchmarks with vLLM in this process, as `lm_eval --model vllm` makes them."""
 
-from __future__ import annotations
-
 import importlib.metadata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

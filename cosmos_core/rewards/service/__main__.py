@@ -1,7 +1,5 @@
 """Program `python -m cosmos_core.rewards.service`, which the command `cosmos reward-service` runs."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import logging

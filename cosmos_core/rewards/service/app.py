@@ -3,8 +3,6 @@
 Checks run in a fixed order to limit the load: authentication, size, capacity, and only then the body.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import binascii

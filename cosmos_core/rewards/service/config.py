@@ -1,7 +1,5 @@
 """`rewards.toml`: the rewards of a reward service and its settings. Files of Cosmos-RL are accepted unchanged."""
 
-from __future__ import annotations
-
 import ipaddress
 import os
 from pathlib import Path

@@ -3,8 +3,6 @@
 uvicorn's other parser (httptools) has no limit for headers, and neither parser has a timeout for the head.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, MutableMapping

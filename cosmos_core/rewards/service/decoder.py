@@ -1,7 +1,5 @@
 """Decoder of video latents in a separate process, once for all rewards of a request."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from cosmos_core.rewards.served import Settings

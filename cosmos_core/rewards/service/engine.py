@@ -4,8 +4,6 @@ A request is accepted when it is in the store. From then on, each of its rewards
 processes die, and with Redis even if the service dies. HTTP is in `app.py`, processes are in `pool.py`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

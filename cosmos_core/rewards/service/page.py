@@ -1,7 +1,5 @@
 """Status page at `/`: rewards, queue, throughput and recent errors; plain HTML without scripts."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from html import escape

@@ -1,7 +1,5 @@
 """Parsing and validation of one request before any reward receives it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """`cosmos reward-service --self-test`: load each reward in its own interpreter and score known inputs."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import sys

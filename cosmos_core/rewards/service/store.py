@@ -3,8 +3,6 @@
 Scores are kept for a while after they were fetched, because a response can be lost in transit.
 """
 
-from __future__ import annotations
-
 import time
 from collections import OrderedDict
 from typing import Any, Protocol

@@ -4,8 +4,6 @@ A message is a line of JSON, then the bytes of the arrays listed in it. Replies 
 output of the reward itself goes to the log. The process ends with the service: at the end of its input, or by a signal.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
