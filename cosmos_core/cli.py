@@ -96,20 +96,17 @@ def run(
     if entrypoint := flow_of(configs, is_toml_only=bool(overrides or from_stage or verify)):
         _end_at_once(run_flow(entrypoint, parameters_of(parameters), run_id, Path("outputs")))
     refuse_parameters(parameters)
-    from cosmos_core.launch.standby import standby
+    from cosmos_core.launch.check import look_at_rows
+    from cosmos_core.run.directory import open_or_create_run
+    from cosmos_core.session import session
 
-    with standby() as waiting:
-        from cosmos_core.launch.check import look_at_rows
-        from cosmos_core.run.directory import open_or_create_run
-        from cosmos_core.session import session
-
-        pipeline = _pipeline(configs, overrides)
-        if from_stage:
-            pipeline.stage(from_stage)
-        with session(_ready(pipeline), waiting) as run_session:
-            look_at_rows(pipeline)
-            run = _claimable(open_or_create_run(pipeline, run_id=run_id))
-            code = run_session(run, from_stage, verify)
+    pipeline = _pipeline(configs, overrides)
+    if from_stage:
+        pipeline.stage(from_stage)
+    with session(_ready(pipeline)) as run_session:
+        look_at_rows(pipeline)
+        run = _claimable(open_or_create_run(pipeline, run_id=run_id))
+        code = run_session(run, from_stage, verify)
     _end_at_once(code)
 
 
@@ -133,19 +130,16 @@ def resume(
         for line in begin_again(unbegun):
             typer.echo(line)
     else:
-        from cosmos_core.launch.standby import standby
-
         run = _open(run_name, output_dir)
         if is_flow(run.path):
             _end_at_once(resume_flow(run.path))
-        with standby() as waiting:
-            from cosmos_core.session import session
+        from cosmos_core.session import session
 
-            if from_stage:
-                run.pipeline.stage(from_stage)
-            _claimable(run)
-            with session(run.output_dir, waiting) as run_session:
-                code = run_session(run, from_stage, verify)
+        if from_stage:
+            run.pipeline.stage(from_stage)
+        _claimable(run)
+        with session(run.output_dir) as run_session:
+            code = run_session(run, from_stage, verify)
         _end_at_once(code)
 
 

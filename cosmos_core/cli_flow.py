@@ -86,7 +86,7 @@ def run_flow(entrypoint: str, parameters: Mapping[str, Any], run_id: str, output
     _require_file(entrypoint)
     if run_id:
         os.environ["COSMOS_RUN_ID"] = run_id
-    with session(writable(output_dir), None, run_python_flow) as run_session:
+    with session(writable(output_dir), run_python_flow) as run_session:
         return run_session(entrypoint, parameters)
 
 

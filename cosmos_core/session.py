@@ -30,7 +30,6 @@ from cosmos_core.errors import (
 from cosmos_core.imports import without_collection
 from cosmos_core.launch.processes import kill_below
 from cosmos_core.launch.server import prefect_server
-from cosmos_core.launch.standby import Standby
 from cosmos_core.launch.worker import is_stopping, longest_grace
 from cosmos_core.observe.console import Display, print_summary
 from cosmos_core.observe.logs import configure, quiet_environment
@@ -228,9 +227,7 @@ def _terminate(number: int, frame: object) -> None:
 
 
 @contextmanager
-def session(
-    output_dir: Path, standby: Standby | None, runner: Callable[..., int] = run_session
-) -> Iterator[Callable[..., int]]:
+def session(output_dir: Path, runner: Callable[..., int] = run_session) -> Iterator[Callable[..., int]]:
     """Start the Prefect server of a run below `output_dir`, which takes seconds, and yield `runner`, which waits until
     the server is ready."""
     os.environ.update(quiet_environment(os.environ))
@@ -238,7 +235,7 @@ def session(
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     adopt_orphans()  # workers whose supervisor was killed become children of this process
     with ExitStack() as server:
-        yield partial(runner, server, server.enter_context(prefect_server(output_dir / SHARED, standby)))
+        yield partial(runner, server, server.enter_context(prefect_server(output_dir / SHARED)))
 
 
 @contextmanager

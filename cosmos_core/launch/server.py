@@ -20,12 +20,12 @@ from pathlib import Path
 
 from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.launch.child import Child
-from cosmos_core.launch.standby import GRACE_SECONDS, Standby
 from cosmos_core.run.files import user_cache
 from cosmos_core.run.lock import Lock
 
 logger = logging.getLogger(__name__)
 
+_GRACE_SECONDS = 3.0
 _START_SECONDS = 90.0
 _MAX_STARTS = 3  # maximum number of starts of a server that ends before it responds
 _RESPONSE_SECONDS = 10.0
@@ -35,9 +35,8 @@ _MAX_CHECK_SECONDS = 30.0
 
 
 @contextmanager
-def prefect_server(folder: Path, standby: Standby | None = None) -> Iterator[Callable[[], None]]:
-    """Set `PREFECT_API_URL` inside the block; if it is unset, start a server below `folder`, for which `standby` is
-    used.
+def prefect_server(folder: Path) -> Iterator[Callable[[], None]]:
+    """Set `PREFECT_API_URL` inside the block; if it is unset, start a server below `folder`.
 
     The block receives a function that waits until the server responds, so that it can do other work first. It must run
     before the first import of Prefect, which reads the environment once.
@@ -51,7 +50,7 @@ def prefect_server(folder: Path, standby: Standby | None = None) -> Iterator[Cal
         yield lambda: None
         return
     home, lock = _own_home(folder)
-    server = _Server(home, standby)
+    server = _Server(home)
     old_environment = dict(os.environ)
     os.environ.update(server.environment, PREFECT_API_URL=server.url)
     try:
@@ -135,8 +134,7 @@ def _is_whole(database: Path) -> bool:
 
 
 class _Server:
-    def __init__(self, home: Path, standby: Standby | None) -> None:
-        self._standby = standby
+    def __init__(self, home: Path) -> None:
         home.chmod(0o700)  # the database holds parameters and states
         self._log = home / "server.log"
         # Prefect uses a single connection if the URL contains this word. With several, the second of two writers blocks
@@ -210,18 +208,13 @@ class _Server:
             self._child.kill()  # the database only repeats the content of the run directory
 
     def _spawn(self) -> Child:
-        arguments = ["server", "start", "--host", "127.0.0.1", "--port", str(self._port)]
+        command = [sys.executable, "-m", "cosmos_core.launch.prefect", "server", "start"]
+        command += ["--host", "127.0.0.1", "--port", str(self._port)]
         environment = self.environment | {
             "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{self._database}"
         }
-        child = None
-        if self._standby is not None:
-            child = self._standby.become(arguments, log=self._log, environment=environment)
-        if child is None:
-            command = [sys.executable, "-m", "cosmos_core.launch.prefect", *arguments]
-            child = Child(command, log=self._log, grace_seconds=GRACE_SECONDS, environment=environment)
-        self._child = child
-        return child
+        self._child = Child(command, log=self._log, grace_seconds=_GRACE_SECONDS, environment=environment)
+        return self._child
 
     def _keep_alive(self) -> None:
         pause = _CHECK_SECONDS

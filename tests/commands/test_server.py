@@ -15,7 +15,6 @@ import httpx
 import pytest
 
 from cosmos_core.launch.server import prefect_server
-from cosmos_core.launch.standby import standby
 from cosmos_core.observe.logs import quiet_environment
 from tests.conftest import processes_below, wait_until
 
@@ -43,44 +42,20 @@ def serving(folder: Path) -> set[int]:
     return {pid for pid, line in processes_below(folder).items() if " server start " in line and "superv" not in line}
 
 
-def test_a_server_that_was_started_before_its_folder_was_known_is_that_of_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use_no_server(tmp_path, monkeypatch)
-    with standby() as waiting:
-        wait_until(lambda: serving(tmp_path), 30, "the standby")
-        [pid] = serving(tmp_path)
-        with prefect_server(tmp_path / "runs", waiting) as wait:
-            wait()
-            expect_a_server_that_asks_who_is_there(tmp_path / "runs" / "server-1")
-            assert serving(tmp_path) == {pid}
-            assert "http://127.0.0.1" in (tmp_path / "runs" / "server-1" / "server.log").read_text()
-            os.kill(pid, signal.SIGKILL)
-            wait_until(lambda: serving(tmp_path) - {pid}, 30, "another in its place")
-        assert not processes_below(tmp_path)
-
-
-def test_a_server_that_nobody_needs_or_that_was_killed_leaves_nothing(
+def test_a_server_asks_for_a_password_is_replaced_when_killed_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_no_server(tmp_path, monkeypatch)
     monkeypatch.setenv("PREFECT_SERVER_LOGGING_LEVEL", "DEBUG")
     before = dict(os.environ)
-    with standby():
-        wait_until(lambda: serving(tmp_path), 30, "the standby")
-    assert not processes_below(tmp_path)
-    with standby() as waiting:
-        wait_until(lambda: serving(tmp_path), 30, "the standby")
-        for pid in serving(tmp_path):
-            os.kill(pid, signal.SIGKILL)
-        with prefect_server(tmp_path / "runs", waiting) as wait:
-            wait()
-            expect_a_server_that_asks_who_is_there(tmp_path / "runs" / "server-1")
+    with prefect_server(tmp_path / "runs") as wait:
+        wait()
+        [pid] = serving(tmp_path)
+        expect_a_server_that_asks_who_is_there(tmp_path / "runs" / "server-1")
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: serving(tmp_path) - {pid}, 30, "another in its place")
     assert not processes_below(tmp_path)
     assert dict(os.environ) == before, "a server that is started later would write no events"
-    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
-    with standby() as waiting:
-        assert waiting is None
 
 
 def test_the_database_of_a_server_is_made_once_for_each_release_of_prefect(
@@ -142,7 +117,7 @@ def test_sqlite_with_one_connection_takes_three_writers_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_no_server(tmp_path, monkeypatch)
-    with prefect_server(tmp_path / "runs", None) as wait, ThreadPoolExecutor(3) as workers:
+    with prefect_server(tmp_path / "runs") as wait, ThreadPoolExecutor(3) as workers:
         wait()
         assert set().union(*workers.map(_write, range(3))) <= {200, 201}
         assert "database is locked" not in (tmp_path / "runs" / "server-1" / "server.log").read_text()

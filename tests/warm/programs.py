@@ -37,7 +37,7 @@ IMPORTED = (
     "cosmos_core.imports", "cosmos_core.worker.program", "cosmos_core.train.setup", "cosmos_core.train.validate",
     "cosmos_core.data.prepare", "transformers.models.qwen3", "cosmos_core.cluster.group", "cosmos_core.cli",
     "cosmos_core.cli_config", "cosmos_core.cli_models", "cosmos_core.cli_runs", "cosmos_core.cli_server",
-    "cosmos_core.session", "cosmos_core.launch.standby", "cosmos_core.rollout.hf", "cosmos_core.rollout.flow_sampler",
+    "cosmos_core.session", "cosmos_core.rollout.hf", "cosmos_core.rollout.flow_sampler",
     "diffusers", "torch.distributed.checkpoint", "pydantic_settings", "fastapi", "uvicorn", "sqlalchemy.ext.asyncio",
     "alembic.config", "docket", "httpx", "cyclopts", "dateparser", "apprise", "datasets", "cosmos_core.models.prove",
     "cosmos_core.models.prove_pipeline", "ray",
