@@ -18,7 +18,7 @@ from cosmos_core.config.benchmark_files import TASK_FILES, local_data_files
 from cosmos_core.config.load import read_toml
 from cosmos_core.config.media import Media, media_of
 from cosmos_core.config.prompt_sets import SETS, named_set
-from cosmos_core.config.schema.dataset import data_suffix
+from cosmos_core.config.schema.dataset import data_suffix, generator_of
 from cosmos_core.config.schema.marks import Where, mark
 from cosmos_core.config.schema.modality import ALL, TOKENIZER_FILES
 from cosmos_core.config.schema.pipeline import BLOCK, StageConfig
@@ -61,8 +61,8 @@ class Input:
     the file with the tokens at which generation ends. `hook`: user code that changes no result. `rewards`: code and
     models of a reward service."""
     location: str
-    """Location of the input: a path, URL, Hub id, `stage:NAME`, import path, or the name of a module of this
-    package."""
+    """Location of the input: a path, URL, Hub id, `stage:NAME`, import path, or the name of a module of this package
+    or of a generator of rows."""
     form: Form
     """Form of the location; `folder` is a file or folder on this machine, which may be missing."""
     patterns: tuple[str, ...] = ALL
@@ -167,6 +167,8 @@ def _rows(stage: StageConfig, recipe: Recipe, kind: StageKind, model: Input | No
 
 
 def _data(key: str, name: str, patterns: tuple[str, ...], *, has_sets: bool) -> Input:
+    if generator_of(name):
+        return Input(key, "data", name, "literal")
     location, form = _located(name)
     if form in {"folder", "hub"} and not existing(name, Path.cwd()):
         if has_sets and name in SETS:

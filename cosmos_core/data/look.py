@@ -18,7 +18,7 @@ from cosmos_core.errors import DataError
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome
 
-_NUM_ROWS = 200  # number of rows at the start of each split that are read
+_NUM_ROWS, _NUM_GENERATED = 200, 8  # number of rows at the start of each split that are read: generators may be slow
 
 Reader = Callable[[Row, str], object]
 
@@ -58,7 +58,8 @@ def run(stage: Stage) -> Outcome:
 
 def _check(rows: Rows, read: Reader, most: float) -> None:
     refused: list[DataError] = []
-    for where, row in islice(rows, _NUM_ROWS):
+    count = min(_NUM_GENERATED if rows.is_generated else _NUM_ROWS, len(rows))
+    for where, row in islice(rows, count):
         try:
             read(row, where)
         except SkippedRow:
@@ -67,6 +68,6 @@ def _check(rows: Rows, read: Reader, most: float) -> None:
             refused.append(error)
     if len(refused) > most * len(rows):
         raise DataError(
-            f"{refused[0]}; {len(refused)} of the first {min(_NUM_ROWS, len(rows))} rows cannot be used, "
-            + remedy_of(most, is_all=len(refused) == min(_NUM_ROWS, len(rows)))
+            f"{refused[0]}; {len(refused)} of the first {count} rows cannot be used, "
+            + remedy_of(most, is_all=len(refused) == count)
         )

@@ -1,4 +1,4 @@
-"""Rows of a data set as pairs of location and dictionary, from a local file or folder, or from the Hub.
+"""Rows of a data set as pairs of location and dictionary, from a local file or folder, the Hub, or a generator.
 
 Error messages name a row by its location: "train.jsonl:12", in lines from 1, or "name[train] row 12", from 0.
 `formats.py` reads file formats, `messages.py` interprets rows.
@@ -18,8 +18,9 @@ from pathlib import Path
 import numpy as np
 from huggingface_hub import constants
 
-from cosmos_core.config.schema.dataset import DATA_SUFFIXES, DatasetConfig, data_suffix
+from cosmos_core.config.schema.dataset import DATA_SUFFIXES, GENERATED, DatasetConfig, data_suffix, generator_of
 from cosmos_core.data.formats import Located, Part, dataset_part, open_part, refused
+from cosmos_core.data.generated import generated_part
 from cosmos_core.data.order import shuffled
 from cosmos_core.data.user_dataset import Opener
 from cosmos_core.errors import DataError, first_line
@@ -43,6 +44,11 @@ class Rows:
 
     def __len__(self) -> int:
         return sum(part.num_rows for part in self._parts) if self._is_chosen is None else int(self._is_chosen.sum())
+
+    @property
+    def is_generated(self) -> bool:
+        """Return whether a generator makes the rows, which may be slow."""
+        return any(part.name.startswith(GENERATED) for part in self._parts)
 
     def __iter__(self) -> Iterator[Located]:
         rows = chain.from_iterable(part.read() for part in self._parts)
@@ -77,6 +83,10 @@ def load_rows(dataset: DatasetConfig, key: str = "dataset", opener: Opener | Non
     """
     if not dataset.name.strip():
         raise DataError(f"{key}.name is empty; give a file, a folder or a Hub id")
+    if generator := generator_of(dataset.name):
+        if dataset.split != (_TRAIN,):
+            raise DataError(f"{key}.split: a generator has only the split 'train'; set {key}.arguments.size")
+        return Rows([generated_part(generator, dataset.arguments, key)], Path.cwd())
     # Path.expanduser and Path.exists raise for some names, unlike the functions of os.path.
     path = Path(os.path.expanduser(dataset.name))
     if os.path.exists(path):

@@ -92,7 +92,8 @@ def check_readers(pipeline: Pipeline, name: str, info: dict[str, JsonValue]) -> 
 
 
 def look_at_rows(pipeline: Pipeline) -> None:
-    """Check the first rows of each stage that reads local files of moderate size, which takes a second or two.
+    """Check the first rows of each stage that reads local files of moderate size or generated rows, which takes a
+    second or two.
 
     Raises:
         DataError: preparing them would fail; the message names the stage.
@@ -105,7 +106,8 @@ def look_at_rows(pipeline: Pipeline) -> None:
         if is_slow or any(each.role == "data_code" for each in inputs) or _is_made(pipeline, stage):
             continue
         rows = [each for each in inputs if each.role == "data"]
-        if not all(each.form == "folder" and _size(Path(each.location)) <= _FEW_BYTES for each in rows):
+        is_local = {each.form for each in rows} <= {"folder", "literal"}
+        if not is_local or any(_size(Path(each.location)) > _FEW_BYTES for each in rows if each.form == "folder"):
             continue
         try:
             look(pipeline, stage, _FIRST_ROWS, data=stage.data)

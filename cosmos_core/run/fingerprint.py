@@ -17,13 +17,14 @@ from cosmos_core.config.compose import Pipeline
 from cosmos_core.config.inputs import Input, Role, source_of
 from cosmos_core.config.media import MEDIA_PATHS
 from cosmos_core.config.schema.pipeline import StageConfig
+from cosmos_core.config.schema.rl import GENERATED_REWARD
 from cosmos_core.config.schema.table import flat_keys, result_values
 from cosmos_core.facts import Facts, facts_of_workers
 from cosmos_core.registry import code_digest
 from cosmos_core.run.content import files_of, files_of_model
 from cosmos_core.run.digests import Digests
 from cosmos_core.run.files import read_object
-from cosmos_core.run.inputs import check_located, kernel_packages
+from cosmos_core.run.inputs import GENERATORS, check_located, kernel_packages
 from cosmos_core.run.libraries import LIBRARIES
 from cosmos_core.types import StageKind, is_below
 
@@ -119,10 +120,18 @@ def fingerprint(
     }
     if stage.entry:
         ingredients["entry"]["arguments"] = stage.arguments
+    calls = ("data", "reward") if kind.scores or kind.trains else ("data",)
+    if any(each.role in calls and _is_generated(each) for each in inputs):
+        ingredients["generators"] = facts_of_workers((GENERATORS,), pipeline.config.python).versions
     if kind.trains and (packages := kernel_packages(recipe)):
         ingredients["kernels"] = facts_of_workers(tuple(packages), pipeline.config.python).versions
     ingredients = json.loads(json.dumps(ingredients, sort_keys=True, default=str))
     return Fingerprint(_hashed(ingredients), ingredients, tuple(_read(*each) for each in digested))
+
+
+def _is_generated(each: Input) -> bool:
+    """Return True if `reasoning-gym` generates the rows or scores them."""
+    return (each.role, each.form) == ("data", "literal") or (each.role, each.location) == ("reward", GENERATED_REWARD)
 
 
 def _counts(each: Input, kind: StageKind, reads: Callable[[str], bool]) -> bool:

@@ -13,14 +13,18 @@ from pathlib import Path
 from cosmos_core.config.compose import Pipeline
 from cosmos_core.config.inputs import WEIGHTS_SUFFIXES, Input
 from cosmos_core.config.prompt_sets import named_set
+from cosmos_core.config.schema.dataset import generator_of
 from cosmos_core.config.schema.logging import CONSOLE, SINKS_FOLDER
 from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.config.schema.rl import GENERATED_REWARD
 from cosmos_core.errors import ConfigError, CosmosError, DataError, ModelError, RewardError
 from cosmos_core.facts import facts_of_workers
 from cosmos_core.registry import code_file, is_import_path, load_named, offered_names, suggestion
 from cosmos_core.run.content import files_of_model
 
 _REWARDS = "cosmos_core.rewards"
+GENERATORS = "reasoning-gym"
+"""Package of the generators of rows and of their reward."""
 
 
 def check_inputs(pipeline: Pipeline) -> None:
@@ -170,6 +174,11 @@ def _packages(recipe: Recipe) -> dict[str, str]:
         packages["openai"] = "sample.endpoint"
     if recipe.asks_judge:
         packages["openai"] = "the reward judge"
+    for key, dataset in recipe.datasets.items():
+        if generator_of(dataset.name):
+            packages[GENERATORS] = f"{key}.name = {dataset.name!r}"
+    if GENERATED_REWARD in {*recipe.train.train_policy.rewards, *recipe.validation.reward_function}:
+        packages.setdefault(GENERATORS, f"the reward {GENERATED_REWARD}")
     return packages | kernel_packages(recipe)
 
 

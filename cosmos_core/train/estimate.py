@@ -17,6 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.config.media import media_of
+from cosmos_core.config.schema.dataset import generator_of
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.supervised import SupervisedConfig
 from cosmos_core.config.schema.train import TrainConfig
@@ -277,7 +278,7 @@ def _count_rows(recipe: Recipe) -> int | None:
     dataset = recipe.train.train_policy.dataset
     if annotations := media_of(recipe).annotation_path:
         dataset = dataset.derived(name=annotations, split=("train",))
-    if not dataset.name or not Path(dataset.name).expanduser().exists():
+    if not (generator_of(dataset.name) or (dataset.name and Path(dataset.name).expanduser().exists())):
         return None
     rows = load_rows(dataset, "train.train_policy.dataset")
     if dataset.test_size is not None and not recipe.validation.dataset.name:

@@ -37,6 +37,7 @@ TOLD = {**CHAT_ROWS, f"{TURNS}.custom_chat_template_path": "told.jinja"}
 OPEN = {
     **CHAT_ROWS, f"{TURNS}.add_generation_prompt": False, "train.train_policy.prompt_column_name": "conversations",
 }  # fmt: skip
+GENERATED = {**GRPO, "policy.model_max_length": 512, "train.train_policy.dataset.name": "reasoning-gym:chain_sum"}
 ON_HUB = {**SFT, "train.train_policy.dataset.name": "org/rows"}
 TERM = "train.train_policy.data_term"
 BESIDE = {**GRPO_ROWS, f"{TERM}.weight": 0.1, f"{TERM}.name": "rows"}
@@ -140,6 +141,16 @@ def test_it_changes_the_rows(change: Change, expected: tuple[str, int, str | Non
     assert before != after
     assert len(after[split]) == count
     assert first is None or after[split][0] == first
+
+
+@changes(
+    (Change("train.train_policy.dataset.arguments", {"size": 3, "seed": 1}, GENERATED), "train"),
+    (Change("validation.dataset.arguments", {"size": 3, "seed": 1},
+            {**GENERATED, "validation.dataset.name": "reasoning-gym:chain_sum"}), "validation"),
+)  # fmt: skip
+def test_it_changes_the_generated_rows(change: Change, expected: str, folder: Path) -> None:
+    before, after = prepared(change.before, folder)[expected], prepared(change.after, folder)[expected]
+    assert [len(before), len(after)] == [500, 3] and after != before[:3]
 
 
 @changes(

@@ -1,10 +1,10 @@
 """`[train.train_policy.dataset]` and `[validation.dataset]`: where rows come from."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import field_validator
+from pydantic import field_validator, model_validator
 
-from cosmos_core.config.schema.marks import NoResult, Where
+from cosmos_core.config.schema.marks import IfSet, NoResult, Where
 from cosmos_core.config.schema.table import Table
 from cosmos_core.config.schema.values import Fraction, Splits
 
@@ -12,6 +12,15 @@ _TEXTS = (".jsonl", ".json", ".csv", ".tsv")
 _PACKED = (".gz", ".bz2", ".xz")
 DATA_SUFFIXES = (*_TEXTS, ".parquet", ".arrow", *(f"{text}{packed}" for text in _TEXTS for packed in _PACKED))
 """Suffixes of the names of data files."""
+
+
+GENERATED = "reasoning-gym:"
+"""Prefix of the names of data sets that the package `reasoning-gym` generates."""
+
+
+def generator_of(name: str) -> str:
+    """Return the generator that the name of a data set names, such as `chain_sum`; empty if it names none."""
+    return name.removeprefix(GENERATED) if name.startswith(GENERATED) else ""
 
 
 def data_suffix(name: str) -> str:
@@ -24,8 +33,12 @@ class DatasetConfig(Table):
 
     name: Annotated[str, NoResult, Where.PATH] = ""
     """Path of a file of rows (.jsonl, .json, .csv, .tsv, also compressed as .gz, .bz2 or .xz, .parquet, .arrow), a
-    folder of such files, a `save_to_disk` folder, a URL of one of these in a store (`s3://BUCKET/KEY`), a Hub id, or a
-    user's data set class, `path/file.py:Class`; the fingerprint includes the content."""
+    folder of such files, a `save_to_disk` folder, a URL of one of these in a store (`s3://BUCKET/KEY`), a Hub id, a
+    user's data set class, `path/file.py:Class`, or a generator of the package `reasoning-gym`, such as
+    `reasoning-gym:chain_sum`; the fingerprint includes the content, or the version of the package."""
+    arguments: Annotated[dict[str, Any], IfSet] = {}
+    """Arguments of the generator of `reasoning-gym:NAME`: `size` (number of rows, 500 if left out), `seed` (0 if left
+    out), and those of the generator itself."""
     subset: str = ""
     """Configuration name of the data set on the Hub; empty: the default configuration."""
     revision: str = ""
@@ -50,6 +63,12 @@ class DatasetConfig(Table):
     """Rule that selects `policy.diffusers.train_frames` frames of a longer video: `random` (consecutive frames from a
     start that the content of the video determines), `first` or `middle` (consecutive frames), or `uniform` (frames at
     equal distances over the whole video)."""
+
+    @model_validator(mode="after")
+    def _arguments_of_a_generator(self) -> Self:
+        if self.arguments and not generator_of(self.name):
+            raise ValueError(f"arguments are for a generator, name = '{GENERATED}NAME', not {self.name!r}; remove them")
+        return self
 
     @field_validator("test_size")
     @classmethod

@@ -87,10 +87,14 @@ class AffectsResult:
     """Whether a used field enters the fingerprint of the stages that read it."""
 
     value: bool
+    if_set: bool = False
+    """Whether an empty value is left out of fingerprints, as in those of versions without the field."""
 
 
 NoResult = AffectsResult(False)
 """Mark of a field that changes how a run is shown or stored, never what it computes."""
+IfSet = AffectsResult(True, if_set=True)
+"""Mark of a field that is left out of fingerprints while it is empty."""
 
 
 def mark(field: FieldInfo, kind: type) -> Any:

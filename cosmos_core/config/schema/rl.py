@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from cosmos_core.config.schema.algorithm import AlgorithmConfig
+from cosmos_core.config.schema.dataset import generator_of
 from cosmos_core.config.schema.marks import Needs, NoResult, Unit
 from cosmos_core.config.schema.overlong_reward import OverlongRewardConfig
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
@@ -15,6 +16,8 @@ from cosmos_core.config.schema.table import InStage, say
 from cosmos_core.config.schema.values import Completions, Names, NonNegativeInt, PositiveFloat, PositiveInt, Tokens
 
 DAPO_FETCH = 128
+GENERATED_REWARD = "reasoning_gym"
+"""Reward function of rows that a generator of `reasoning-gym` makes."""
 
 
 class RlConfig(AlgorithmConfig):
@@ -43,7 +46,8 @@ class RlConfig(AlgorithmConfig):
     """System prompt for prompts without a system turn and without a column `system`; empty: no system prompt."""
     reward_function: RewardWeights = Field(default={"single_choice": 1.0})
     """Reward functions: one name, a list of names, or names with weights; user code is `module:function` or
-    `path/file.py:function`."""
+    `path/file.py:function`. If the key is left out and `dataset` is a generator of `reasoning-gym`: `reasoning_gym`,
+    the generator's own scoring."""
     reward_timeout_seconds: Annotated[PositiveFloat, Unit("seconds")] = 10.0
     """Time limit of one call of a reward function, after which it is killed; its completion is then invalid."""
     reward_env: Annotated[Names, NoResult] = ()
@@ -159,6 +163,14 @@ class RlConfig(AlgorithmConfig):
         for name in ("filter_reward_metric", "max_retry_for_on_policy"):
             if self.variant != "dapo" and self.is_given(name):
                 yield f"train.train_policy.{name} has no effect here: it is for variant = 'dapo'"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reward_of_generated_rows(cls, values: Any) -> Any:
+        """Score rows of `reasoning-gym` by its own reward unless the recipe names another."""
+        dataset = values.get("dataset") if isinstance(values, dict) and "reward_function" not in values else None
+        name = dataset.get("name") if isinstance(dataset, dict) else getattr(dataset, "name", "")
+        return {**values, "reward_function": GENERATED_REWARD} if generator_of(str(name or "")) else values
 
     @field_validator("reward_function")
     @classmethod

@@ -121,7 +121,8 @@ def status(field: FieldInfo) -> Status:
 
 def affects_result(field: FieldInfo) -> bool:
     """Return whether a field enters the fingerprint of the stages that read it."""
-    return status(field) == _USED and mark(field, AffectsResult) is None
+    effect = mark(field, AffectsResult)
+    return status(field) == _USED and (effect is None or effect.value)
 
 
 def is_table(annotation: Any) -> bool:
@@ -198,7 +199,7 @@ def result_values(table: Table) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, field in type(table).model_fields.items():
         value = getattr(table, name)
-        if not affects_result(field):
+        if not affects_result(field) or (not value and getattr(mark(field, AffectsResult), "if_set", False)):
             continue
         if not isinstance(value, Table):
             values[name] = list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,72 @@
+"""Rows of the generators of the package `reasoning-gym`: questions with answers that its own functions score.
+
+    train.train_policy.dataset.name = "reasoning-gym:chain_sum"
+    train.train_policy.dataset.arguments = { size = 2000, seed = 1, max_terms = 4 }
+
+A row has the columns `question`, `answer` and `metadata`, and `reasoning_gym`, which the reward `reasoning_gym` reads.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from cosmos_core.config.schema.dataset import GENERATED
+from cosmos_core.data.formats import Located, Part
+from cosmos_core.errors import DataError, first_line
+from cosmos_core.registry import suggestion
+
+
+def generated_part(generator: str, arguments: Mapping[str, Any], key: str) -> Part:
+    """Return the rows of a generator; `key` is its table in the TOML, for messages.
+
+    Raises:
+        DataError: the package is not installed, has no such generator, or refuses the arguments.
+    """
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise DataError(
+            f"{key}.name = {GENERATED + generator!r}: the package reasoning-gym cannot be imported "
+            f"({first_line(error)}); pip install 'cosmos-posttrain[reasoning-gym]'"
+        ) from error
+    if generator not in DATASETS:
+        raise DataError(
+            f"{key}.name = {GENERATED + generator!r}: reasoning-gym has no generator {generator!r}"
+            f"{suggestion(generator, list(DATASETS))}"
+        )
+    complete = {"seed": 0, **arguments}
+    try:
+        dataset = reasoning_gym.create_dataset(generator, **complete)
+    except Exception as error:  # generators check their arguments by assertions, and errors of their own
+        reason = first_line(error) or type(error).__name__
+        raise DataError(f"{key}.arguments: {generator} refuses {dict(arguments)}: {reason}") from error
+    return Part(f"{GENERATED}{generator}", len(dataset), partial(_rows, dataset, generator, complete))
+
+
+def _rows(dataset: Any, generator: str, arguments: Mapping[str, Any]) -> Iterator[Located]:
+    for index in range(len(dataset)):
+        where = f"{GENERATED}{generator} row {index}"
+        try:
+            entry = dataset[index]
+        except Exception as error:
+            raise DataError(f"{where}: the generator raised {type(error).__name__}: {first_line(error)}") from error
+        scored_by = {"generator": generator, "arguments": dict(arguments), "entry": _literal(entry)}
+        columns = {name: entry[name] for name in ("question", "answer", "metadata")}
+        yield where, {**columns, "reasoning_gym": scored_by}
+
+
+def _literal(entry: Mapping[str, Any]) -> str:
+    """Return the text of an entry as a Python literal, which unlike JSON has tuples, sets and keys of any type; values
+    without a literal become text."""
+    try:
+        text = repr(entry)
+        if ast.literal_eval(text) == entry:
+            return text
+    except (ValueError, SyntaxError):
+        pass
+    return repr(json.loads(json.dumps(entry, default=str)))
