@@ -15,6 +15,7 @@ from cosmos_core.run import manifest
 from cosmos_core.run.content import overlaid
 from cosmos_core.run.directory import Run, supersede
 from cosmos_core.run.fingerprint import Fingerprint
+from cosmos_core.run.hub import changed
 from cosmos_core.run.lineage import origin
 from cosmos_core.run.manifest import Result, Source, read_result
 from cosmos_core.run.plan import read_fingerprint, save_fingerprint, why_remade
@@ -69,6 +70,9 @@ def lay_out(
     if teacher := recipe.teacher_of(kind):
         folder = _output(stage.name, "model", teacher.model_name_or_path, inputs)
         recipe = recipe.derived(distillation=teacher.derived(model_name_or_path=folder))
+    for key, dataset in recipe.datasets.items():
+        if source_of(dataset.name):
+            recipe = changed(recipe, f"{key}.name", _output(stage.name, "data", dataset.name, inputs))
     model, data = (_output(stage.name, key, getattr(stage, key), inputs) for key in ("model", "data"))
     overlay = overlaid(inputs_of(stage, recipe, kind), path / "base_model")
     prepared = Stage(

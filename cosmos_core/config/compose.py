@@ -23,6 +23,7 @@ from cosmos_core.config.inputs import STAGE_PREFIX, Input, existing, inputs_of, 
 from cosmos_core.config.load import MAX_FILE_BYTES, Values, excess, fit, merge, parse, printable, without_none
 from cosmos_core.config.media import located_media
 from cosmos_core.config.override import IMPLIED, entry_with, living, parse_setting, shared_values, sort_settings
+from cosmos_core.config.schema.clean import BENCHMARKS
 from cosmos_core.config.schema.marks import Where
 from cosmos_core.config.schema.pipeline import PipelineConfig, StageConfig
 from cosmos_core.config.schema.recipe import Recipe
@@ -254,8 +255,15 @@ def _references(stage: StageConfig, recipe: Recipe, kind: StageKind) -> Iterator
     """Yield each key of a stage that may refer to another stage, with its value."""
     yield "model", stage.model
     yield "data", stage.data
+    if kind.reads_data == "source":
+        yield from _benchmarks(recipe)
     if teacher := recipe.teacher_of(kind):
         yield "distillation.model_name_or_path", teacher.model_name_or_path
+
+
+def _benchmarks(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Yield the key and the name of each benchmark that training rows are compared with."""
+    yield from ((f"{key}.name", each.name) for key, each in recipe.datasets.items() if key.startswith(BENCHMARKS))
 
 
 def _feed(recipe: Recipe) -> str:
@@ -281,7 +289,8 @@ def _check_stages(pipeline: Pipeline) -> None:
                 raise ConfigError(
                     f"{where}: after = {upstream!r} is no stage of this pipeline{suggestion(upstream, names)}"
                 )
-        for key, reference in _references(stage, pipeline.recipes[stage.name], kinds[stage.kind]):
+        recipe = pipeline.recipes[stage.name]
+        for key, reference in (*_references(stage, recipe, kinds[stage.kind]), *_benchmarks(recipe)):
             referenced = source_of(reference)
             if referenced is not None and referenced not in names:
                 raise ConfigError(
@@ -416,9 +425,11 @@ def _with_prepared_data(pipeline: Pipeline) -> Pipeline:
                 f"{pipeline.source}: stage {name!r}: the name is taken by the data of stage {stage.name!r}"
             )
         origin = _origin_of_model(pipeline, by_name, stage)
-        needs = tuple(dict.fromkeys(s for s in (source_of(origin), source_of(stage.data)) if s))
         prepare = _kind(pipeline.kinds, makes="data")
-        stages.append(StageConfig(name=name, kind=prepare, model=origin, data=stage.data, after=needs))
+        own = StageConfig(name=name, kind=prepare, model=origin, data=stage.data)
+        references = _references(own, recipes[stage.name], pipeline.kinds[prepare])
+        needs = tuple(dict.fromkeys(source for _, reference in references if (source := source_of(reference))))
+        stages.append(own.model_copy(update={"after": needs}))
         recipes[name] = recipes[stage.name]
         stages.append(_depending(stage, data=f"stage:{name}", after=name))
     return pipeline.with_stages(stages, recipes)

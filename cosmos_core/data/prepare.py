@@ -30,6 +30,7 @@ from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.chat import chat_of, is_told_of_tools
+from cosmos_core.data.clean import clean
 from cosmos_core.data.formats import Located
 from cosmos_core.data.kinds.base import TRAIN, VALIDATION
 from cosmos_core.data.kinds.registry import row_kind, tokenised_kind
@@ -76,12 +77,15 @@ def tokenise(stage: Stage) -> Outcome:
     ends = end_ids(stage.model, stage.recipe.policy.model_revision, tokenizer)
     jobs = {split: replace(_job(stage, split, rows), end_ids=ends) for split, rows in splits.items()}
     jobs, tool_notices = _rendered_jobs(stage, jobs, tokenizer)
-    total = sum(len(rows) for rows in splits.values())
     statistics: dict[str, dict[str, Any]] = {}
     notices: list[JsonValue] = [f"{key} has no effect: videos are not read" for key in media_of(stage.recipe).ignored]
     notices += tool_notices
     done = 0
     with replaced_folder(stage.path / "data") as folder:
+        cleaned = clean(stage, splits[TRAIN], folder, _opener(stage))
+        splits |= {TRAIN: cleaned.rows}
+        notices += cleaned.notices
+        total = sum(len(rows) for rows in splits.values())
         for split, rows in splits.items():
             path = split_path(folder, split)
             counts = _write_split(stage, path, jobs[split], rows, done, total)
@@ -97,7 +101,7 @@ def tokenise(stage: Stage) -> Outcome:
     names = ("rows", "tokens", "skipped_rows")
     metrics = {f"data/{split}_{name}": float(statistics[split][name]) for split in statistics for name in names}
     info: dict[str, JsonValue] = {"data": "data", **({"notices": notices} if notices else {})}
-    return Outcome(outputs=("data",), metrics=metrics, info=info)
+    return Outcome(outputs=("data",), metrics=metrics | cleaned.metrics, info=info)
 
 
 def _rendered_jobs(

@@ -64,8 +64,11 @@ class Rows:
         return Rows(self._parts, self.folder, is_chosen & (np.cumsum(is_chosen) <= count))
 
     def where(self, is_chosen: np.ndarray) -> Rows:
-        """Return the rows that the mask `is_chosen` selects; a selection cannot be narrowed again."""
-        assert self._is_chosen is None
+        """Return the rows that the mask `is_chosen`, with an entry per row, selects."""
+        if self._is_chosen is not None:
+            narrowed = self._is_chosen.copy()
+            narrowed[self._is_chosen] = is_chosen
+            is_chosen = narrowed
         return Rows(self._parts, self.folder, is_chosen)
 
 

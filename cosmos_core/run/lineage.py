@@ -14,6 +14,7 @@ from typing import Any
 from cosmos_core.config.compose import Pipeline
 from cosmos_core.config.inputs import source_of
 from cosmos_core.config.load import read_toml
+from cosmos_core.config.schema.clean import BENCHMARKS
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.files import parsed, read_object, sha256
@@ -159,7 +160,8 @@ def base_of(stage: Stage) -> str:
 def _named_data(pipeline: Pipeline, stage: StageConfig) -> list[str]:
     """Return the names of the data sets that a stage reads from outside the run, or `made by FUNCTION` if user code
     creates its rows."""
-    rows = [each for each in pipeline.inputs(stage) if each.role == "data" and each.form != "stage"]
+    read = [each for each in pipeline.inputs(stage) if each.role == "data" and each.form != "stage"]
+    rows = [each for each in read if not each.key.startswith(BENCHMARKS)]  # they are compared, not trained on
     names = [f"{each.location}@{each.revision}" if each.revision else each.location for each in rows]
     names = [os.path.relpath(name) if Path(name).is_relative_to(Path.cwd()) else name for name in names]
     return names or ([f"made by {stage.entry}"] if stage.entry else [])

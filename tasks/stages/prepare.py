@@ -7,6 +7,7 @@ ROWS_BESIDE = ("name", "subset", "revision", "split", "max_skipped_fraction", "c
 """Keys of `train.train_policy.data_term` that determine its supervised rows."""
 DECIDE_ROWS = (
     "train.train_policy.dataset",
+    "train.train_policy.clean",
     "train.train_policy.data_packer",
     "train.train_policy.conversation_column_name",
     "train.train_policy.prompt_column_name",

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import ValidationInfo, field_validator, model_validator
 
+from cosmos_core.config.schema.clean import CleanConfig
 from cosmos_core.config.schema.data_term import DataTermConfig
 from cosmos_core.config.schema.dataset import DatasetConfig
-from cosmos_core.config.schema.marks import NoResult, Unit, Where
+from cosmos_core.config.schema.marks import IfSet, NoResult, Unit, Where
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.config.schema.table import Table
 from cosmos_core.config.schema.values import Rows, Thing
@@ -50,6 +51,8 @@ class AlgorithmConfig(Table):
     """Algorithm: a built-in name, or a user class `path/file.py:Class`, whose parameters are in `[custom]`."""
     dataset: DatasetConfig = DatasetConfig()
     """Data set of the training rows."""
+    clean: Annotated[CleanConfig | None, IfSet] = None
+    """Search of the training rows for duplicates and for text of benchmarks; None: no search."""
     data_packer: Annotated[Thing | Literal[""], Where.CODE] = ""
     """User class `path/file.py:Class` that converts a row of the data set: its `get_rollout_input(item)` returns the
     prompt of a row, its `sft_process_sample(item)` the tokens or turns; empty: rows are used unchanged."""

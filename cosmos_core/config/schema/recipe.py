@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from cosmos_core.config.schema.clean import BENCHMARKS
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.diffusion_sft import DiffusionSftConfig
 from cosmos_core.config.schema.distillation import DistillationConfig
@@ -97,13 +98,16 @@ class Recipe(Table):
 
     @property
     def datasets(self) -> dict[str, DatasetConfig]:
-        """Return the data sets of training rows, supervised rows and held-out rows, by the key of their table."""
+        """Return the data sets of training rows, supervised rows, held-out rows and benchmarks, by the key of their
+        table."""
         policy = self.train.train_policy
+        benchmarks = policy.clean.decontaminate_against if policy.clean else ()
         supervised = {"train.train_policy.data_term": policy.real_rows.dataset} if policy.real_rows else {}
         return {
             "train.train_policy.dataset": policy.dataset,
             **supervised,
             "validation.dataset": self.validation.dataset,
+            **{f"{BENCHMARKS}.{number}": each.dataset for number, each in enumerate(benchmarks)},
         }
 
     @property

@@ -1,0 +1,64 @@
+"""`[train.train_policy.clean]`: duplicates among training rows, and training rows that contain text of benchmarks."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from cosmos_core.config.schema.dataset import DatasetConfig
+from cosmos_core.config.schema.marks import NoResult, Unit, Where
+from cosmos_core.config.schema.table import InStage, Table
+from cosmos_core.config.schema.values import Fraction, PositiveInt, Splits
+
+BENCHMARKS = "train.train_policy.clean.decontaminate_against"
+"""Key of the benchmarks of a recipe."""
+
+
+class BenchmarkRowsConfig(Table):
+    """`[[train.train_policy.clean.decontaminate_against]]`: rows of a benchmark."""
+
+    # The name is left out of `str`, by which a list of tables enters a fingerprint: the content counts.
+    name: Annotated[str, NoResult, Where.PATH, Field(min_length=1, repr=False)]
+    """Path, URL or Hub id of the rows, as in `dataset.name`, or `stage:NAME` of a stage that makes rows of text; every
+    text in every column is compared."""
+    subset: str = ""
+    """Configuration name of the data set on the Hub; empty: the default configuration."""
+    revision: str = ""
+    """Commit, tag or branch of the data set on the Hub; empty: the newest commit."""
+    split: Splits = ("train",)
+    """Split or list of splits, concatenated; a benchmark on the Hub mostly has `test`."""
+
+    @property
+    def dataset(self) -> DatasetConfig:
+        """Return the data set of the rows."""
+        return DatasetConfig(name=self.name, subset=self.subset, revision=self.revision, split=self.split)
+
+
+def _named(values: Any) -> Any:
+    names = [values] if isinstance(values, str) else values
+    return [{"name": each} if isinstance(each, str) else each for each in names] if isinstance(names, list) else names
+
+
+class CleanConfig(Table):
+    """`[train.train_policy.clean]`: search for duplicates among the training rows and for training rows that contain
+    text of benchmarks. Each match is written to `data/clean.jsonl` of the `prepare` stage, with both texts."""
+
+    decontaminate_against: Annotated[tuple[BenchmarkRowsConfig, ...], BeforeValidator(_named), Field(strict=False)] = ()
+    """Benchmarks whose text must not be trained on: names, or tables with `name`, `subset`, `revision` and `split`."""
+    ngram: Annotated[PositiveInt, Unit("words")] = 13
+    """Number of consecutive words of a benchmark's text that match wherever a training row contains them; a shorter
+    text of at least 8 words matches as a whole."""
+    min_overlap: Fraction = 0.8
+    """Fraction of the words of a benchmark's text that the matches cover, from which on `drop` leaves out the row (0.8
+    as for Llama 2, arXiv 2307.09288); matches below it are only reported."""
+    near_duplicates: Fraction = 0.9
+    """Lowest Jaccard similarity of near duplicates, over pairs of consecutive words; a later row is a duplicate of an
+    earlier one. 0: only rows of equal texts."""
+    action: Literal["report", "drop"] = "report"
+    """What happens to duplicates and to rows that contain a benchmark's text: `report` keeps them, `drop` leaves them
+    out."""
+
+    def refusals(self, stage: InStage) -> Iterator[str]:
+        """Yield errors for rows that are not compared."""
+        if stage.recipe.policy.is_diffusers:
+            yield "train.train_policy.clean: only rows of text are compared; leave it out for a diffusion model"

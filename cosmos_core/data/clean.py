@@ -1,0 +1,276 @@
+"""Search of training rows for duplicates, and for text of benchmarks: the table `train.train_policy.clean`.
+
+    <stage>/data/clean.jsonl   a match per line: the row, the row that it matches, both texts, whether it was dropped
+
+A row is compared by the texts of its turns, without system turns. Candidates for near duplicates share a key of
+`ngrams.Bands`; the exact similarity decides, and the earliest row of equal or similar ones stays. Memory holds the
+benchmarks and about 10 bytes per key and row (200 MB for a million rows); the n-grams of rows are in a temporary file.
+"""
+
+import json
+import logging
+import struct
+import tempfile
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from hashlib import blake2b
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cosmos_core.config.schema.clean import BENCHMARKS, BenchmarkRowsConfig, CleanConfig
+from cosmos_core.data.kinds.registry import tokenised_kind
+from cosmos_core.data.messages import Row
+from cosmos_core.data.ngrams import Bands, hashes_of, ngrams, normalised, without_signs, words_of
+from cosmos_core.data.rows import Rows, load_rows
+from cosmos_core.data.user_dataset import Opener
+from cosmos_core.errors import DataError, Preempted
+from cosmos_core.run.stage import Stage
+
+logger = logging.getLogger(__name__)
+
+FILE = "clean.jsonl"
+_SHINGLE = 2  # words
+_FEWEST_WORDS = 8  # words of the shortest text of a benchmark that is compared, as for GPT-3 (arXiv 2005.14165)
+_MOST_CANDIDATES = 32  # rows with one key that a row is compared with, and benchmark texts with a common n-gram
+_MOST_CHARACTERS = 2_000
+_NUM_EXAMPLES = 3
+_HEADER = struct.Struct("<16sIII")
+
+
+class Cleaned(NamedTuple):
+    """Rows that remain, with metrics and notices about the matches."""
+
+    rows: Rows
+    metrics: dict[str, float]
+    notices: list[str]
+
+
+def clean(stage: Stage, rows: Rows, folder: Path, opener: Opener) -> Cleaned:
+    """Report the matches of training rows to a file in `folder`, and drop matched rows if the recipe says so.
+
+    Raises:
+        DataError: a benchmark is missing or has no text, or no row remains.
+        Preempted: a stop was requested.
+    """
+    config = stage.recipe.train.train_policy.clean
+    if config is None:
+        return Cleaned(rows, {}, [])
+    counts: Counter[str] = Counter()
+    examples: list[str] = []
+    is_dropped = np.zeros(len(rows), dtype=bool)
+    with open(folder / FILE, "w", encoding="utf-8") as file:
+        for number, is_clear, match in _matches(stage, config, rows, opener.packer()):
+            match["dropped"] = is_clear and config.action == "drop"
+            is_dropped[number] |= match["dropped"]
+            counts[match["match"]] += 1
+            if counts[match["match"]] <= _NUM_EXAMPLES:
+                examples.append(f"{match['row']}: {match['match']} of {match['of']}: {match['text'][:80]!r}")
+            file.write(json.dumps(match, ensure_ascii=False) + "\n")
+    kept = rows.where(~is_dropped)
+    if not len(kept):
+        raise DataError(f"train.train_policy.clean drops all {len(rows)} rows; set action = 'report' to see why")
+    counts["dropped"] = int(is_dropped.sum())
+    names = ("exact_duplicate", "near_duplicate", "benchmark_text", "dropped")
+    found = ", ".join(f"{counts[name]} {name.replace('_', ' ')}" for name in names)
+    notices = [f"clean: {found}, of {len(rows)} rows; data/{FILE} has them", *examples] if examples else []
+    for notice in notices:
+        logger.warning("%s", notice)
+    return Cleaned(kept, {f"data/clean_{name}": float(counts[name]) for name in names}, notices)
+
+
+def _matches(
+    stage: Stage, config: CleanConfig, rows: Rows, pack: Callable[[Row, str], Row] | None
+) -> Iterator[tuple[int, bool, dict[str, Any]]]:
+    """Yield the number of each row that matches, whether the match is a reason to drop the row, and the match: first
+    those of benchmarks, then duplicates."""
+    benchmarks = Benchmarks(config.decontaminate_against, config.ngram)
+    bands = Bands(config.near_duplicates) if config.near_duplicates else None
+    policy, kind = stage.recipe.train.train_policy, tokenised_kind(stage.recipe.train.train_policy.rows)
+    keys, numbers = array("Q"), array("Q")
+    with tempfile.TemporaryFile(dir=stage.path) as file:
+        compared = ComparedRows(file)
+        for number, (where, row) in enumerate(rows):
+            if number % 256 == 0:
+                _look_up(stage, number)
+            try:
+                texts = list(_texts(kind.read(pack(row, where) if pack else row, where, policy)))
+            except DataError:  # tokenisation counts the row
+                continue
+            normal = list(map(normalised, texts))
+            turns = list(map(words_of, normal))
+            if match := benchmarks.match(turns):
+                is_clear = match["similarity"] >= config.min_overlap
+                yield number, is_clear, {"row": where, **match}
+                if is_clear:
+                    continue
+            digest = blake2b("\0".join(normal).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+            grams = np.unique(ngrams(hashes_of([*chain.from_iterable(turns)]), _SHINGLE))
+            compared.add(digest, where, "\n".join(texts), grams)
+            numbers.append(number)
+            keys.append(int.from_bytes(digest[:8]))
+            if bands:
+                keys.extend(bands.keys(grams).tolist())
+        table = np.frombuffer(keys, dtype=np.uint64).reshape(-1, 1 + (bands.count if bands else 0))
+        for position, match in duplicates(table, compared, config.near_duplicates):
+            yield numbers[position], True, match
+
+
+def _look_up(stage: Stage, number: int) -> None:
+    stage.progress.beat()
+    if stage.stop_requested:
+        raise Preempted(f"stopped after {number} rows were compared; preparing starts anew")
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts of what a kind of rows reads from a row, without system turns."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        if value.get("role") not in {"system", "developer"}:
+            yield from _texts([each for name, each in value.items() if name not in {"role", "type"}])
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _texts(each)
+    elif isinstance(value, bool):  # the label of a completion
+        yield str(value)
+    elif hasattr(value, "__dict__"):
+        yield from _texts(list(vars(value).values()))
+
+
+class ComparedRow(NamedTuple):
+    """A row as it is compared with others."""
+
+    digest: bytes
+    where: str
+    text: str
+    grams: np.ndarray
+    """Sorted hashes of the row's n-grams, uint64."""
+
+    def similarity(self, other: "ComparedRow") -> float:
+        """Return the Jaccard similarity of the n-grams of two rows."""
+        common = np.intersect1d(self.grams, other.grams, assume_unique=True).size
+        return common / max(1, self.grams.size + other.grams.size - common)
+
+
+class ComparedRows:
+    """Sequence of compared rows in a file."""
+
+    def __init__(self, file: Any) -> None:
+        self._file, self._offsets = file, array("Q")
+
+    def add(self, digest: bytes, where: str, text: str, grams: np.ndarray) -> None:
+        """Append a row; of its text, only the beginning is stored."""
+        self._offsets.append(self._file.tell())
+        name, content = (each.encode("utf-8", "replace") for each in (where, text[:_MOST_CHARACTERS]))
+        self._file.write(_HEADER.pack(digest, len(name), len(content), grams.size) + name + content + grams.tobytes())
+
+    def __getitem__(self, index: int) -> ComparedRow:
+        self._file.seek(self._offsets[index])
+        digest, *sizes, count = _HEADER.unpack(self._file.read(_HEADER.size))
+        where, text = (self._file.read(size).decode() for size in sizes)
+        return ComparedRow(digest, where, text, np.frombuffer(self._file.read(8 * count), dtype=np.uint64))
+
+
+def duplicates(keys: np.ndarray, rows: ComparedRows, threshold: float) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the position of each row that equals an earlier row, or has at least the similarity `threshold` to it (0:
+    equal rows only), with its match.
+
+    `keys` has shape (rows, keys): rows with an equal key in a column are compared. The first column is a hash of the
+    text. A row is compared only with rows that are no duplicates themselves.
+    """
+    is_shared = np.zeros(keys.shape, dtype=bool)
+    for column in range(keys.shape[1]):
+        _, inverse, counts = np.unique(keys[:, column], return_inverse=True, return_counts=True)
+        is_shared[:, column] = counts[inverse] > 1
+    holders: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    for position in np.flatnonzero(is_shared.any(axis=1)).tolist():
+        own = [(column, int(keys[position, column])) for column in np.flatnonzero(is_shared[position]).tolist()]
+        row, best, similarity = rows[position], None, threshold or 2.0
+        for candidate in sorted({each for key in own for each in holders[key]}):
+            other = rows[candidate]
+            is_exact = row.digest == other.digest
+            value = 2.0 if is_exact else row.similarity(other)
+            if value > similarity or (value == similarity and best is None):
+                best, similarity = other, value
+        if best is None:
+            for key in own:
+                if len(holders[key]) < _MOST_CANDIDATES:
+                    holders[key].append(position)
+            continue
+        is_exact = row.digest == best.digest
+        yield position, {
+            "row": row.where, "match": "exact_duplicate" if is_exact else "near_duplicate",
+            "similarity": min(similarity, 1.0), "text": row.text, "of": best.where, "of_text": best.text,
+        }  # fmt: skip
+
+
+def _compared(text: str) -> list[str]:
+    """Return the words of a benchmark's text that are compared."""
+    return without_signs(words_of(normalised(text)))
+
+
+class Benchmarks:
+    """Index of the n-grams of the texts of benchmarks, held in memory."""
+
+    def __init__(self, tables: Sequence[BenchmarkRowsConfig], ngram: int) -> None:
+        self._ngram, self._fewest = ngram, min(ngram, _FEWEST_WORDS)
+        self._texts: list[tuple[str, str]] = []
+        grams, owners = array("Q"), array("I")
+        self._sizes: set[int] = set()
+        for number, table in enumerate(tables):
+            count = len(self._texts)
+            for where, row in load_rows(table.dataset, f"{BENCHMARKS}.{number}"):
+                for text in _texts(row):
+                    if len(words := _compared(text)) >= self._fewest:
+                        self._sizes.add(min(ngram, len(words)))
+                        grams.extend(ngrams(hashes_of(words), ngram).tolist())
+                        owners.extend([len(self._texts)] * (len(grams) - len(owners)))
+                        self._texts.append((where, text))
+            if len(self._texts) == count:
+                raise DataError(f"{BENCHMARKS}.{number}: no text of at least {self._fewest} words; name rows of text")
+        order = np.argsort(np.frombuffer(grams, dtype=np.uint64), kind="stable")
+        self._grams, self._owners = np.frombuffer(grams, dtype=np.uint64)[order], np.frombuffer(owners, "I")[order]
+
+    def match(self, turns: Sequence[list[str]]) -> dict[str, Any] | None:
+        """Return the match of a row, by the words of its turns, with the text of a benchmark of which the row has most;
+        None if it has none.
+
+        `similarity` is the fraction of the words of that text in common n-grams, `text` the longest common passage.
+        """
+        turns = [without_signs(words) for words in turns] if self._texts else []
+        hashes = [*map(hashes_of, turns)]
+        grams = [ngrams(each, size) for each in hashes for size in self._sizes if len(each) >= size]
+        if not grams:
+            return None
+        searched = np.concatenate(grams)
+        first = np.minimum(np.searchsorted(self._grams, searched), len(self._grams) - 1)
+        owners: Counter[int] = Counter()
+        for start in first[self._grams[first] == searched].tolist():
+            end = start + _MOST_CANDIDATES
+            owners.update(self._owners[start:end][self._grams[start:end] == self._grams[start]].tolist())
+        best: tuple[float, int, list[str]] | None = None
+        for owner, _ in owners.most_common(_MOST_CANDIDATES):
+            part, passage = self._common(turns, _compared(self._texts[owner][1]))
+            if passage and (best is None or part > best[0]):
+                best = part, owner, passage
+        if best is None:
+            return None
+        part, owner, passage = best
+        where, text = self._texts[owner]
+        return {"match": "benchmark_text", "similarity": round(part, 4), "text": " ".join(passage),
+                "of": where, "of_text": text[:_MOST_CHARACTERS]}  # fmt: skip
+
+    def _common(self, turns: Sequence[list[str]], words: list[str]) -> tuple[float, list[str]]:
+        """Return the fraction of words that are in n-grams which a turn contains, and the longest common passage."""
+        n = min(self._ngram, len(words))
+        present = {tuple(turn[i : i + n]) for turn in turns for i in range(len(turn) - n + 1)}
+        is_common = np.zeros(len(words) + 1, dtype=bool)
+        for i in range(len(words) - n + 1):
+            is_common[i : i + n] |= tuple(words[i : i + n]) in present
+        starts = np.flatnonzero(np.diff(is_common, prepend=False)).reshape(-1, 2).tolist()
+        first, last = max(starts, key=lambda span: span[1] - span[0], default=(0, 0))
+        return float(is_common.sum() / len(words)), words[first:last]

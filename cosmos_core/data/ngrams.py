@@ -1,0 +1,92 @@
+"""Normalised words of texts, hashes of their n-grams, and MinHash signatures, for `clean.py`.
+
+Texts are compared as words: Unicode NFKC, case folded, split at whitespace, without punctuation. In a search for
+duplicates, signs of arithmetic are words, because `5 + 3` and `5 - 3` are different texts. Letters of scripts without
+spaces are words.
+"""
+
+import re
+import unicodedata
+from functools import cache
+from hashlib import blake2b
+
+import numpy as np
+
+_UNSPACED = "\u0e00-\u0eff\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+_WORD = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+|[+*/=<>^%]|-(?=\s?[\d(])")
+_MOST_WORDS = 1 << 20  # words whose hashes are cached, about 200 MB
+_PERMUTATIONS = 128
+_RECALL = 0.99
+_BASE = 0x9E3779B97F4A7C15
+
+
+def normalised(text: str) -> str:
+    """Return a text in Unicode NFKC, with folded case and single spaces."""
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
+def words_of(text: str) -> list[str]:
+    """Return the words and the signs of arithmetic of a normalised text."""
+    return _WORD.findall(text)
+
+
+def without_signs(words: list[str]) -> list[str]:
+    """Return words without the signs of arithmetic."""
+    return [word for word in words if word[0].isalnum()]
+
+
+class _Hashes(dict[str, int]):
+    """Cache of 64-bit hashes of words, the same in each process."""
+
+    def __missing__(self, word: str) -> int:
+        if len(self) >= _MOST_WORDS:
+            self.clear()
+        self[word] = value = int.from_bytes(blake2b(word.encode("utf-8", "surrogatepass"), digest_size=8).digest())
+        return value
+
+
+_hashes = _Hashes()
+
+
+def hashes_of(words: list[str]) -> np.ndarray:
+    """Return a hash of each word, uint64."""
+    return np.fromiter(map(_hashes.__getitem__, words), dtype=np.uint64, count=len(words))
+
+
+def ngrams(hashes: np.ndarray, n: int) -> np.ndarray:
+    """Return a hash of each `n` consecutive words from the hashes of words, uint64; of fewer words, one hash of all."""
+    n = min(n, len(hashes))
+    if not n:
+        return hashes
+    return np.convolve(hashes, _powers(n), mode="valid")
+
+
+@cache
+def _powers(n: int) -> np.ndarray:
+    """Return powers of an odd number modulo 2^64, with which 64-bit hashes are combined to one."""
+    return np.array([pow(_BASE, i + 1, 1 << 64) for i in range(n)], dtype=np.uint64)
+
+
+class Bands:
+    """Keys of a set of n-grams in locality-sensitive hashing (MinHash): two sets share a key with a probability that
+    grows with their Jaccard similarity, and is at least 99 % at the threshold."""
+
+    def __init__(self, threshold: float) -> None:
+        from datasketch import MinHash  # imported here, since the package is optional
+
+        sizes = range(_PERMUTATIONS, 0, -1)
+        self._size = next(n for n in sizes if 1 - (1 - threshold**n) ** (_PERMUTATIONS // n) >= _RECALL or n == 1)
+        self._empty = MinHash(num_perm=_PERMUTATIONS, hashfunc=int)
+        self._powers = _powers(self._size)
+
+    @property
+    def count(self) -> int:
+        """Return the number of keys of a set."""
+        return _PERMUTATIONS // self._size
+
+    def keys(self, grams: np.ndarray) -> np.ndarray:
+        """Return one key per band, uint64, of a set of hashes of n-grams."""
+        sketch = self._empty.copy()
+        sketch.update_batch((grams >> np.uint64(32)).tolist())
+        bands = sketch.hashvalues[: self.count * self._size].reshape(self.count, self._size)
+        return bands.astype(np.uint64) @ self._powers
