@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from enum import StrEnum
 
 _BEGAN = time.time()
 
@@ -59,6 +60,14 @@ FromStage = Annotated[str, typer.Option(help="Make this stage and everything beh
 Verify = Annotated[
     bool, typer.Option("--verify", help="Hash every input and reused file instead of trusting size, times and inode.")
 ]
+
+
+class Demo(StrEnum):
+    """The recipes of configs/demo."""
+
+    arithmetic = "arithmetic"
+    digits = "digits"
+    distillation = "distillation"
 
 
 def _version(is_asked: bool) -> None:
@@ -141,6 +150,17 @@ def resume(
         with session(run.output_dir) as run_session:
             code = run_session(run, from_stage, verify)
         _end_at_once(code)
+
+
+@app.command()
+def demo(
+    name: Annotated[
+        Demo, typer.Argument(help="What the model learns: to add, to draw digits, or to add as a teacher does.")
+    ] = Demo.arithmetic,
+    overrides: Set = [],  # noqa: B006
+) -> None:
+    """Run a demo, which is part of the package: it makes its own model and data, and downloads nothing."""
+    run([Path(__file__).parents[1] / "configs/demo" / f"{name}.toml"], overrides)
 
 
 @app.command()

@@ -1,32 +1,42 @@
-"""`cosmos doctor`: checks of the cluster that executes runs."""
+"""`cosmos doctor`: checks of this machine, or of the cluster that executes runs."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+if TYPE_CHECKING:
+    from cosmos_core.launch.doctor import Finding
+
 
 def doctor(
-    cluster: Annotated[bool, typer.Option("--cluster", help="Look at the Prefect server and what it knows.")] = False,
+    cluster: Annotated[bool, typer.Option("--cluster", help="Check the Prefect server and what it knows.")] = False,
     output_dir: Annotated[Path, typer.Option(help="Folder of runs.")] = Path("outputs"),
 ) -> None:
-    """Say what is wrong with server, pools, workers, deployments, Ray, rewards and disk; exit 1 if something is."""
+    """Say what this machine can and cannot do, and how to mend it; with --cluster, what is wrong with server, pools,
+    workers, deployments, Ray and rewards. Exit 1 if something is wrong."""
+    from cosmos_core.errors import EXIT_CRASH
+    from cosmos_core.launch.machine_doctor import machine_findings
+
+    is_well = True
+    for finding in _cluster_findings(output_dir) if cluster else machine_findings(output_dir.absolute()):
+        is_well &= finding.is_well
+        typer.echo(f"{'ok   ' if finding.is_well else 'WRONG'} {finding.what}: {finding.told}")
+    if not is_well:
+        raise typer.Exit(EXIT_CRASH)
+
+
+def _cluster_findings(output_dir: Path) -> Iterator[Finding]:
     from prefect.client.orchestration import get_client
     from prefect.settings import get_current_settings
 
-    from cosmos_core.errors import EXIT_CRASH, ConfigError
+    from cosmos_core.errors import ConfigError
     from cosmos_core.launch.doctor import findings
 
-    if not cluster:
-        raise ConfigError("cosmos doctor looks at a cluster: cosmos doctor --cluster; of a run, cosmos check says more")
     if not get_current_settings().api.url:
         raise ConfigError("PREFECT_API_URL is not set; it names the server of the cluster")
-    is_well = True
     with get_client(sync_client=True) as client:
-        for finding in findings(output_dir.absolute(), client):
-            is_well &= finding.is_well
-            typer.echo(f"{'ok   ' if finding.is_well else 'WRONG'} {finding.what}: {finding.told}")
-    if not is_well:
-        raise typer.Exit(EXIT_CRASH)
+        yield from findings(output_dir.absolute(), client)

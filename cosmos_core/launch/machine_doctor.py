@@ -1,0 +1,160 @@
+"""Diagnose this machine: Python, packages, GPUs, vLLM, compiler, memory, file locks, ports and disk, each with a
+remedy."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from importlib.metadata import PackageNotFoundError, distribution, version
+from pathlib import Path
+
+import psutil
+from packaging.requirements import Requirement
+
+from cosmos_core.facts import Facts, measure
+from cosmos_core.launch.doctor import Finding
+from cosmos_core.run.libraries import ENGINES
+
+_MIN_SHARED_BYTES, _MIN_DISK_BYTES, _MIN_FILES = 2**30, 20 * 2**30, 1024
+_IMPORT_SECONDS = 120
+_SHARED_MEMORY = Path("/dev/shm")
+_CUDA_OF_TORCH = "import torch; print(torch.version.cuda or '', torch.cuda.is_available(), torch.__version__)"
+
+
+def machine_findings(output_dir: Path) -> Iterator[Finding]:
+    """Run all checks of this machine and yield their results; runs are written below `output_dir`."""
+    facts = measure(ENGINES)
+    yield Finding("python", f"{sys.version.split()[0]} in {sys.prefix}")
+    yield from package_findings(distribution("cosmos-posttrain").requires or ())
+    yield from gpu_findings(facts, _output_of(_CUDA_OF_TORCH))
+    yield vllm_finding(facts)
+    remedy = "; install it, or set train.compile = false"
+    yield Finding("compiler", f"no {facts.lacks}{remedy}" if facts.lacks else "torch.compile works", not facts.lacks)
+    yield Finding("memory", f"{psutil.virtual_memory().total / 2**30:.0f} GiB, {facts.threads} CPU threads")
+    if _SHARED_MEMORY.is_dir():
+        yield shared_memory_finding(shutil.disk_usage(_SHARED_MEMORY).free)
+    yield _open_files()
+    yield _loopback()
+    folder = next(each for each in (output_dir, *output_dir.parents) if each.exists())
+    yield lock_finding(folder)
+    free = shutil.disk_usage(folder).free
+    remedy = "" if free >= _MIN_DISK_BYTES else "; remove old runs with cosmos clean, or set pipeline.output_dir"
+    yield Finding("disk", f"{free / 2**30:.0f} GiB are free in {folder}{remedy}", free >= _MIN_DISK_BYTES)
+
+
+def package_findings(requirements: Iterable[str]) -> Iterator[Finding]:
+    """Compare installed packages with requirements in the form of PEP 508.
+
+    A package of an extra may be missing; any installed package must have an allowed version.
+    """
+    problems, count = [], 0
+    for requirement in map(Requirement, requirements):
+        is_extra = requirement.marker is not None and not requirement.marker.evaluate({"extra": ""})
+        try:
+            installed = version(requirement.name)
+        except PackageNotFoundError:
+            if not is_extra:
+                problems.append(
+                    f"{requirement.name} is missing: pip install '{requirement.name}{requirement.specifier}'"
+                )
+            continue
+        count += 1
+        if not requirement.specifier.contains(installed, prereleases=True):
+            wanted = f"{requirement.name}{requirement.specifier}"
+            problems.append(
+                f"{requirement.name} {installed} is outside of {requirement.specifier}: pip install '{wanted}'"
+            )
+    yield Finding("packages", "; ".join(dict.fromkeys(problems)) or f"{count} fit their requirements", not problems)
+
+
+def gpu_findings(facts: Facts, cuda_of_torch: str) -> Iterator[Finding]:
+    """Report the GPUs, and if torch can use them. `cuda_of_torch` has three words: the CUDA version that torch was made
+    for, which is empty for a CPU build, `True` if torch sees a GPU, and the version of torch."""
+    if not facts.gpus:
+        yield Finding("GPU", "no NVIDIA GPU is visible: stages run on the CPU")
+        return
+    yield Finding("GPU", f"{len(facts.gpus)} visible: {facts.device}; driver {_driver()}")
+    *built_for, sees_gpu, torch_version = cuda_of_torch.split() or ("False", "which cannot be imported")
+    if sees_gpu == "True":
+        yield Finding("torch", f"{torch_version} for CUDA {built_for[0]} sees the GPUs")
+        return
+    reason = f"is built for CUDA {built_for[0]}, which the driver is too old for" if built_for else "is a CPU build"
+    remedy = "update the driver, or install the build of torch for its CUDA version"
+    yield Finding("torch", f"{torch_version} {reason}; {remedy}", is_well=False)
+
+
+def vllm_finding(facts: Facts) -> Finding:
+    """Report whether vLLM can be imported; a machine with GPUs needs vLLM."""
+    installed = next(iter(facts.versions.values()), "")
+    if not installed:
+        remedy = "pip install 'cosmos-posttrain[vllm]'"
+        return Finding("vLLM", f"not installed: completions come from transformers; {remedy}", not facts.gpus)
+    error = _output_of("import vllm.engine.arg_utils", wants_error=True)
+    return Finding(
+        "vLLM", f"{installed} cannot be imported: {error}" if error else f"{installed} is imported", not error
+    )
+
+
+def shared_memory_finding(free: int) -> Finding:
+    """Report whether `free` bytes of shared memory are enough for weights on their way to an engine."""
+    remedy = "" if free >= _MIN_SHARED_BYTES else "; start the container with --shm-size=16g or --ipc=host"
+    return Finding("shared memory", f"{free / 2**30:.1f} GiB are free{remedy}", free >= _MIN_SHARED_BYTES)
+
+
+def lock_finding(folder: Path) -> Finding:
+    """Report whether a lock that one process holds on a file of the folder keeps others out."""
+    remedy = "set pipeline.output_dir to a folder with locks, such as one on a local disk or NFS 4"
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".cosmos-lock-") as first, open(first.name) as second:
+            fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return Finding("file locks", f"they hold in {folder}")
+            return Finding("file locks", f"two processes get one lock in {folder}; {remedy}", is_well=False)
+    except OSError as error:
+        return Finding("file locks", f"{folder} has none: {error.strerror}; {remedy}", is_well=False)
+
+
+def _open_files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    remedy = "" if soft >= _MIN_FILES else f"; raise it with ulimit -n {hard}"
+    return Finding("open files", f"{soft} per process{remedy}", soft >= _MIN_FILES)
+
+
+def _loopback() -> Finding:
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), 5):
+            return Finding("ports", "a free port of 127.0.0.1 can be opened and reached")
+    except OSError as error:
+        remedy = "ranks and the Prefect server of a run need one; allow connections to 127.0.0.1"
+        return Finding("ports", f"no port of 127.0.0.1 can be used: {error}; {remedy}", is_well=False)
+
+
+def _driver() -> str:
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _output_of(code: str, *, wants_error: bool = False) -> str:
+    """Return what a Python program prints or, with `wants_error`, the last line of its error, empty without one."""
+    command = [sys.executable, "-c", code]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_SECONDS, env=dict(os.environ))
+    except subprocess.TimeoutExpired:
+        return f"no reply in {_IMPORT_SECONDS} s" if wants_error else ""
+    if wants_error:
+        return (done.stderr.strip().splitlines() or ["no message"])[-1] if done.returncode else ""
+    return done.stdout.strip()

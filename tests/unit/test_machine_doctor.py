@@ -1,0 +1,88 @@
+"""`cosmos doctor` on machines that lack something: one line names it, with a remedy."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from cosmos_core.cli import app
+from cosmos_core.facts import Facts
+from cosmos_core.launch.machine_doctor import (
+    gpu_findings,
+    lock_finding,
+    package_findings,
+    shared_memory_finding,
+    vllm_finding,
+)
+
+H100 = Facts("host", ("NVIDIA H100", "NVIDIA H100"), 8, {})
+
+
+def test_it_reports_every_property_of_this_machine(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["doctor", "--output-dir", str(tmp_path / "outputs")])
+    names = [line[6:].partition(":")[0] for line in result.output.splitlines()]
+    assert {"python", "packages", "GPU", "vLLM", "compiler", "memory", "open files", "ports", "file locks", "disk"} <= {
+        *names
+    }
+    assert ("WRONG" in result.output) == (result.exit_code == 1)
+    assert not (tmp_path / "outputs").exists() and not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("requirement", "message"),
+    [
+        ("torch>=99", f"torch {torch.__version__} is outside of >=99: pip install 'torch>=99'"),
+        ("no-such-package>=1", "no-such-package is missing: pip install 'no-such-package>=1'"),
+        ("no-such-package>=1; extra == 'other'", ""),
+        ("torch>=99; extra == 'other'", f"torch {torch.__version__} is outside of >=99: pip install 'torch>=99'"),
+    ],
+)
+def test_packages_that_do_not_fit_are_named_with_their_requirement(requirement: str, message: str) -> None:
+    [finding] = package_findings(["pytest>=7", requirement])
+    assert (finding.told, finding.is_well) == (message or "1 fit their requirements", not message)
+
+
+@pytest.mark.parametrize(
+    ("printed", "message"),
+    [
+        ("13.0 True 2.13.0", "2.13.0 for CUDA 13.0 sees the GPUs"),
+        ("13.0 False 2.13.0", "2.13.0 is built for CUDA 13.0, which the driver is too old for; update the driver, or"),
+        (" False 2.13.0+cpu", "2.13.0+cpu is a CPU build; update the driver, or install the build of torch for its"),
+    ],
+)
+def test_a_torch_that_cannot_use_the_gpus_is_wrong(printed: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pynvml = pytest.importorskip("pynvml")
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlShutdown", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlSystemGetDriverVersion", lambda: "580.1")
+    gpus, torch_finding = gpu_findings(H100, printed)
+    assert gpus.told == "2 visible: NVIDIA H100; driver 580.1" and torch_finding.told.startswith(message)
+    assert torch_finding.is_well == ("True" in printed)
+
+
+def test_a_missing_vllm_is_wrong_where_there_are_gpus_alone() -> None:
+    assert [vllm_finding(facts).is_well for facts in (H100, Facts("host", (), 8, {}))] == [False, True]
+
+
+@pytest.mark.parametrize(("free", "is_well"), [(64 * 2**20, False), (16 * 2**30, True)])
+def test_the_shared_memory_of_a_plain_container_is_too_small(free: int, is_well: bool) -> None:
+    finding = shared_memory_finding(free)
+    assert finding.is_well == is_well == ("--shm-size" not in finding.told)
+
+
+@pytest.mark.parametrize("fault", ["two processes get one lock", "has none: No locks available"])
+def test_a_folder_without_locks_is_wrong(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lock(*_: Any) -> None:
+        if "none" in fault:
+            raise OSError(errno.ENOLCK, "No locks available")
+
+    assert lock_finding(tmp_path).is_well
+    monkeypatch.setattr(fcntl, "flock", lock)
+    finding = lock_finding(tmp_path)
+    assert fault in finding.told and "pipeline.output_dir" in finding.told and not finding.is_well
