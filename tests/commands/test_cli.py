@@ -246,6 +246,7 @@ def made(workspace: Workspace) -> dict[str, int]:
     return {name: visits(workspace, name) for name in ("first", "beside", "second")}
 
 
+@pytest.mark.full
 def test_a_run_makes_only_what_is_new_changed_or_damaged(workspace: Workspace) -> None:
     workspace.write("toy.toml", COUNTING)
     done = workspace.cosmos("run", "toy.toml")

@@ -162,6 +162,7 @@ def expect_gone(flow_run: str, seconds: float) -> None:
     wait_until(lambda: not left(), seconds, lambda: f"gone: {left()}")
 
 
+@pytest.mark.full
 def test_a_deployed_demo_runs_on_a_worker_and_its_model_is_on_disk(orchestra: Orchestra, place: Workspace) -> None:
     config = write(place, SFT + GRPO)
     flow_run = orchestra.run("post-train/local", f"config={config}", "run_id=deployed")
@@ -285,6 +286,7 @@ def test_a_cancelled_run_saves_a_checkpoint_and_resume_completes_it(orchestra: O
     place.expect_quiet()
 
 
+@pytest.mark.full
 def test_a_worker_that_is_terminated_leaves_nothing_running_and_resume_completes_the_run(
     orchestra: Orchestra, place: Workspace
 ) -> None:
@@ -352,6 +354,7 @@ def test_a_flow_run_that_died_before_it_began_is_begun_again_by_resume(orchestra
     assert read_result(place.path / "outputs/late/stages/second_half")["metrics"] == {"count": 6}  # type: ignore[index]
 
 
+@pytest.mark.full
 def test_the_ghost_of_a_killed_attempt_confuses_nobody_after_a_retry_in_the_ui(
     orchestra: Orchestra, place: Workspace
 ) -> None:

@@ -107,6 +107,7 @@ def example(file: str) -> str:
     return page.partition(f"```python\n# {file}\n")[2].partition("```")[0]
 
 
+@pytest.mark.full
 def test_the_flow_of_the_documentation_searches_and_publishes(workspace: Workspace) -> None:
     workspace.write("search.py", example("search.py"))
     workspace.write("sft.toml", RECIPE)
@@ -143,6 +144,7 @@ def test_the_sweep_of_the_documentation_trains_the_better_half_further(workspace
     assert list(workspace.path.glob("published/*/model.safetensors"))
 
 
+@pytest.mark.full
 def test_an_ensemble_of_adapters_is_merged(workspace: Workspace) -> None:
     workspace.write("ensemble.py", example("ensemble.py"))
     workspace.write("lora.toml", RECIPE.replace("[validation]\nenable = true", "[policy.lora]\nr = 2"))

@@ -197,6 +197,7 @@ def pids_of(flow_run: str) -> list[int]:
     return [pid for pid, command in processes_below(Path(flow_run)).items() if "worker start" not in command]
 
 
+@pytest.mark.full
 def test_a_child_that_is_cancelled_ends_its_parent_and_a_parent_that_dies_finds_its_child_again(
     orchestra: Orchestra, place: Workspace
 ) -> None:

@@ -58,6 +58,7 @@ def test_a_server_asks_for_a_password_is_replaced_when_killed_and_leaves_nothing
     assert dict(os.environ) == before, "a server that is started later would write no events"
 
 
+@pytest.mark.full
 def test_the_database_of_a_server_is_made_once_for_each_release_of_prefect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from cosmos_core.run.manifest import read_result
 from cosmos_core.run.state import read_state
 from tests.conftest import Workspace
@@ -27,6 +29,7 @@ arguments = { steps = 2 }
 """
 
 
+@pytest.mark.full
 def test_a_sweep_runs_two_branches_at_once_and_hands_on_the_best(workspace: Workspace) -> None:
     workspace.write("swept.toml", SWEPT)
     planned = workspace.cosmos("plan", "swept.toml").stdout

@@ -86,6 +86,7 @@ def write(workspace: Workspace, *, without: int = 0) -> Path:
     return model
 
 
+@pytest.mark.full
 def test_a_recipe_in_the_format_of_llava_learns_and_publishes_a_whole_model(workspace: Workspace) -> None:
     write(workspace)
     assert "train: 10 rows" in (said := workspace.cosmos("check", "recipe.toml").stdout.replace("\n", " "))
