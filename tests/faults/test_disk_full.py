@@ -117,6 +117,7 @@ arguments = { steps = 3 }
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not has_compiler(), reason="the shim of the disk needs a C compiler")
 def test_a_full_disk_under_the_server_alone_is_waited_for(workspace: Workspace) -> None:
     workspace.write("p.toml", COUNTING)

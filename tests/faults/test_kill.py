@@ -70,7 +70,7 @@ def chain(seed: int, steps: int) -> str:
 @pytest.mark.parametrize(
     "what",
     [
-        "flow",
+        pytest.param("flow", marks=pytest.mark.full),
         pytest.param("worker", marks=pytest.mark.full),
         pytest.param("supervisor", marks=pytest.mark.full),
         pytest.param("server", marks=pytest.mark.full),

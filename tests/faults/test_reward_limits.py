@@ -72,7 +72,7 @@ def test_what_it_remembers_is_bounded(tmp_path: Path) -> None:
     assert [asyncio.run(store.get(str(i), "r")) for i in (6, 7)] == [None, "s" * 30]
 
 
-@pytest.mark.parametrize("queue", ["memory", "redis"])
+@pytest.mark.parametrize("queue", [pytest.param("memory", marks=pytest.mark.full), "redis"])
 def test_a_stop_while_it_loads_and_a_queue_that_is_not_there_are_no_traceback(tmp_path: Path, queue: str) -> None:
     file = tmp_path / "rewards.toml"
     loads = tmp_path / "loads"

@@ -51,7 +51,7 @@ def kill_while_loading(service: subprocess.Popen[bytes], loads: Path, times: int
                 process.kill()
 
 
-@pytest.mark.parametrize("by_a_shell", [False, True])
+@pytest.mark.parametrize("by_a_shell", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_process_that_is_killed_while_it_loads_is_started_again(by_a_shell: bool, tmp_path: Path) -> None:
     """Also of an interpreter that is started by a shell, which then exits with 128 + the signal."""
     settings: dict[str, Any] = {"options": {"load_seconds": 0.5}}
@@ -99,6 +99,7 @@ def test_a_reward_whose_processes_never_live_to_load_ends_the_service(tmp_path: 
         pass
 
 
+@pytest.mark.full
 def test_latents_of_another_vae_are_refused_when_they_arrive(tmp_path: Path) -> None:
     _wan_vae().save_pretrained(tmp_path / "vae")
     config = {"reward_args": [counted(tmp_path)], "decode_args": {"model_path": str(tmp_path / "vae"), "device": "cpu"}}

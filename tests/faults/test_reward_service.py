@@ -330,6 +330,7 @@ def test_a_reward_that_cannot_be_loaded_is_told_in_one_line(tmp_path: Path) -> N
         pass
 
 
+@pytest.mark.full
 def test_the_classifier_of_the_digits_gives_the_same_to_the_bit_behind_the_service(tmp_path: Path) -> None:
     pytest.importorskip("sklearn", reason="the extra digits is not installed")
     from configs.demo.digits import SIZE, WORDS, likeness

@@ -92,6 +92,7 @@ def test_a_service_beside_the_stage_that_is_killed_is_started_again_and_no_score
     assert noted["restarts"] == 2 and noted["services"][0]["status"] == "ok"
 
 
+@pytest.mark.full
 def test_it_learns_the_same_to_the_bit_while_the_reward_is_killed(
     inputs: Inputs, expected: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
