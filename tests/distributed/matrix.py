@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -186,11 +186,11 @@ def add_teacher(rank: Trainer, model: PreTrainedModel, case: Case, config: Train
     rank.add_model("teacher", teacher)
 
 
-def cells(cases: Sequence[Case], *, pairs: bool = False) -> list[Any]:
-    """Return the parameters of a test: the index of each case. The suite takes as few cases as have each value of each
-    setting and, with `pairs`, each algorithm with each kind of mesh; the others are `full`."""
-    values = [_values(case, pairs) for case in cases]
-    missing, taken = set[tuple[str, Any]]().union(*values), set[int]()
+def cells(cases: Sequence[Case], values_of: Callable[[Case], set[Any]]) -> list[Any]:
+    """Return the parameters of a test: the index of each case. The suite takes as few cases as have every value between
+    them; the others are `full`."""
+    values = [values_of(case) for case in cases]
+    missing, taken = set[Any]().union(*values), set[int]()
     while missing:
         taken.add(best := max(range(len(cases)), key=lambda index: (len(values[index] & missing), -index)))
         missing -= values[best]
@@ -200,10 +200,14 @@ def cells(cases: Sequence[Case], *, pairs: bool = False) -> list[Any]:
     ]
 
 
-def _values(case: Case, pairs: bool) -> set[tuple[str, Any]]:
-    found = {(field.name, getattr(case, field.name)) for field in fields(case) if field.name != "mini_batch"}
-    axes = tuple(sorted(axis for axis, size in case.mesh if isinstance(size, int)))
-    return found | ({("mesh and algorithm", (axes, case.algorithm))} if pairs else set())
+def axes(case: Case) -> set[Any]:
+    """Return the axes of the case's mesh that have several ranks."""
+    return {tuple(sorted(axis for axis, size in case.mesh if isinstance(size, int)))}
+
+
+def settings(case: Case) -> set[Any]:
+    """Return all settings of the case, those of its mesh as one."""
+    return {(field.name, getattr(case, field.name)) for field in fields(case) if field.name != "mini_batch"}
 
 
 def chosen(request: pytest.FixtureRequest, test: str) -> set[int]:

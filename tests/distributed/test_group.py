@@ -181,6 +181,7 @@ def test_one_engine_has_the_gpus_of_two_ranks_of_a_cluster(cluster: None) -> Non
     assert sorted(engine.split(",")) == sorted(ranks) == ["0", "1"]
 
 
+@pytest.mark.full
 def test_a_machine_outside_of_the_cluster_joins_it_with_its_token_and_leaves_it(
     cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,6 +31,7 @@ def answers(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_the_comparison_fails_when(name: str, answers: Path, models: Path, tmp_path: Path) -> None:
     expected = computed(replace(MUTATIONS[name].case, mesh=()), models, tmp_path)

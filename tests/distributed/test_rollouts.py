@@ -147,6 +147,7 @@ def test_an_adapter_too(mesh: str, task: Path, tmp_path: Path, alone: dict[str, 
     assert_like(done, alone["lora"])
 
 
+@pytest.mark.full
 def test_it_stops_on_two_ranks_and_goes_on_on_four_and_on_one(
     task: Path, tmp_path: Path, alone: dict[str, Stage]
 ) -> None:
@@ -189,6 +190,7 @@ def test_vllm_answers_on_every_rank_and_over_ranks(mesh: str, tp_size: int, task
     assert any(line["reward/std"] > 0 for line in lines)
 
 
+@pytest.mark.full
 def test_supervised_training_on_a_mesh_measures_generated_answers(task: Path, tmp_path: Path) -> None:
     found = []
     for name, mesh in (("one", {}), ("two", MESHES["dp"])):
