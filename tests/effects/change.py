@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,11 +58,18 @@ def nested(settings: Settings) -> dict[str, Any]:
     return tables
 
 
-def changes(*cases: Change | tuple[Change, Any]) -> pytest.MarkDecorator:
-    """Parametrise a test over `change`, or over `change` and what is `expected` with it."""
-    pairs = [case if isinstance(case, tuple) else (case,) for case in cases]
+def changes(
+    *cases: Change | tuple[Change, Any], full: Sequence[Change | tuple[Change, Any]] = ()
+) -> pytest.MarkDecorator:
+    """Parametrise a test over `change`, or over `change` and what is `expected` with it; those in `full` are cells of
+    `make acceptance`."""
+    pairs = [case if isinstance(case, tuple) else (case,) for case in (*cases, *full)]
     names = ["change", "expected"][: len(pairs[0])]
-    return pytest.mark.parametrize(names, [pytest.param(*pair, id=_name(pair[0])) for pair in pairs])
+    params = [
+        pytest.param(*pair, id=_name(pair[0]), marks=[pytest.mark.full] * (index >= len(cases)))
+        for index, pair in enumerate(pairs)
+    ]
+    return pytest.mark.parametrize(names, params)
 
 
 def stage_of(

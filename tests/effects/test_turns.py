@@ -116,14 +116,16 @@ def turns(name: str, told: str) -> list[str]:
         (turns("add", "Error: there is no tool 'add'; there are: none"), turns("add", "2")),
     ),
     (
-        Change(f"{KEY}.tool_timeout_seconds", 0.2, calling("slow")),
-        (turns("slow", "done"), turns("slow", "Error: not done in 0.2 s")),
-    ),
-    (
         Change(f"{KEY}.tool_env", ["VARIABLE"], calling("variable")),
         (turns("variable", "not there"), turns("variable", "seen")),
     ),
-    (Change(f"{KEY}.max_assistant_turns", 2, calling("add")), (turns("add", "2"), turns("add", "2")[:3])),
+    full=(
+        (
+            Change(f"{KEY}.tool_timeout_seconds", 0.2, calling("slow")),
+            (turns("slow", "done"), turns("slow", "Error: not done in 0.2 s")),
+        ),
+        (Change(f"{KEY}.max_assistant_turns", 2, calling("add")), (turns("add", "2"), turns("add", "2")[:3])),
+    ),
 )
 def test_it_changes_the_turns_of_a_completion(
     change: Change, expected: tuple[list[str], list[str]], tmp_path: Path
