@@ -155,6 +155,7 @@ def test_a_run_that_failed_is_continued_by_the_next_firing(tmp_path: Path) -> No
     assert "accuracy = 0.4, bound 0.5" in refused["payload"]["error"]
 
 
+@pytest.mark.full
 def test_gates_targets_and_overrides_are_something_new_each_once(tmp_path: Path) -> None:
     nightly = Nightly(tmp_path)
     nightly.rows({"accuracy": 0.5})
@@ -173,6 +174,7 @@ def test_gates_targets_and_overrides_are_something_new_each_once(tmp_path: Path)
         assert FileTarget(str(tmp_path / folder)).published()["metrics"]["validation/accuracy"] == 0.4  # type: ignore[index]
 
 
+@pytest.mark.full
 def test_one_firing_works_at_a_time_so_that_older_data_is_never_published_last(tmp_path: Path) -> None:
     nightly, end = Nightly(tmp_path), tmp_path / "end"
     nightly.rows({"accuracy": 0.5, "until": str(end)})
@@ -320,6 +322,7 @@ def test_a_flow_run_that_is_tried_again_on_another_machine_has_its_own_lease(tmp
         assert client.read_variable_by_name("cosmos-retraining-0a1b") is None
 
 
+@pytest.mark.full
 def test_what_a_person_has_said_waits_for_a_firing_that_is_at_work(tmp_path: Path) -> None:
     nightly = Nightly(tmp_path)
     nightly.rows({"accuracy": 0.5})
@@ -348,6 +351,7 @@ def test_what_a_person_has_said_never_replaces_a_model_of_newer_content(tmp_path
     assert nightly.published == [0.6] and nightly.fire()[0] == "NothingNew"
 
 
+@pytest.mark.full
 def test_a_flow_run_that_is_retried_after_its_rows_have_changed_trains_on_neither(tmp_path: Path) -> None:
     nightly = Nightly(tmp_path)
     nightly.rows({"accuracy": 0.5, "fail": True})
