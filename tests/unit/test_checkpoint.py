@@ -150,7 +150,8 @@ def test_a_weight_without_a_gradient_so_far_begins_its_moments_with_its_first(tm
     assert torch.equal(list(resumed.model.parameters())[1], second)
 
 
-@pytest.mark.parametrize("name", ["AdamW8bit", "Muon", pytest.param("Adam8bit", marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", ["AdamW8bit", "Adam8bit", "Muon"])
+@torch.compiler.set_stance("force_eager")  # the arithmetic of the moments is the same, and compiling it takes a minute
 def test_other_moments_are_saved_and_resumed_bit_for_bit(tmp_path: Path, name: str) -> None:
     pytest.importorskip("torchao", reason="needs the package torchao")
     state = make_state(name=name, width=128)

@@ -33,6 +33,16 @@ from tests.unit.config_recipes import WRITTEN, valid_configurations
 
 MUTATIONS = int(os.environ.get("COSMOS_MUTATIONS", "250"))
 BASES = valid_configurations()
+SHIPPED = [name for name in BASES if name.endswith(".toml")]
+FURTHER = {*SHIPPED} - {*SHIPPED[::8]}
+LONG = {name for name in BASES if name.endswith("in full")}
+
+
+def bases(*full: str) -> pytest.MarkDecorator:
+    """Parametrise a test over the bases, of which some are `full`."""
+    marks = {name: [pytest.mark.full] if name in full else [] for name in BASES}
+    return pytest.mark.parametrize("base", [pytest.param(name, marks=marks[name]) for name in BASES])
+
 
 Keys = tuple[str | int, ...]
 Draw = Callable[[st.SearchStrategy[Any]], Any]
@@ -192,7 +202,7 @@ def mutated(draw: Draw, base: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-@pytest.mark.parametrize("base", BASES)
+@bases(*FURTHER)
 def test_what_is_mutated_is_valid(tmp_path: Path, base: str) -> None:
     assert told(write(tmp_path / "valid.toml", BASES[base])) == ""
 
@@ -205,7 +215,7 @@ def test_the_bases_set_every_table_of_the_schema() -> None:
     assert tables - found == set()
 
 
-@pytest.mark.parametrize("base", BASES)
+@bases(*FURTHER)
 def test_any_mutation_is_valid_or_one_line(tmp_path_factory: pytest.TempPathFactory, base: str) -> None:
     file = tmp_path_factory.mktemp("mutated") / "mutated.toml"
 
@@ -219,7 +229,7 @@ def test_any_mutation_is_valid_or_one_line(tmp_path_factory: pytest.TempPathFact
     check()
 
 
-@pytest.mark.parametrize("base", BASES)
+@bases(*FURTHER, *LONG)
 def test_a_misspelt_key_is_always_refused(tmp_path: Path, base: str) -> None:
     """Every key of the base, each misspelt in another way."""
     file = tmp_path / "misspelt.toml"

@@ -204,7 +204,7 @@ def test_what_is_drawn_for_a_row_is_a_function_of_the_seed_and_the_recipe() -> N
     ("name", "lora"),
     [
         pytest.param("sd3", {}, marks=pytest.mark.full),
-        ("sd3", LORA | {"policy.lora.lora_dropout": 0.1}),
+        pytest.param("sd3", LORA | {"policy.lora.lora_dropout": 0.1}, marks=pytest.mark.full),
         pytest.param("sana", LORA, marks=pytest.mark.full),
         ("sana_video", {}),
         ("cosmos_predict", LORA),

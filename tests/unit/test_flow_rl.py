@@ -279,7 +279,7 @@ def test_weights_that_are_the_policys_own_need_no_pass(tmp_path: Path) -> None:
     assert passes(3) == (learned, 2 * learned), "with dropout the policy's outputs are its own alone"
 
 
-@pytest.mark.parametrize("trainer_type", ["diffusion_nft", "flow_grpo"])
+@pytest.mark.parametrize("trainer_type", ["diffusion_nft", pytest.param("flow_grpo", marks=pytest.mark.full)])
 def test_the_reward_rises(trainer_type: str, tmp_path: Path) -> None:
     solver = {"diffusion_nft": "dpm2", "flow_grpo": "flow"}[trainer_type]
     run = Run("sd3", tmp_path / "model", trainer_type, sample={"solver": solver, "noise_level": 0.7})

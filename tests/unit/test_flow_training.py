@@ -89,7 +89,7 @@ def metrics_of(stage: Stage) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("weights", [pytest.param({}, marks=pytest.mark.full), LORA], ids=["full", "lora"])
-@pytest.mark.parametrize("name", list(TRAININGS))
+@pytest.mark.parametrize("name", ["flow_grpo", pytest.param("nft", marks=pytest.mark.full)])
 def test_a_training_raises_its_reward_and_is_exported(
     inputs: Inputs, name: str, weights: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -104,7 +104,9 @@ def test_a_training_raises_its_reward_and_is_exported(
     assert sum(rewards[-3:]) > sum(rewards[:3]), rewards
 
 
-@pytest.mark.parametrize(("name", "weights"), [("nft", LORA), ("nft", {}), ("flow_grpo", LORA)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "weights"), [pytest.param("nft", LORA, marks=pytest.mark.full), ("nft", {}), ("flow_grpo", LORA)], ids=str
+)
 def test_a_training_that_stopped_ends_with_the_same_bits(
     inputs: Inputs, name: str, weights: dict[str, Any], tmp_path: Path
 ) -> None:

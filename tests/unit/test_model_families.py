@@ -327,9 +327,8 @@ def test_a_truncated_file_is_named(name: str, copy: Callable[[str], Path]) -> No
         load(file.parent)
 
 
-@pytest.mark.parametrize(
-    ("name", "packed"), [("qwen3", False), pytest.param("gemma3-vlm", True, marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "packed"), [("qwen3", False), ("gemma3-vlm", True)])
 def test_compiled_blocks_give_the_same_logprobs_and_gradients(
     name: str, packed: bool, folders: Callable[[str], Path]
 ) -> None:

@@ -156,7 +156,8 @@ def test_one_step_is_adams_closed_form_with_decay_on_matrices_only(name: str, im
     assert model.weight.item() == pytest.approx(2.0 * 0.95 + 0.1 if name == "AdamW" else 2.1, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", ["AdamW8bit", pytest.param("Adam8bit", marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", ["AdamW8bit", "Adam8bit"])
+@torch.compiler.set_stance("force_eager")  # the arithmetic is the same, and compiling it takes a minute
 def test_the_first_step_with_moments_in_eight_bits_is_the_closed_form(name: str) -> None:
     pytest.importorskip("torchao", reason="needs the package torchao")
     model = torch.nn.Linear(64, 64)  # torchao keeps smaller moments in float32

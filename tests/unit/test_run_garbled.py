@@ -22,7 +22,6 @@ from cosmos_core.run.progress import Metrics, Progress
 from cosmos_core.run.state import read_state, record_event, update_state
 from tests.unit.run_folder import counting_run, finish
 
-NUM_DIRECTORIES = 300
 WRONG: list[Any] = [
     None, True, 5, -1, 1.5, 10**30, "", "x", "\ud800", [], {}, [[]], {"a": {"b": []}}, [None, 3], "../../..", "\0",
 ]  # fmt: skip
@@ -90,7 +89,10 @@ def answer(monkeypatch: pytest.MonkeyPatch, *words: str) -> str:
     return stream.read()
 
 
-def test_no_damage_to_a_run_directory_ends_in_a_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_directories", [50, pytest.param(300, marks=pytest.mark.full)])
+def test_no_damage_to_a_run_directory_ends_in_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_directories: int
+) -> None:
     run, random_ = whole_run(tmp_path), random.Random(7)
     kept, outputs = tmp_path / "kept", run.output_dir
     shutil.copytree(outputs, kept)
@@ -102,7 +104,7 @@ def test_no_damage_to_a_run_directory_ends_in_a_traceback(tmp_path: Path, monkey
         ("lineage", str(tmp_path)), ("lineage", str(run.path)), ("plan", config),
         ("status", "--output-dir", str(outputs)),
     ]  # fmt: skip
-    for number in range(NUM_DIRECTORIES):
+    for number in range(num_directories):
         damaged = random_.sample(files, random_.choice([1, 1, 1, 2, 5]))
         for file in damaged:
             (outputs / file).write_bytes(garbled((kept / file).read_bytes(), random_))

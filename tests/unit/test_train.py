@@ -230,9 +230,13 @@ TRAININGS = {
     "distilled by token": ("rl", recipe(TAUGHT, distillation=BY_TOKEN, train_batch_per_replica=16, max_num_steps=5)),
     "distilled by top k": ("rl", recipe(TAUGHT, distillation=BY_TOP_K, train_batch_per_replica=16, max_num_steps=5)),
 }
+SHORT = {"sft", "groups over several steps", "aipo with a data term", "distilled by top k"}
+"""Those with state of each kind: of the feed, of unfinished groups, of a second feed, of a teacher."""
 
 
-@pytest.mark.parametrize("name", TRAININGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.full) for name in TRAININGS]
+)
 def test_stopped_twice_and_resumed_ends_with_the_same_bits_and_the_same_curve(
     task: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
