@@ -1,7 +1,5 @@
 """Find the local data files that the YAML tasks of lm-eval in a folder name, without importing lm-eval."""
 
-from __future__ import annotations
-
 import glob
 from collections.abc import Iterator
 from pathlib import Path

@@ -3,8 +3,6 @@
 Single fields declare their limits themselves (`planned`, `Only`, ...), tables of several fields in `Table.refusals`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """Conditions of a gate: `validation/accuracy >= 0.6`, `validation/accuracy >= published`, and for all benchmarks
 `evaluation/*/acc not worse than published by 0.02`."""
 
-from __future__ import annotations
-
 import math
 import operator
 import re

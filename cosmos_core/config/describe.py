@@ -1,7 +1,5 @@
 """Descriptions of all keys of the schema, used by `explain`, `coverage`, the reference and editors."""
 
-from __future__ import annotations
-
 import ast
 import difflib
 import inspect

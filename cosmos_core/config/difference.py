@@ -1,7 +1,5 @@
 """Compute the differences between two configurations, after composition, defaults and rules."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 

@@ -1,7 +1,5 @@
 """The JSON schema of a configuration file, with which editors complete and check TOML."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import Field

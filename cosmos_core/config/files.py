@@ -1,7 +1,5 @@
 """Read a configuration from its files: resolve `extends`, merge several files, translate keys of older generations."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Parse and validate TOML files; every mistake is reported in one line that names file and key."""
 
-from __future__ import annotations
-
 import difflib
 import re
 import tomllib

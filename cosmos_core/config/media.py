@@ -4,8 +4,6 @@ their size.
 Other keys of these tables belong to the user and are not read here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

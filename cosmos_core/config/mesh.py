@@ -4,8 +4,6 @@ Every error names the nearest possible size. The sizes of a model come from its 
 contain are not checked.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import replace

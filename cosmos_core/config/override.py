@@ -1,8 +1,6 @@
 """Overrides on the command line: `--set train.optm_lr=2e-6` for every stage, `--set sft.train.epoch=2` for one stage,
 `--set pipeline.threads=2` for the pipeline. They take precedence over all files, and later ones over earlier ones."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Mapping, Sequence

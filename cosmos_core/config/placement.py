@@ -1,7 +1,5 @@
 """Assign GPUs to training and generation: the default of `mode` on a machine, and a description of the assignment."""
 
-from __future__ import annotations
-
 from math import gcd
 
 from cosmos_core.config.schema.recipe import Recipe

@@ -5,8 +5,6 @@ A set is a folder with one file per split, selected by its path or, below the fo
 `pickscore`, `geneval`, `dance_grpo_t2v`. Nothing is downloaded.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Generate `docs/configuration.md` from the schema; a test fails if the file differs from the generated page."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from importlib.resources import files

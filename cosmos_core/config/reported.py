@@ -1,8 +1,6 @@
 """Check which metrics each stage can report according to its kind: a gate on any other metric is refused before a
 run."""
 
-from __future__ import annotations
-
 from fnmatch import fnmatchcase
 
 from cosmos_core.config.compose import Pipeline

@@ -1,7 +1,5 @@
 """Publication targets: a folder, `NAME://LOCATION`, or user code `file.py:Class` or `file.py:Class://LOCATION`."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 As in `order.py`, the rows of a step are a pure function of seed, step and row lengths. Each row occurs once per epoch.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

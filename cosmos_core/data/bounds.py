@@ -1,7 +1,5 @@
 """Limits of time and memory for chat templates, which are programs of a model that may loop or allocate without end."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

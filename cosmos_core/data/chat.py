@@ -3,8 +3,6 @@
 `rollout/turns.py` assembles a sampled turn and the text after it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from contextlib import suppress

@@ -4,8 +4,6 @@ The text is rendered by the model's own chat template and tokenised once, as a w
 that inference sees. `messages.py` reads rows; `learned.py` locates the assistant's turns in the rendering.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

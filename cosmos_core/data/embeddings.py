@@ -1,7 +1,5 @@
 """Reader of text embeddings in a data set: safetensors, or a pickle that may only contain NumPy arrays."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any

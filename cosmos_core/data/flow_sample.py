@@ -6,8 +6,6 @@ micro-batches nor resuming a run changes what is learned.
 Shapes: C channels, F frames (videos alone), H height, W width, all of the latent.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field

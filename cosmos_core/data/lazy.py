@@ -1,7 +1,5 @@
 """A sequence that creates its items on access."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TypeVar, overload

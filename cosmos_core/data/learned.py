@@ -3,8 +3,6 @@
 `spans.py` has the two methods for templates without marks.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from functools import lru_cache, partial

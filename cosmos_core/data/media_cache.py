@@ -9,8 +9,6 @@ whatever order runs encode them. The keys also determine where a shard ends: a r
 changes only the shard that contains it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -8,8 +8,6 @@ No text encoder or VAE is needed here: they ran once, in `prepare`. `media_cache
 Shapes: C channels, F frames (videos alone), H height, W width, all of the latent.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from functools import cached_property, lru_cache

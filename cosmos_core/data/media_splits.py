@@ -3,8 +3,6 @@
 Nothing is decoded or encoded here; `prepare_media.py` does that.
 """
 
-from __future__ import annotations
-
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """Initializer of the processes that tokenise rows: a separate module, so that logging is set up before more imports."""
 
-from __future__ import annotations
-
 import importlib
 import multiprocessing
 import os

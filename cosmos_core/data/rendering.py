@@ -1,7 +1,5 @@
 """Rendering of a conversation with a chat template, with checks that the template leaves out no required content."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

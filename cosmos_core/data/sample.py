@@ -1,7 +1,5 @@
 """One sequence of tokens to learn from: data sets and scored rollouts are converted to it before training."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Prepared rows as readable lines that show which tokens are learned and which are masked."""
 
-from __future__ import annotations
-
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path

@@ -4,8 +4,6 @@ A span runs from the end of the generation prompt to the end of the token that c
 model has to generate. Each of the two methods checks its result against the rendering, and returns None if it fails.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from jinja2.exceptions import TemplateError

@@ -1,7 +1,5 @@
 """Conversion of tools and tool calls in rows, from the formats of OpenAI and ShareGPT to the form of chat templates."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

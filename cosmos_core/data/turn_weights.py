@@ -1,7 +1,5 @@
 """Reader of the keys that select which turns are learned, in the formats of OpenAI, ms-swift, Axolotl and others."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Show completions of a run as text with their rewards, for `cosmos samples`: those of training or, if there are none,
 of validation."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Format durations, numbers and names of metrics, for the console and the report."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import Counter

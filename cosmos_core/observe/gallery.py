@@ -7,8 +7,6 @@ and rewards.
 The report, the artifacts of Prefect and the sinks read these files. Sampling itself is not part of this module.
 """
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ Each record is one line, `12:03:44 INFO cosmos_core.train message`. The metrics 
 step, at most one per second, and with the few metrics of a table; all metrics are in `metrics.jsonl`.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

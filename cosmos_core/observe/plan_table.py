@@ -1,7 +1,5 @@
 """Table of the decisions of a plan: the stages that a run would reuse, those that would run, and the reasons."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from rich.table import Table

@@ -1,7 +1,5 @@
 """Compare a run with the previous run of the same pipeline: changed settings and metrics."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Write messages about interrupted runs: when the run died, its progress, the command that resumes it, and the step at
 which it resumes."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tables of several runs: the list of runs in a folder, and a comparison of two in settings, metrics and time."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tables of the sweeps of a run: a row for each branch with its settings, state and metric."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

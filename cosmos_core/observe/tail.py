@@ -1,7 +1,5 @@
 """Print the log of a stage's newest attempt, for `cosmos logs`."""
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path

@@ -3,8 +3,6 @@
 It is made from the resolved settings in `pipeline.toml` and the files of the stages; unknown values are left out.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from cosmos_core.config.difference import flat

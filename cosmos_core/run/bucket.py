@@ -3,8 +3,6 @@
 Credentials come from the environment alone: `PROD_S3_CHECKPOINT_*`, the variables of Cosmos-RL, else those of AWS.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import os

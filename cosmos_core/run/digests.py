@@ -1,8 +1,6 @@
 """Cache of content digests of files outside the run directory, keyed by size, times and inode so that each file is
 hashed once."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Atomic writing of files, and tolerant reading of the files that were written."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Trace the lineage of a model back to its data: every manifest names its inputs by digest."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

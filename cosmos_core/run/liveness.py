@@ -5,8 +5,6 @@ On the machine of the flow, its process is checked. From another machine, a leas
 no lease.
 """
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Loading itself needs diffusers and is in `models/diffusion.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

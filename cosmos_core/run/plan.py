@@ -1,7 +1,5 @@
 """Plan of a run: for each stage, whether to reuse it, adopt it from another run, or run it, and why."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path

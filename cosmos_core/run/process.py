@@ -1,7 +1,5 @@
 """Identity and liveness of the processes that work on a run. Linux only."""
 
-from __future__ import annotations
-
 import os
 import socket
 from functools import cache

@@ -4,8 +4,6 @@ Only the worker writes these files. The launcher uses them to distinguish a hung
 each phase has its own deadline, and the launcher checks that `progress.json` changes, not the times in it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import threading

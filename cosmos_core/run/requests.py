@@ -1,7 +1,5 @@
 """Send requests of a user to running trainings: for a profiler trace, or for another number of rollout engines."""
 
-from __future__ import annotations
-
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.directory import Run
 from cosmos_core.run.files import write_json

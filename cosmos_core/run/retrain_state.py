@@ -4,8 +4,6 @@ every setting that changes a result, and the conditions and target of publicatio
 The digest leaves out the model that training starts from: each publication changes it, and would start a retraining.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

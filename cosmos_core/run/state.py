@@ -1,7 +1,5 @@
 """`state.json` and `events.jsonl`: current state and history of a stage, written by the launcher only."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -1,7 +1,5 @@
 """Incremental reader of a growing text file such as a log; it reads nothing twice and splits no character."""
 
-from __future__ import annotations
-
 import codecs
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Worker program of `cosmos check`: validate a stage's model files, tokenizer, rows and rewards before a run."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from collections.abc import Container

@@ -5,8 +5,6 @@ A reward that scores no completion is an error; a reward that scores only some i
 services.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

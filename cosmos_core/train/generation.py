@@ -1,7 +1,5 @@
 """The rollout engine of a stage, the publisher of its weights, and its rewards."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack

@@ -4,8 +4,6 @@ The result is the model in full precision, proven to load, with its adapter merg
 `export` converts it to the published form.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Translate recipes of older generations to current key names; `keys.toml` lists keys that moved or have no effect."""
 
-from __future__ import annotations
-
 import copy
 import tomllib
 from importlib.resources import files

@@ -1,8 +1,6 @@
 """Names of transformers and TRL: each maps to the key with the same meaning here, or to the feature that replaces
 it."""
 
-from __future__ import annotations
-
 import tomllib
 from importlib.resources import files
 

@@ -1,7 +1,5 @@
 """Marks of fields: properties of a key in addition to its type."""
 
-from __future__ import annotations
-
 import types
 from dataclasses import dataclass
 from enum import Enum

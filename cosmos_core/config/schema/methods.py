@@ -1,7 +1,5 @@
 """Training methods of the commands that need no recipe, `cosmos sft`, `cosmos dpo` and others."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Properties of the two modalities of models, text and diffusion, for the code that runs before a worker starts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from cosmos_core.config.schema.dataset import DATA_SUFFIXES

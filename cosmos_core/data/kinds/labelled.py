@@ -1,7 +1,5 @@
 """Token sequences with a label that says whether the response is desirable (KTO)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Images or clips to learn, as latents, with the text embeddings of their prompts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar

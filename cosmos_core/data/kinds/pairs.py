@@ -1,7 +1,5 @@
 """Pairs of completions of one prompt to compare: a chosen and a rejected completion."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Prompts to complete, with the reference answer that rewards compare a completion with."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

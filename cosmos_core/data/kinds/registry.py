@@ -1,7 +1,5 @@
 """Registry of the kinds of rows: the kind `some_name` is the class `SomeNameKind` of the file `some_name.py`."""
 
-from __future__ import annotations
-
 from functools import cache
 
 from cosmos_core.data.kinds.base import RowKind, TokenisedKind

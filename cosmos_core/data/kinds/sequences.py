@@ -1,7 +1,5 @@
 """Token sequences to learn, with a loss mask: conversations, or plain text."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
