@@ -124,29 +124,36 @@ def resume(
     run_name: RunName = "",
     from_stage: FromStage = "",
     verify: Verify = False,
+    budget: Annotated[
+        float | None, typer.Option(min=0, help="Another pipeline.budget, for a run that has spent its own.")
+    ] = None,
     output_dir: OutputDir = Path("outputs"),
 ) -> None:
     """Continue a run: finished stages are reused, an interrupted one goes on from its newest checkpoint."""
-    from cosmos_core.run.directory import find_run
+    from cosmos_core.run.directory import find_run, with_money
 
     try:
         find_run(run_name, output_dir)
     except ConfigError:
         from cosmos_core.launch.flow_run import begin_again, find_unbegun
 
-        if from_stage or verify or (unbegun := find_unbegun(run_name)) is None:
+        if from_stage or verify or budget is not None or (unbegun := find_unbegun(run_name)) is None:
             raise
         for line in begin_again(unbegun):
             typer.echo(line)
     else:
         run = _open(run_name, output_dir)
         if is_flow(run.path):
+            if budget is not None:
+                raise ConfigError("--budget: the run is of a flow in Python; raise it in configure_run of the flow")
             _end_at_once(resume_flow(run.path))
         from cosmos_core.session import session
 
         if from_stage:
             run.pipeline.stage(from_stage)
         _claimable(run)
+        if budget is not None:
+            run = with_money(run, run.pipeline.config.price_per_gpu_hour, budget)
         with session(run.output_dir) as run_session:
             code = run_session(run, from_stage, verify)
         _end_at_once(code)
@@ -190,7 +197,7 @@ def plan(
 
     estimate = estimate or bool(on)
     pipeline = _pipeline(configs, overrides)
-    output_dir = _ready(pipeline, is_only_planned=estimate)
+    original, output_dir = pipeline, _ready(pipeline, is_only_planned=estimate)
     try:
         pipeline = pinned_urls(pinned(pipeline))
     except CosmosError as error:  # an estimate needs only config.json, not the commits on the Hub
@@ -205,12 +212,18 @@ def plan(
         from cosmos_core.config.mesh import check_meshes
         from cosmos_core.launch.cost import cost_table, costs
         from cosmos_core.launch.estimate import estimate_in_worker, estimate_table
+        from cosmos_core.launch.gpus import num_placed
         from cosmos_core.launch.machine import machine_of
+        from cosmos_core.run.estimated import save_estimate
 
         estimates, gpus = list(estimate_in_worker(pipeline, decisions)), check_meshes(pipeline)
+        held = {
+            stage.name: num_placed(pipeline.kind_of(stage), pipeline.recipes[stage.name]) for stage in original.stages
+        }
         console.print(estimate_table(estimates, gpus, pipeline.config.gpus_per_node))
         machine = machine_of(pipeline.config, on, dict(estimates).values())
-        cost = costs(pipeline, decisions, dict(estimates), gpus, output_dir, machine)
+        cost = costs(pipeline, decisions, dict(estimates), held | gpus, output_dir, machine)
+        save_estimate(original, output_dir, {each.name: each.gpu_seconds for each in cost})
         console.print(cost_table(pipeline, cost, machine))
 
 

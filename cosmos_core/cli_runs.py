@@ -37,13 +37,16 @@ def status(run_name: RunName = "", output_dir: OutputDir = Path("outputs")) -> N
 def runs(
     output_dir: OutputDir = Path("outputs"),
     most: Annotated[int, typer.Option(min=1, help="Newest runs that are shown.")] = 20,
+    cost: Annotated[bool, typer.Option("--cost", help="GPU hours and costs, beside estimate and budget.")] = False,
 ) -> None:
     """List the runs of a folder, the newest last."""
     from rich.console import Console
 
+    from cosmos_core.observe.costs import table_of_costs
     from cosmos_core.observe.runs import table_of_runs
 
-    Console(width=None if sys.stdout.isatty() else _WIDTH).print(table_of_runs(output_dir, most))
+    table = (table_of_costs if cost else table_of_runs)(output_dir, most)
+    Console(width=None if sys.stdout.isatty() else _WIDTH).print(table)
 
 
 def compare(
@@ -120,6 +123,7 @@ def lineage(path: Annotated[Path, typer.Argument(help="A run, a stage, an export
     for link in links:
         kind = f"({link.kind}) " if link.kind else ""
         digest = link.digest.removeprefix("hub:").rpartition("@")[2][:12]
-        typer.echo(f"{'  ' * link.depth}{link.name} {kind}{digest}  {link.where}  {link.note}")
+        held = f"  {link.gpu_seconds / 3600:.4g} GPU hours" if link.gpu_seconds else ""
+        typer.echo(f"{'  ' * link.depth}{link.name} {kind}{digest}  {link.where}  {link.note}{held}")
     if broken := [f"{link.name}: {link.note}" for link in links if link.is_broken]:
         raise CosmosError(f"{path} does not come from what its manifests name: {'; '.join(broken)}")

@@ -6,7 +6,8 @@
     ├── ModelError       a model folder, tokenizer or checkpoint is wrong            exit 64
     ├── RewardError      a reward function does not exist or cannot be used          exit 64
     ├── Preempted        asked to stop; a checkpoint was saved                       exit 75
-    │   └── Cancelled    stopped by a person, so not restarted automatically         exit 75
+    │   ├── Cancelled    stopped by a person, so not restarted automatically         exit 75
+    │   └── OverBudget   the budget of the run is spent                              exit 75
     ├── StageFailed      a worker ended otherwise, or the machine failed it          exit 1
     │   ├── ProgramError  its program raised an error that is not transient           exit 1
     │   ├── GateFailed   a condition of a gate does not hold                          exit 65
@@ -65,6 +66,10 @@ class Cancelled(Preempted):
     """A person cancelled the run."""
 
 
+class OverBudget(Preempted):
+    """The GPUs that a run has held cost its budget; with a larger budget the run continues."""
+
+
 class StageFailed(CosmosError, RuntimeError):
     """A stage ended without a result although its configuration was accepted."""
 
@@ -101,6 +106,7 @@ BY_NAME: dict[str, type[CosmosError]] = {
         RewardError,
         Preempted,
         Cancelled,
+        OverBudget,
         StageFailed,
         ProgramError,
         GateFailed,

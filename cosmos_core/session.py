@@ -64,6 +64,11 @@ def run_session(server: ExitStack, wait_for_server: Callable[[], None], run: Run
     kill_below()
     print_summary(run.path)
     code = EXIT_PREEMPTED if interrupted else exit_code(run)
+    states = [read_state(run.stage_path(stage.name)) for stage in run.pipeline.stages]
+    over_budget = next((state.error for state in states if state.is_over_budget), "")
+    if code == EXIT_PREEMPTED and over_budget:
+        _say(over_budget)
+        return code
     if code == EXIT_PREEMPTED and flow_error and not interrupted:  # the flow failed although no stage did
         code = EXIT_CRASH
         _say(flow_error)

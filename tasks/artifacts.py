@@ -25,6 +25,7 @@ from prefect.artifacts import (
 
 from cosmos_core.config.schema.pipeline import PipelineConfig
 from cosmos_core.observe import completions, formatting, gallery
+from cosmos_core.observe.costs import shown_cost
 from cosmos_core.observe.plots import curves
 from cosmos_core.observe.record import Condition, RunRecord, loading_line, read_run
 from cosmos_core.observe.report import PAGE, build
@@ -184,6 +185,7 @@ def _sample(line: dict[str, Any], stage: Path) -> dict[str, Any]:
 
 def _run_card(run: RunRecord) -> str:
     lines = [f"# {run.name} {run.path.name}: {run.outcome}", "", *_stages(run)]
+    lines += [line for name, cost in shown_cost(run).items() for line in ("", f"{name}: {cost}")]
     lines += ["", f"run directory `{run.path}`"]
     if run.model is not None:
         lines += ["", f"model `{run.model}`", "", "```python", loading_line(run.model), "```"]

@@ -23,6 +23,7 @@ GATE_FAILED = "cosmos.gate.failed"
 MODEL_PUBLISHED = "cosmos.model.published"
 RUN_COMPLETED = "cosmos.run.completed"
 RUN_FAILED = "cosmos.run.failed"
+RUN_OVER_BUDGET = "cosmos.run.over_budget"
 
 
 def stage_completed(run: Run, name: str, result: Result, *, was_reused: bool) -> None:
@@ -46,7 +47,8 @@ def stage_failed(run: Run, name: str, error: CosmosError) -> None:
 
 def run_ended(run: Run, *, is_failed: bool) -> None:
     """Emit an event that a run failed, or that all its stages have results, with the metrics of the last stage that has
-    any."""
+    any; and an event if its budget is spent."""
+    run_over_budget(run)
     names = [stage.name for stage in run.pipeline.stages]
     if is_failed:
         failed = [name for name in names if read_state(run.stage_path(name)).state == "failed"]
@@ -57,6 +59,13 @@ def run_ended(run: Run, *, is_failed: bool) -> None:
         none: dict[str, float] = {}
         metrics = next((result["metrics"] for result in reversed(results) if result and result["metrics"]), none)
         _emit(RUN_COMPLETED, run, "", {"metrics": _finite(metrics)})
+
+
+def run_over_budget(run: Run) -> None:
+    """Emit an event if the run has stopped because its budget is spent."""
+    states = [read_state(run.stage_path(stage.name)) for stage in run.pipeline.stages]
+    if message := next((state.error for state in states if state.is_over_budget), ""):
+        _emit(RUN_OVER_BUDGET, run, "", {"error": message, "budget": run.pipeline.config.budget})
 
 
 def _emit(event: str, run: Run, stage: str, said: dict[str, Any]) -> None:

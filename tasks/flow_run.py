@@ -26,15 +26,16 @@ from cosmos_core.config.capabilities import notices_of
 from cosmos_core.config.compose import Pipeline, with_stage
 from cosmos_core.config.load import parse
 from cosmos_core.config.mesh import on_these_gpus
-from cosmos_core.config.schema.pipeline import STAGE_NAME, PipelineConfig
+from cosmos_core.config.schema.pipeline import MONEY, STAGE_NAME, PipelineConfig
 from cosmos_core.errors import ConfigError
 from cosmos_core.launch import worker
-from cosmos_core.run.directory import Run, claim, create_run, extend_run, note_flow_run, open_run
+from cosmos_core.run.directory import Run, claim, create_run, extend_run, note_flow_run, open_run, with_money
 from cosmos_core.run.files import Document, read_document, write_json
 from cosmos_core.run.lock import Lock
 from cosmos_core.run.state import FINISHED, read_state
 from cosmos_core.upload.artifact_store import check_store
 from cosmos_core.upload.base import check_targets
+from tasks import events
 from tasks.artifacts import never_costs_the_run, show_run, write_report
 from tasks.credentials import lend_credentials
 from tasks.kinds import all_kinds
@@ -128,6 +129,7 @@ class FlowInPython:
                     if self._num_active == 0 and self._claim is not None and self.run is not None:
                         write_report(self.run.path)
                         show_run(self.run.path)
+                        events.run_over_budget(self.run)
                         self._claim.release()
                         self._claim = None
 
@@ -168,10 +170,10 @@ class FlowInPython:
             return None
         run = open_run(path, all_kinds())
         old, new = run.pipeline.config, pipeline.config
-        keys = [key for key in self.settings if key != "output_dir" and getattr(old, key) != getattr(new, key)]
-        if keys:
-            raise ConfigError(f"run {run.id} has other settings ({', '.join(keys)}); give the flow another run_id")
-        return run
+        keys = {key for key in self.settings if key != "output_dir" and getattr(old, key) != getattr(new, key)}
+        if fixed := sorted(keys - MONEY):
+            raise ConfigError(f"run {run.id} has other settings ({', '.join(fixed)}); give the flow another run_id")
+        return with_money(run, new.price_per_gpu_hour, new.budget)
 
     def config(self) -> PipelineConfig:
         """Return the `[pipeline]` settings of the run.

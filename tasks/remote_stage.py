@@ -22,12 +22,13 @@ from prefect.runtime import task_run
 from prefect.states import Cancelling
 
 from cosmos_core.config.schema.pipeline import StageConfig
-from cosmos_core.errors import BY_NAME, Cancelled, ConfigError, CosmosError, Preempted, StageFailed
+from cosmos_core.errors import BY_NAME, Cancelled, ConfigError, CosmosError, OverBudget, Preempted, StageFailed
 from cosmos_core.launch.worker import grace_of, sleep_unless_stopping
 from cosmos_core.run.directory import Run
 from cosmos_core.run.files import Document, read_document, write_json
 from cosmos_core.run.manifest import Result, problem
 from cosmos_core.run.state import FINISHED, read_state, record_event, update_state
+from tasks.budget import Budget
 from tasks.reuse import existing_of_pool
 from tasks.store_sync import Stored
 
@@ -86,10 +87,12 @@ def perform_elsewhere(
 def _ended(run: Run, stage: StageConfig, stored: Stored, on_line: Callable[[str], None]) -> FlowRun:
     """Follow the child flow run that an earlier parent started, or start a new one; return it when it has ended."""
     with get_client(sync_client=True) as client:
-        child = _going(client, run.stage_path(stage.name)) or _begin(run, stage, stored)
+        if (child := _going(client, run.stage_path(stage.name))) is None:
+            Budget(run, stage).check()
+            child = _begin(run, stage, stored)
         try:
             wait = Wait(client, stage, run.stage_path(stage.name), on_line)
-            return _follow(client, stage, UUID(child.flow_run), stored.mirror(), wait)
+            return _follow(client, stage, UUID(child.flow_run), stored.mirror(), wait, Budget(run, stage))
         except Preempted:
             _cancel(client, child, grace_of(run.stage_path(stage.name), run.pipeline.config.grace_seconds))
             stored.mirror()()
@@ -191,7 +194,12 @@ class Wait:
 
 
 def _follow(
-    client: SyncPrefectClient, stage: StageConfig, flow_run: UUID, mirror: Callable[[], None], wait: Wait
+    client: SyncPrefectClient,
+    stage: StageConfig,
+    flow_run: UUID,
+    mirror: Callable[[], None],
+    wait: Wait,
+    budget: Budget,
 ) -> FlowRun:
     mirrored, last_response = 0.0, time.monotonic()
     while True:
@@ -213,6 +221,7 @@ def _follow(
             mirrored = time.monotonic()
         if run.state_type in _FINAL:
             return run
+        budget.check()  # the child flow run checks too, but sees no stages of machines that share no disk with its own
         sleep_unless_stopping(_POLL_SECONDS)
 
 
@@ -235,6 +244,8 @@ def _why(stage: StageConfig, path: Path, ended: FlowRun) -> CosmosError:
         return BY_NAME[state.error_type](state.error)
     if ended.state_type == StateType.CANCELLED:
         return Cancelled(f"{where}: its flow run was cancelled")
+    if state.state == "stopped" and state.error_type == OverBudget.__name__:
+        return OverBudget(state.error)
     if state.state == "stopped":
         return Preempted(f"{where}: {state.error or 'stopped'}")
     if ended.state_type == StateType.COMPLETED and state.state in FINISHED:

@@ -32,6 +32,7 @@ from cosmos_core.errors import (
     CosmosError,
     DiskFull,
     GateFailed,
+    OverBudget,
     Preempted,
     StageFailed,
 )
@@ -43,8 +44,9 @@ from cosmos_core.run import manifest
 from cosmos_core.run.directory import Run, note_flow_run
 from cosmos_core.run.files import disk_full, room_may_be_missing
 from cosmos_core.run.fingerprint import Fingerprint, threads
+from cosmos_core.run.held import holding, note_in_result
 from cosmos_core.run.lock import Lock, stage_lock
-from cosmos_core.run.manifest import Result
+from cosmos_core.run.manifest import Result, read_result
 from cosmos_core.run.plan import fingerprint_folder, register
 from cosmos_core.run.process import this_process
 from cosmos_core.run.progress import Position
@@ -52,6 +54,7 @@ from cosmos_core.run.state import FINISHED, read_state, record_event, record_fai
 from cosmos_core.upload.saves import saves_url, sending
 from tasks import events
 from tasks.artifacts import StageArtifacts, never_costs_the_run, show_run, write_report
+from tasks.budget import Budget
 from tasks.cancellation import is_cancelled, listen_for_stop, stop_stages, wait_unless_cancelled
 from tasks.credentials import lend_credentials
 from tasks.ending import ended, has_result, of_flow, skipped
@@ -150,11 +153,11 @@ def stage_task(
 
 def should_retry(run: Run, name: str, error: object) -> bool:
     """Return True if a failed stage is to be retried: always after a preemption; after a crash, until `retries`
-    consecutive attempts made no progress; never after a user error, a cancellation, or the same error at the same
-    step."""
+    consecutive attempts made no progress; never after a user error, a cancellation, a spent budget, or the same error
+    at the same step."""
     if worker.is_stopping() or not isinstance(error, CosmosError) or error.exit_code in {EXIT_USAGE, EXIT_REFUSED}:
         return False
-    if isinstance(error, (Cancelled, DiskFull)):  # on a full disk the number of failures cannot be written
+    if isinstance(error, (Cancelled, OverBudget, DiskFull)):  # on a full disk the number of failures cannot be written
         return False
     if isinstance(error, Preempted):
         return True
@@ -198,7 +201,7 @@ def _run_elsewhere(run: Run, name: str) -> State[Any] | Result:
         result, was_reused = perform_elsewhere(run, stage, lambda line: get_run_logger().info(line))
     except Exception as error:
         failure = _failure(error, path)
-        if read_state(path).state not in {"failed", "stopped"}:
+        if isinstance(failure, OverBudget) or read_state(path).state not in {"failed", "stopped"}:
             record_failure(path, failure)
             if not isinstance(failure, Preempted):
                 update_state(path, failures=count_death(path))
@@ -235,6 +238,8 @@ def perform(
                 worker.reap(path)
                 _take_charge(path)
             expected = fingerprint_of(run, stage)
+            if read_state(path).holds and (own := read_result(path)) and not (own["reused_from"] or "attempts" in own):
+                note_in_result(path)  # the launcher was killed after the worker had written the result
             if result := existing(run, stage, expected):
                 return stored.send(result), True
             if is_finished:
@@ -273,7 +278,7 @@ def _made_once(
 ) -> tuple[Result, bool]:
     """Make the result of a stage in a worker, unless another run is making the same result: then wait for that result
     and adopt it."""
-    path, stored = run.stage_path(stage.name), Stored(run, stage)
+    path, stored, budget = run.stage_path(stage.name), Stored(run, stage), Budget(run, stage)
     with Lock(fingerprint_folder(run.output_dir, expected.value) / "lock") as shared:
         has_waited = not shared.try_acquire()
         if has_waited:
@@ -295,10 +300,13 @@ def _made_once(
                 on_progress=on_progress,
                 on_line=on_line,
                 must_end=stored.loss,
+                must_stop=budget.excess,
             )
-            reservation = gpus.of_stage(run.pipeline.kind_of(stage), run.pipeline.recipes[stage.name], path)
+            kind, recipe = run.pipeline.kind_of(stage), run.pipeline.recipes[stage.name]
             with ExitStack() as devices, ExitStack() as services:
-                visible, locks = devices.enter_context(reservation)
+                visible, locks = devices.enter_context(gpus.of_stage(kind, recipe, path))
+                budget.check()
+                devices.enter_context(holding(path, len(locks) or gpus.num_placed(kind, recipe)))
                 update_state(path, error="its reward service starts" if stage.reward_service else "")
                 services.enter_context(sending(path, _saves_of(run, stage)))
                 services.enter_context(stored.sending(expected))
@@ -307,9 +315,8 @@ def _made_once(
                 services.callback(devices.close)
                 launch.environment, launch.locks = {**visible, **variables}, (*launch.locks, *locks)
                 launch.secrets = (*launch.secrets, *variables)
-                result = worker.run(launch)
-            _finish(run, stage, expected)
-            return stored.send(result), False
+                worker.run(launch)
+            return stored.send(_finish(run, stage, expected)), False
 
 
 def _saves_of(run: Run, stage: StageConfig) -> str:
@@ -330,7 +337,7 @@ def _in_this_process(run: Run, stage: StageConfig, expected: Fingerprint, on_lin
     record_event(path, "started", f"attempt {attempt}")
     outcome = import_thing(prepared.entry)(prepared)
     update_state(path, spans=[*spans, (began, time.time())])
-    result = manifest.commit(
+    manifest.commit(
         path,
         outcome,
         kind=stage.kind,
@@ -338,16 +345,16 @@ def _in_this_process(run: Run, stage: StageConfig, expected: Fingerprint, on_lin
         inputs=prepared.inputs,
         sources=prepared.sources,
     )
-    _finish(run, stage, expected)
-    return result
+    return _finish(run, stage, expected)
 
 
-def _finish(run: Run, stage: StageConfig, expected: Fingerprint) -> None:
+def _finish(run: Run, stage: StageConfig, expected: Fingerprint) -> Result:
     path = run.stage_path(stage.name)
     with room_may_be_missing(f"the end of stage {stage.name}"):
         register(run.output_dir, path, expected.value)
         update_state(path, state="done", ended=time.time(), error="", failures=0, forced=False)
         record_event(path, "done")
+    return note_in_result(path)
 
 
 def _take_charge(path: Path) -> None:

@@ -41,6 +41,13 @@ class Cost:
     """Bytes that the stage leaves on disk; None: unknown."""
 
     @property
+    def gpu_seconds(self) -> float | None:
+        """Return the duration times the number of GPUs; None if a stage with GPUs has an unknown duration."""
+        if not self.gpus:
+            return 0.0
+        return None if self.seconds is None else self.seconds * self.gpus
+
+    @property
     def gpu_hours(self) -> float | None:
         """Return the duration times the number of GPUs, in hours."""
         return None if self.seconds is None else self.seconds * self.gpus / 3600
@@ -77,7 +84,7 @@ def costs(
 def cost_table(pipeline: Pipeline, found: Sequence[Cost], machine: Machine | None) -> Table:
     """Return the costs of all stages as a table with totals; the total duration is that of the longest chain of
     stages."""
-    price = pipeline.config.gpu_hour_price
+    price = pipeline.config.price_per_gpu_hour
     table = Table("stage", title="time and cost")
     for column in ("GPUs", "time", "GPU hours", *(["cost"] if price is not None else [])):
         table.add_column(column, justify="right")

@@ -26,11 +26,17 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 def num_gpus(kind: StageKind, recipe: Recipe) -> int:
     """Return the number of GPUs on this machine that a stage needs; 0 on a Ray cluster, where Ray allocates them."""
-    has_rollouts = kind.feed == "rollouts"
-    total = recipe.num_gpus(has_rollouts=has_rollouts) if kind.has_mesh else 0
-    total = recipe.rollout.parallelism.tp_size if kind.has_engine else total
-    uses_ray = total > 1 or (has_rollouts and recipe.engines_apart > 0)
+    total = num_placed(kind, recipe)
+    uses_ray = total > 1 or (kind.feed == "rollouts" and recipe.engines_apart > 0)
     return 0 if os.environ.get("RAY_ADDRESS") and uses_ray else total
+
+
+def num_placed(kind: StageKind, recipe: Recipe) -> int:
+    """Return the number of GPUs that the placement of a stage assigns to its ranks and engines, on any machine; 0 for a
+    stage without a mesh and without an engine. On a machine without GPUs each such process counts as one GPU."""
+    if kind.has_engine:
+        return recipe.rollout.parallelism.tp_size
+    return recipe.num_gpus(has_rollouts=kind.feed == "rollouts") if kind.has_mesh else 0
 
 
 def of_stage(

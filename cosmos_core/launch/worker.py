@@ -111,6 +111,9 @@ class Launch:
     must_end: Callable[[], str] = lambda: ""
     """Function that is polled for a reason to end the worker; an empty string means none. The worker is killed for the
     first reason."""
+    must_stop: Callable[[], Preempted | None] = lambda: None
+    """Function that is polled for an error with which the attempt ends after the worker has saved a checkpoint; None
+    means that the worker may continue."""
     environment: Mapping[str, str] = field(default_factory=dict)
     inherited: Mapping[str, str] = field(default_factory=lambda: os.environ)
     """Environment variables that the worker inherits, by default those of this process."""
@@ -123,7 +126,7 @@ def run(launch: Launch) -> Result:
 
     Raises:
         ConfigError, DataError, ModelError, RewardError: the worker refused its input (exit 64).
-        Preempted: the worker was asked to stop and saved its state (exit 75).
+        Preempted: the worker was asked to stop and saved its state (exit 75); if `must_stop` asked, its error.
         StageFailed: the worker crashed, hung, or exceeded its timeout.
     """
     sleep_unless_stopping(0)
@@ -146,17 +149,19 @@ def run(launch: Launch) -> Result:
     try:
         update_state(
             path, state="running", attempt=attempt, pid=child.pid, pid_started=child.started, mark=child.attempt,
-            **this_process(), spans=[*spans, (began, None)], renewed=began, ended=None, error="",
+            **this_process(), spans=[*spans, (began, None)], renewed=began, ended=None, error="", error_type="",
         )  # fmt: skip
         record_event(path, "started", f"attempt {attempt}")
         with _live.following(child, lambda: grace_of(path, launch.grace_seconds)):
-            code, reason = _follow(launch, child, log)
+            code, reason, stop = _follow(launch, child, log)
     finally:
         child.kill()
         mask_file(log, launch.secrets)  # child processes of the worker may write secrets to the log
         ended = time.time()
         with room_may_be_missing(f"the end of attempt {attempt} of {path.name}"):
             update_state(path, spans=[*spans, (began, ended)], ended=ended, **_position(path))
+    if stop is not None and not reason and code != EXIT_OK:
+        raise stop
     return _outcome(path, code, reason, log)
 
 
@@ -200,10 +205,10 @@ def _environment(launch: Launch) -> dict[str, str]:
     }
 
 
-def _follow(launch: Launch, child: Child, log: Path) -> tuple[int, str]:
-    """Wait for the end of the worker; return its exit code and the reason for which the launcher ended it, which is
-    empty if the worker ended by itself."""
-    reason = ""
+def _follow(launch: Launch, child: Child, log: Path) -> tuple[int, str, Preempted | None]:
+    """Wait for the end of the worker; return its exit code, the reason for which the launcher ended it, which is empty
+    if the worker ended by itself, and the error of `must_stop` if it stopped the worker."""
+    reason, stop = "", None
     began = time.monotonic()
     lines, pulse = _LogLines(log), _Pulse()
 
@@ -219,6 +224,8 @@ def _follow(launch: Launch, child: Child, log: Path) -> tuple[int, str]:
             pulse.feel(progress)
         if not reason and (reason := launch.must_end()):
             child.kill()
+        if stop is None and (stop := launch.must_stop()) is not None:
+            child.stop(grace_of(launch.stage_path, launch.grace_seconds))
         if pulse.has_stopped() and not reason:
             reason = f"no sign of life for {pulse.silent_seconds:.0f} s in phase {pulse.phase!r}: it hangs"
             child.kill()
@@ -229,7 +236,7 @@ def _follow(launch: Launch, child: Child, log: Path) -> tuple[int, str]:
             last_state = time.monotonic()
             _tell(lambda position: update_state(launch.stage_path, **position), _position(launch.stage_path))
     lines.forward(show, is_last=True)
-    return code, reason
+    return code, reason, stop
 
 
 class Refusal(Document):

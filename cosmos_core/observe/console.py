@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cosmos_core.observe import formatting
+from cosmos_core.observe.costs import shown_cost
 from cosmos_core.observe.record import RunRecord, StageRecord, loading_line, overhead, read_run
 from cosmos_core.observe.resuming import pause_or_death
 from cosmos_core.run.progress import Position
@@ -216,6 +217,7 @@ def print_summary(run_path: Path, *, stream: TextIO | None = None) -> None:
         "time inside stage workers": formatting.duration(seconds["inside"]),
         "orchestration overhead": formatting.duration(seconds["overhead"]),
     }
+    facts |= shown_cost(run)
     if (run.path / "report.html").is_file():
         facts["report"] = str(run.path / "report.html")
     if run.outcome in {"failed", "stopped"}:  # in a run that did not complete, run.model may be the base model

@@ -12,6 +12,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader
 
 from cosmos_core.observe import formatting, sections, usage
+from cosmos_core.observe.costs import cost_of
 from cosmos_core.observe.dag import layout
 from cosmos_core.observe.previous_run import before
 from cosmos_core.observe.record import loading_line, read_run
@@ -47,6 +48,7 @@ def build(run_path: Path) -> str:
             comparison=sections.comparison(record),
             sweeps=sweeps(record),
             before=before(record),
+            cost=cost_of(run_path),
             resources=usage.resources(record),
             gates=sections.gates(record),
             samples=sections.samples(record),

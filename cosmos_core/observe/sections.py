@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.observe import formatting, gallery
+from cosmos_core.observe.costs import shown_cost
 from cosmos_core.observe.plots import REPORT_PANELS, curves_svg
 from cosmos_core.observe.record import Condition, RunRecord, Sample, StageRecord, overhead
 from cosmos_core.observe.sweeps import in_branches
@@ -53,6 +54,7 @@ def cards(run: RunRecord) -> list[tuple[str, str]]:
     times = {"wall time": "wall", "inside stage workers": "inside", "overhead": "overhead"}
     if seconds := overhead(run):
         shown += [(name, formatting.duration(seconds[key])) for name, key in times.items()]
+    shown += shown_cost(run).items()
     finished = sum(label(stage) in {"done", "reused", _THIS_PAGE} for stage in run.stages)
     return [*shown, ("stages finished", f"{finished} of {len(run.stages)}")]
 
@@ -105,6 +107,7 @@ def lineage(run: RunRecord) -> list[dict[str, Any]]:
         {
             "stage": stage,
             "reused_from": result["reused_from"],
+            "gpu_seconds": result.get("gpu_seconds", 0.0),
             "inputs": [(name, entry["digest"]) for name, entry in result["inputs"].items()],
             "digest": result["digest"],
             "files": result["outputs"][:_NUM_FILES],

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from cosmos_core.observe import formatting
 from cosmos_core.observe.record import RunRecord, StageRecord
+from cosmos_core.run.held import closed_holds, gpu_seconds
 
 _BINS = 10
 
@@ -29,13 +30,21 @@ def resources(run: RunRecord) -> list[Use]:
         Use(
             stage=stage,
             machines=formatting.machines(stage.ranks),
-            gpu_hours=stage.seconds * sum(bool(rank.gpus) for rank in stage.ranks) / 3600,
+            gpu_hours=_gpu_hours(stage),
             tokens_per_second=_tokens_per_second(stage),
             size=sum(file["size"] for file in stage.result["outputs"]) if stage.result else 0,
         )
         for stage in run.stages
         if stage.seconds is not None and stage.kind.in_worker
     ]
+
+
+def _gpu_hours(stage: StageRecord) -> float:
+    """Return the GPU hours that a stage held; of a run of an earlier version, which recorded none, those that it
+    used."""
+    if stage.state.holds:
+        return gpu_seconds(closed_holds(stage.path)) / 3600
+    return (stage.seconds or 0.0) * sum(bool(rank.gpus) for rank in stage.ranks) / 3600
 
 
 def _tokens_per_second(stage: StageRecord) -> float | None:

@@ -22,9 +22,11 @@ import tomli_w
 
 from cosmos_core.config.capabilities import check_capabilities
 from cosmos_core.config.compose import Kinds, Pipeline, load_pipeline
-from cosmos_core.config.load import read_toml
+from cosmos_core.config.load import parse, read_toml, without_none
+from cosmos_core.config.schema.pipeline import MONEY, PipelineConfig
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.digests import Digests, shared_digests
+from cosmos_core.run.estimated import saved_estimate
 from cosmos_core.run.files import (
     SHARED,
     Document,
@@ -71,6 +73,8 @@ class Facts(Document):
     file."""
     parameters: dict[str, Any] = {}
     """Parameters of the Python flow that created the run; empty for a TOML file."""
+    estimate: dict[str, float | None] = {}
+    """GPU seconds of each stage in the last `plan --estimate` with the same settings; None if unknown."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,7 @@ def create_run(
         fixed={key: old for key, (old, _) in _changes(original, pipeline.as_toml()).items()},
         entrypoint=entrypoint,
         parameters=parameters or {},
+        estimate=saved_estimate(original, output_dir),
     )
     path = _made(output_dir, run_id or _timestamp(pipeline), tomli_w.dumps(pipeline.as_toml()), facts)
     list_runs(output_dir)
@@ -171,12 +176,30 @@ def open_or_create_run(pipeline: Pipeline, *, run_id: str = "") -> Run:
     existing = pipeline.output_dir.expanduser().absolute() / run_id
     if not run_id or not (existing / PIPELINE).is_file():
         return create_run(pipeline, run_id=run_id)
-    if different := differences(existing, pipeline):
+    money = {f"pipeline.{key}" for key in MONEY}
+    if different := [key for key in differences(existing, pipeline) if key not in money]:
         raise ConfigError(
             f"run {run_id} exists and was made with other settings ({', '.join(different[:3])}); leave the run id out, "
             f"or resume it as it is"
         )
-    return open_run(existing, pipeline.kinds)
+    config = pipeline.config
+    return with_money(open_run(existing, pipeline.kinds), config.price_per_gpu_hour, config.budget)
+
+
+def with_money(run: Run, price: float | None, budget: float | None) -> Run:
+    """Return the run with another price of GPUs and another budget, after saving them.
+
+    Raises:
+        ConfigError: a value is not positive, or there is a budget without a price.
+    """
+    config = run.pipeline.config
+    if (price, budget) == (config.price_per_gpu_hour, config.budget):
+        return run
+    money = {"price_per_gpu_hour": price, "budget": budget}
+    checked = parse(PipelineConfig, without_none(money), source=str(run.path / PIPELINE), prefix="pipeline")
+    config = config.model_copy(update={key: getattr(checked, key) for key in MONEY})
+    write_text(run.path / PIPELINE, tomli_w.dumps(replace(run.pipeline, config=config).as_toml()))
+    return open_run(run.path, run.pipeline.kinds)
 
 
 def open_run(path: Path, kinds: Kinds) -> Run:

@@ -37,6 +37,8 @@ class Link:
     note: str
     """Status of the content: `verified`, `recorded` for content that cannot be hashed again as a whole, or a
     description of the damage."""
+    gpu_seconds: float = 0.0
+    """GPU seconds that the attempts of a stage held."""
 
     @property
     def is_broken(self) -> bool:
@@ -84,7 +86,9 @@ def lineage(stage_path: Path) -> list[Link]:
 def _walk(stage_path: Path, result: Result, depth: int, seen: set[Path]) -> Iterator[Link]:
     seen.add(stage_path)
     run = f"run {stage_path.parent.parent.name}"
-    yield Link(depth, result["name"], result["kind"], result["digest"], run, problem(stage_path, result) or "verified")
+    note = problem(stage_path, result) or "verified"
+    held = float(result.get("gpu_seconds", 0.0))
+    yield Link(depth, result["name"], result["kind"], result["digest"], run, note, held)
     for source in parsed(result.get("sources", ()), Source):
         yield Link(depth + 1, Path(source.name).name, source.kind, source.digest, source.name, _look(source))
     for name, recorded in result["inputs"].items():

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cosmos_core.environment import mask_error
-from cosmos_core.errors import EXIT_CRASH, CosmosError, Preempted, ProgramError
+from cosmos_core.errors import EXIT_CRASH, CosmosError, OverBudget, Preempted, ProgramError
 from cosmos_core.run.files import Document, Seconds, read_document, room_may_be_missing, write_json
 from cosmos_core.run.manifest import read_result
 
@@ -23,6 +23,17 @@ ACTIVE = frozenset({"running", "retrying"})
 logger = logging.getLogger(__name__)
 
 
+class Hold(Document):
+    """Time interval in which an attempt of a stage held GPUs."""
+
+    attempt: int
+    gpus: int
+    """Number of GPUs; on a machine without GPUs, the number of ranks and engines of the stage."""
+    begin: Seconds
+    end: Seconds | None = None
+    """None if the attempt holds them now, or if its launcher was killed."""
+
+
 class State(Document):
     """Content of `state.json`: the current state of a stage."""
 
@@ -30,6 +41,8 @@ class State(Document):
     attempt: int = 0
     spans: list[tuple[Seconds, Seconds | None]] = []
     """Start and end of each attempt; the end is None if the attempt is running or its launcher was killed."""
+    holds: list[Hold] = []
+    """Intervals in which the attempts held GPUs; see `run.held`."""
     ended: Seconds | None = None
     """Time at which the stage entered its current state; None while the stage is active."""
     failures: int = 0
@@ -69,6 +82,11 @@ class State(Document):
     checkpoint_step: int | None = None
     longest_step_seconds: float = 0.0
     """Longest step of all attempts in seconds: a worker that must stop gets this time to finish its current step."""
+
+    @property
+    def is_over_budget(self) -> bool:
+        """Return True if the stage has stopped because the budget of its run is spent."""
+        return self.state == "stopped" and self.error_type == OverBudget.__name__
 
     def seconds(self, now: float) -> float:
         """Return the total time of all attempts, without the pauses between them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,18 @@ import pytest
 import tomli_w
 
 from cosmos_core.config.compose import Pipeline, load_pipeline
-from cosmos_core.errors import ConfigError
+from cosmos_core.errors import ConfigError, OverBudget
 from cosmos_core.launch.cost import Cost, cost_table, costs, wall_seconds
 from cosmos_core.launch.machine import machine_of
+from cosmos_core.run.directory import Run, open_or_create_run
+from cosmos_core.run.held import gpu_seconds_of_run
 from cosmos_core.run.plan import Decision
+from cosmos_core.run.progress import Position
+from cosmos_core.run.state import Hold, read_state, update_state
+from cosmos_core.session import exit_code
 from tasks.kinds import all_kinds
+from tasks.stage import perform, should_retry
+from tests.conftest import PROGRAMS
 from tests.effects.change import SFT, Change, changes, nested
 
 GIB = 2**30
@@ -61,7 +68,7 @@ USUAL = {
     (Change("pipeline.gpu_memory", 40.0, BASE), {"fits 40 GiB": "no: 50.0 GiB"}),
     (Change("pipeline.gpu_tflops", 200.0, BASE),
      {"time": "4h10m", "GPU hours": "8.33", "known from": "never run; counted at 200 TFLOP/s per GPU"}),
-    (Change("pipeline.gpu_hour_price", 0.9, BASE), {"cost": "3.75"}),
+    (Change("pipeline.price_per_gpu_hour", 0.9, BASE), {"cost": "3.75"}),
 )  # fmt: skip
 def test_it_changes_what_a_plan_says_of_time_and_cost(change: Change, expected: dict[str, str], tmp_path: Path) -> None:
     base = dict(change.base)
@@ -112,7 +119,7 @@ def write_run(found: Pipeline, run: Path, state: dict[str, Any], lines: list[dic
 
 @pytest.mark.parametrize("state", ["done", "stopped", "failed"])
 def test_steps_of_the_newest_run_are_scaled_and_what_is_no_step_is_not(tmp_path: Path, state: str) -> None:
-    found = pipeline({**BASE, "pipeline.gpu_hour_price": 2.0}, tmp_path)
+    found = pipeline({**BASE, "pipeline.price_per_gpu_hour": 2.0}, tmp_path)
     # The first of 25 steps pays for compiling; 600 s = 25 steps of 12 s + 2 validations of 50 s + 200 s of the rest.
     lines: list[dict[str, float]] = [{"step": i + 1, "time/step": 12.0 if i else 60.0} for i in range(25)]
     lines[9]["time/validate"] = lines[19]["time/validate"] = 50.0
@@ -143,3 +150,41 @@ def test_the_time_of_all_is_that_of_the_longest_chain_with_the_slots_of_a_sweep(
     times = [Cost(stage.name, seconds.get(stage.name, 10.0), 1, "", "") for stage in found.stages]
     times = [Cost("sft", 0.5, 0, "", "") if cost.name == "sft" else cost for cost in times]
     assert wall_seconds(found, times) == 1 + 10 + 10 + 0.5
+
+
+def counting(folder: Path, budget: str) -> Run:
+    """A run of one stage that counts to 120 and holds one rank, of which a second costs 1."""
+    kinds = {**all_kinds(), "custom": replace(all_kinds()["custom"], has_mesh=True)}
+    settings = {
+        "pipeline.output_dir": str(folder / "outputs"), "pipeline.threads": 1, "pipeline.price_per_gpu_hour": 3600.0,
+        "pipeline.stages": [{"name": "count", "kind": "custom", "entry": f"{PROGRAMS / 'counting.py'}:count",
+                             "arguments": {"steps": 120}}],
+    }  # fmt: skip
+    (folder / "p.toml").write_text(tomli_w.dumps(nested(settings)))
+    return open_or_create_run(load_pipeline(folder / "p.toml", [f"pipeline.budget={budget}"], kinds), run_id="paid")
+
+
+@changes(Change("pipeline.budget", 5000.0))
+def test_a_budget_stops_a_run_with_a_checkpoint_until_it_is_raised(change: Change, tmp_path: Path) -> None:
+    run = counting(tmp_path, str(change.value))
+    path, other = run.stage_path("count"), run.path / "superseded" / "count.1"
+
+    def spend(position: Position) -> None:
+        if position.step > 3:  # an attempt that was thrown away cost 5000
+            update_state(other, holds=[Hold(attempt=1, gpus=50, begin=0.0, end=100.0)])
+
+    with pytest.raises(OverBudget, match=r"^run paid: budget = 5000 is spent: .* GPU hours at 3600 cost 50") as caught:
+        perform(run, "count", on_progress=spend)
+    assert str(caught.value).endswith("to continue: cosmos resume outputs/paid --budget AMOUNT")
+    state, step = read_state(path), json.loads((path / "checkpoint.json").read_text())["step"]
+    assert state.is_over_budget and 3 < step < 120 and state.checkpoint_step == step
+    assert caught.value.exit_code == exit_code(run) == 75 and not should_retry(run, "count", caught.value)
+    with pytest.raises(OverBudget):
+        perform(run, "count")
+    assert (read_state(path).attempt, len(read_state(path).holds)) == (1, 1), "no attempt begins, and no GPU is held"
+    result, was_reused = perform(counting(tmp_path, "9000"), "count")
+    assert (path / "visits.txt").read_text().splitlines() == ["start 0", f"start {step}"]
+    attempts = [(each["attempt"], each["gpus"]) for each in result["attempts"]]
+    assert (attempts, was_reused, result["metrics"]) == ([(1, 1), (2, 1)], False, {"count": 120.0})
+    spans = sum(end - begin for begin, end in read_state(path).closed_spans(time.time()))
+    assert spans <= result["gpu_seconds"] == pytest.approx(gpu_seconds_of_run(run.path) - 5000)

@@ -190,11 +190,11 @@ def test_a_setting_is_toml_and_what_is_not_is_a_string(text: str, keys: tuple[st
         ("sfx.train.epoch=1", "--set 'sfx.train.epoch=1': 'sfx' is no stage and no table of a recipe; did you mean "
          "'sft'?"),
         ("pipeline.stages=3", "--set 'pipeline.stages=3': write pipeline.KEY=VALUE with one of name, output_dir, "
-         "threads, gpus, gpus_per_node, gpu_memory, gpu_tflops, gpu_hour_price, grace_seconds, python, "
+         "threads, gpus, gpus_per_node, gpu_memory, gpu_tflops, price_per_gpu_hour, budget, grace_seconds, python, "
          "artifact_store, private, or STAGE.KEY=VALUE"),
         ("pipeline=3", "--set 'pipeline=3': write pipeline.KEY=VALUE with one of name, output_dir, threads, gpus, "
-         "gpus_per_node, gpu_memory, gpu_tflops, gpu_hour_price, grace_seconds, python, artifact_store, private, or "
-         "STAGE.KEY=VALUE"),
+         "gpus_per_node, gpu_memory, gpu_tflops, price_per_gpu_hour, budget, grace_seconds, python, artifact_store, "
+         "private, or STAGE.KEY=VALUE"),
         ("pipeline.thread=3", "recipe.toml: pipeline.thread: unknown key; did you mean pipeline.threads?"),
         ("sft.trian.epoch=1", "recipe.toml: stage 'sft': trian: unknown key"),
         ("sft.train.epok=1", "recipe.toml: stage 'sft': train.epok: unknown key; did you mean train.epoch?"),

@@ -18,6 +18,8 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|d)")
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 STAGE_NAME_LENGTH = 64
+MONEY = frozenset({"price_per_gpu_hour", "budget"})
+"""Keys of `[pipeline]` that may change while a run exists."""
 BLOCK = "block:"
 """Prefix of a value that names a Prefect block."""
 
@@ -173,9 +175,15 @@ class PipelineConfig(Table):
     """Sustained throughput of one GPU in training, for `plan --estimate` of a stage that was never run. None: 40 % of
     the data sheet value of the GPU that `--on` names, otherwise half of the throughput of a matrix product on this
     machine."""
-    gpu_hour_price: Annotated[PositiveFloat | None, NoResult] = None
-    """Price of one GPU for an hour, in any currency, from which `plan --estimate` computes the cost of a run. None: no
-    cost is shown."""
+    price_per_gpu_hour: Annotated[PositiveFloat | None, NoResult] = None
+    """Price of one GPU for an hour, in any currency, with which `plan --estimate`, `runs --cost`, the report and the
+    card of a run show costs. What counts is the time for which a stage holds GPUs, in all its attempts; on a machine
+    without GPUs each rank and each engine with a GPU of its own in the placement counts as one. None: no cost is
+    shown."""
+    budget: Annotated[PositiveFloat | None, NoResult] = None
+    """Maximum cost of a run, in the currency of `price_per_gpu_hour`: a run that reaches it saves a checkpoint and
+    stops with exit code 75; `cosmos resume RUN --budget AMOUNT` continues it. Stages without GPUs are not stopped.
+    None: no limit."""
     grace_seconds: Annotated[PositiveFloat, NoResult] = 20.0
     """Time in seconds between SIGTERM and SIGKILL, in which a worker saves its checkpoint. The duration of the longest
     step so far is added, because the worker first finishes its step; when the flow itself is killed, its workers have
@@ -192,3 +200,10 @@ class PipelineConfig(Table):
     reader when the run starts; the choice then holds on every machine of the run."""
     stages: Annotated[tuple[StageConfig, ...], Field(strict=False)] = ()
     """Stages of the pipeline, in any order."""
+
+    @field_validator("budget")
+    @classmethod
+    def _budget_has_a_price(cls, budget: float | None, info: ValidationInfo) -> float | None:
+        if budget is not None and info.data.get("price_per_gpu_hour") is None:
+            raise ValueError(f"budget = {budget:g} needs price_per_gpu_hour, with which costs are computed")
+        return budget

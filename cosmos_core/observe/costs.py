@@ -1,0 +1,96 @@
+"""Compute what a run has cost so far: the GPU hours that its stages held, by attempt, and their price."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.table import Table
+
+from cosmos_core.observe import formatting
+from cosmos_core.observe.record import RunRecord, read_pipeline, read_run
+from cosmos_core.run.directory import read_facts, runs_in
+from cosmos_core.run.held import gpu_seconds, holds_of_run
+from cosmos_core.run.state import Hold
+
+_SECONDS = 3600.0  # of an hour
+
+
+@dataclass(frozen=True)
+class RunCost:
+    """GPU hours that a run has held so far, and their cost."""
+
+    holds: dict[str, list[Hold]]
+    """Intervals in which the attempts of each stage held GPUs."""
+    price: float | None
+    """Price of a GPU hour; None: unknown."""
+    budget: float | None
+    estimated_hours: float | None
+    """GPU hours according to `plan --estimate`; None if it was not called, or could not estimate a stage."""
+
+    @property
+    def hours(self) -> float:
+        """Return the GPU hours of all attempts of all stages."""
+        return sum(map(gpu_seconds, self.holds.values())) / _SECONDS
+
+    def cost(self, hours: float | None) -> str:
+        """Return the cost of GPU hours as text; empty without a price, or if the hours are unknown."""
+        return "" if self.price is None or hours is None else formatting.number(hours * self.price)
+
+    @property
+    def rows(self) -> Iterator[tuple[str, int, int, float, str, str]]:
+        """Yield stage, attempt, number of GPUs, seconds, GPU hours and cost of each interval."""
+        for stage, holds in self.holds.items():
+            for hold in holds:
+                hours = gpu_seconds([hold]) / _SECONDS
+                seconds = (hold.end or hold.begin) - hold.begin
+                yield stage, hold.attempt, hold.gpus, seconds, formatting.number(hours), self.cost(hours)
+
+    def __str__(self) -> str:
+        hours, cost = f"{formatting.number(self.hours)} GPU hours", self.cost(self.hours)
+        estimated = self.cost(self.estimated_hours)
+        if not estimated and self.estimated_hours is not None:
+            estimated = f"{formatting.number(self.estimated_hours)} GPU hours"
+        notes = [f"estimated {estimated}"] if estimated else []
+        notes += [f"budget {formatting.number(self.budget)}"] if self.budget is not None else []
+        return ", ".join([f"{cost} for {hours}" if cost else hours, *notes])
+
+
+def cost_of(run_path: Path) -> RunCost:
+    """Return what a run has cost so far."""
+    pipeline, facts = read_pipeline(run_path), read_facts(run_path)
+    price, budget = (
+        float(value) if isinstance(value := pipeline.get(key), int | float) else None
+        for key in ("price_per_gpu_hour", "budget")
+    )
+    estimates = list(facts.estimate.values()) if facts else []
+    is_known = bool(estimates) and None not in estimates
+    hours = sum(value or 0.0 for value in estimates) / _SECONDS if is_known else None
+    return RunCost(holds_of_run(run_path), price, budget, hours)
+
+
+def shown_cost(run: RunRecord) -> dict[str, str]:
+    """Return the cost of a run as one entry for a list of facts about it; empty if no stage has held GPUs."""
+    cost = cost_of(run.path)
+    return {"cost" if cost.price is not None else "GPUs held": str(cost)} if cost.holds else {}
+
+
+def table_of_costs(output_dir: Path, most: int) -> Table:
+    """Return a table with the GPU hours and costs of the newest runs of a folder, the newest last, and of all of
+    them."""
+    table = Table("run", "pipeline", "outcome")
+    for column in ("GPU hours", "cost", "estimate", "budget"):
+        table.add_column(column, justify="right")
+    hours, total, is_complete = 0.0, 0.0, True
+    for facts in runs_in(output_dir)[-most:]:
+        run, cost = read_run(output_dir / facts.run_id), cost_of(output_dir / facts.run_id)
+        budget = formatting.number(cost.budget) if cost.budget is not None else ""
+        amounts = [formatting.number(cost.hours), cost.cost(cost.hours), cost.cost(cost.estimated_hours), budget]
+        table.add_row(facts.run_id, run.name, run.outcome, *amounts)
+        hours, total = hours + cost.hours, total + cost.hours * (cost.price or 0.0)
+        is_complete = is_complete and (cost.price is not None or not cost.hours)
+    table.add_section()
+    at_least = "" if is_complete else "> "
+    table.add_row("all", "", "", formatting.number(hours), f"{at_least}{formatting.number(total)}", "", "")
+    return table

@@ -1,0 +1,37 @@
+"""Estimates of `cosmos plan --estimate`, kept so that a later run with the same settings shows its cost beside them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from cosmos_core.config.compose import Pipeline
+from cosmos_core.config.schema.pipeline import MONEY
+from cosmos_core.run.files import SHARED, Document, read_document, write_json
+
+
+class Estimate(Document):
+    """GPU seconds of each stage of a run; None if they are unknown."""
+
+    gpu_seconds: dict[str, float | None] = {}
+
+
+def save_estimate(pipeline: Pipeline, output_dir: Path, gpu_seconds: Mapping[str, float | None]) -> None:
+    """Save the estimated GPU seconds of each stage of a pipeline, in place of an earlier estimate."""
+    file = _file(pipeline, output_dir)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_json(file, Estimate(gpu_seconds=dict(gpu_seconds)).model_dump(), durable=False)
+
+
+def saved_estimate(pipeline: Pipeline, output_dir: Path) -> dict[str, float | None]:
+    """Return the last estimate of a pipeline with the same settings; empty if there is none."""
+    return (read_document(_file(pipeline, output_dir), Estimate) or Estimate()).gpu_seconds
+
+
+def _file(pipeline: Pipeline, output_dir: Path) -> Path:
+    tables = pipeline.as_toml()
+    tables["pipeline"] = {key: value for key, value in tables["pipeline"].items() if key not in MONEY}
+    digest = hashlib.sha256(json.dumps(tables, sort_keys=True, default=str).encode()).hexdigest()
+    return output_dir / SHARED / "estimates" / f"{digest}.json"

@@ -1,0 +1,80 @@
+"""Time for which the attempts of a stage held GPUs, from `state.json`, to compute costs and to enforce budgets.
+
+An interval ends when the GPUs are free for other stages. If the launcher was killed, it ends with the last sign of life
+of launcher or worker. Stages that were made again count with all earlier attempts, whose files are in `superseded/`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cosmos_core.run.files import room_may_be_missing, write_json
+from cosmos_core.run.manifest import RESULT, Result, read_result
+from cosmos_core.run.progress import read_progress
+from cosmos_core.run.state import Hold, read_state, update_state
+
+
+@contextmanager
+def holding(stage_path: Path, gpus: int) -> Iterator[None]:
+    """Record that the next attempt of a stage holds `gpus` GPUs during the block; 0: nothing is recorded."""
+    if not gpus:
+        yield
+        return
+    earlier = closed_holds(stage_path)
+    hold = Hold(attempt=read_state(stage_path).attempt + 1, gpus=gpus, begin=time.time())
+    update_state(stage_path, holds=[*earlier, hold])
+    try:
+        yield
+    finally:
+        with room_may_be_missing(f"the time for which {stage_path.name} held GPUs"):
+            update_state(stage_path, holds=[*earlier, hold.model_copy(update={"end": time.time()})])
+
+
+def closed_holds(stage_path: Path) -> list[Hold]:
+    """Return the intervals in which a stage held GPUs; an open interval lasts until the last sign of life."""
+    state, progress = read_state(stage_path), read_progress(stage_path)
+    signs = (state.renewed, state.heartbeat, progress.heartbeat if progress else None)
+    last = min(max((sign for sign in signs if sign), default=0.0), time.time())
+    return [
+        hold if hold.end is not None else hold.model_copy(update={"end": max(hold.begin, last)}) for hold in state.holds
+    ]
+
+
+def gpu_seconds(holds: list[Hold]) -> float:
+    """Return the GPU seconds of closed intervals: durations times numbers of GPUs."""
+    return sum(max(0.0, (hold.end or hold.begin) - hold.begin) * hold.gpus for hold in holds)
+
+
+def holds_of_run(run_path: Path) -> dict[str, list[Hold]]:
+    """Return the closed intervals of each stage of a run that held GPUs, with those of superseded attempts."""
+    holds: dict[str, list[Hold]] = {}
+    for folder in sorted((run_path / "superseded").glob("*")):
+        holds.setdefault(folder.name.rpartition(".")[0], []).extend(closed_holds(folder))
+    for folder in sorted((run_path / "stages").glob("*")):
+        holds.setdefault(folder.name, []).extend(closed_holds(folder))
+    return {name: found for name, found in holds.items() if found}
+
+
+def gpu_seconds_of_run(run_path: Path) -> float:
+    """Return the GPU seconds of all attempts of all stages of a run."""
+    return sum(map(gpu_seconds, holds_of_run(run_path).values()))
+
+
+def note_in_result(stage_path: Path) -> Result:
+    """Add the GPU seconds of a finished stage to its `result.json`, in total as `gpu_seconds` and by attempt as
+    `attempts`; return the manifest. They are no part of its digest."""
+    result = read_result(stage_path)
+    assert result is not None
+    by_attempt: dict[int, list[Hold]] = {}
+    for hold in closed_holds(stage_path):
+        by_attempt.setdefault(hold.attempt, []).append(hold)
+    result["attempts"] = [
+        {"attempt": attempt, "gpus": max(hold.gpus for hold in holds), "gpu_seconds": gpu_seconds(holds)}
+        for attempt, holds in by_attempt.items()
+    ]
+    result["gpu_seconds"] = sum(entry["gpu_seconds"] for entry in result["attempts"])
+    write_json(stage_path / RESULT, result)
+    return result

@@ -1,0 +1,52 @@
+"""Stop a run whose GPUs have cost its budget, with a checkpoint."""
+
+from __future__ import annotations
+
+import time
+
+from cosmos_core.config.schema.pipeline import StageConfig
+from cosmos_core.errors import OverBudget, Preempted
+from cosmos_core.launch.gpus import num_placed
+from cosmos_core.observe.resuming import resume_command
+from cosmos_core.run.directory import Run, read_facts
+from cosmos_core.run.held import gpu_seconds_of_run
+
+_SECONDS = 2.0  # time between two looks at the states of all stages, which are renewed as often
+
+
+class Budget:
+    """Budget of a run, for a stage that holds GPUs; other stages cost nothing and are not stopped."""
+
+    def __init__(self, run: Run, stage: StageConfig) -> None:
+        self._run = run
+        config, recipe = run.pipeline.config, run.pipeline.recipes[stage.name]
+        has_limit = config.budget is not None and num_placed(run.pipeline.kind_of(stage), recipe)
+        self._limit = config.budget if has_limit else None
+        self._price = config.price_per_gpu_hour or 0.0
+        self._next = 0.0
+
+    def excess(self) -> Preempted | None:
+        """Return the error with which the stage is to stop; None if the budget is not spent. Looks at most every two
+        seconds."""
+        if self._limit is None or time.monotonic() < self._next:
+            return None
+        self._next = time.monotonic() + _SECONDS
+        hours = gpu_seconds_of_run(self._run.path) / 3600
+        if hours * self._price < self._limit:
+            return None
+        facts = read_facts(self._run.path)
+        in_python = "raise it in configure_run, and run the flow again"
+        remedy = in_python if facts and facts.entrypoint else f"{resume_command(self._run.path)} --budget AMOUNT"
+        return OverBudget(
+            f"run {self._run.id}: budget = {self._limit:g} is spent: {hours:.4g} GPU hours at {self._price:g} cost "
+            f"{hours * self._price:.4g}; to continue: {remedy}"
+        )
+
+    def check(self) -> None:
+        """Refuse to start the stage, or to let it continue, if the budget is spent.
+
+        Raises:
+            OverBudget: it is spent.
+        """
+        if error := self.excess():
+            raise error
