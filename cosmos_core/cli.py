@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-from enum import StrEnum
 
 _BEGAN = time.time()
 
@@ -60,14 +59,6 @@ FromStage = Annotated[str, typer.Option(help="Make this stage and everything beh
 Verify = Annotated[
     bool, typer.Option("--verify", help="Hash every input and reused file instead of trusting size, times and inode.")
 ]
-
-
-class Demo(StrEnum):
-    """The recipes of configs/demo."""
-
-    arithmetic = "arithmetic"
-    digits = "digits"
-    distillation = "distillation"
 
 
 def _version(is_asked: bool) -> None:
@@ -161,13 +152,14 @@ def resume(
 
 @app.command()
 def demo(
-    name: Annotated[
-        Demo, typer.Argument(help="What the model learns: to add, to draw digits, or to add as a teacher does.")
-    ] = Demo.arithmetic,
+    name: Annotated[str, typer.Argument(help="A recipe of configs/demo: arithmetic, digits, ...")] = "arithmetic",
     overrides: Set = [],  # noqa: B006
 ) -> None:
     """Run a demo, which is part of the package: it makes its own model and data, and downloads nothing."""
-    run([Path(__file__).parents[1] / "configs/demo" / f"{name}.toml"], overrides)
+    demos = {path.stem: path for path in (Path(__file__).parents[1] / "configs/demo").glob("*.toml")}
+    if name not in demos:
+        raise ConfigError(f"there is no demo {name!r}; there are {', '.join(sorted(demos))}")
+    run([demos[name]], overrides)
 
 
 @app.command()
