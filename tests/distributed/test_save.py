@@ -24,12 +24,15 @@ HSDP = {"dp_replicate_size": 2, "dp_shard_size": 2}
 TP2, TP2_DP2 = {"tp_size": 2}, {"tp_size": 2, "dp_shard_size": 2}
 PP2_DP2 = {"pp_size": 2, "pp_schedule": "1F1B", "dp_shard_size": 2}
 EP2 = {"ep_size": 2, "dp_shard_size": 2}
-RESHARDED = [
-    ("dense", DP4, DP4), ("dense", DP2, TP2), ("dense", DP4, TP2_DP2), ("dense", TP2_DP2, DP2),
-    ("dense", DP2, ALONE), ("dense", ALONE, DP4),
-    ("dense", HSDP, PP2_DP2), ("dense", PP2_DP2, DP2), ("dense", PP2_DP2, PP2_DP2), ("moe", EP2, ALONE),
-    ("moe", DP2, EP2), ("moe", TP2_DP2, EP2), ("moe", EP2, TP2_DP2),
+USUAL = [
+    ("dense", DP4, DP4), ("dense", DP4, TP2_DP2), ("dense", HSDP, PP2_DP2), ("dense", PP2_DP2, DP2),
+    ("moe", EP2, ALONE), ("moe", EP2, TP2_DP2),
 ]  # fmt: skip
+FURTHER = [
+    ("dense", DP2, TP2), ("dense", TP2_DP2, DP2), ("dense", DP2, ALONE), ("dense", ALONE, DP4),
+    ("dense", PP2_DP2, PP2_DP2), ("moe", DP2, EP2), ("moe", TP2_DP2, EP2),
+]  # fmt: skip
+RESHARDED = [*USUAL, *FURTHER]
 SHAPE: dict[str, Any] = {
     "vocab_size": 264, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "initializer_range": 0.2,

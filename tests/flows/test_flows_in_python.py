@@ -122,7 +122,9 @@ def mistakes() -> dict[str, tuple[Callable[[StageHandle, StageHandle], Any], str
     }
 
 
-@pytest.mark.parametrize("name", list(mistakes()))
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[pytest.mark.full] * (index > 2)) for index, each in enumerate(mistakes())]
+)
 def test_a_mistake_is_one_line(folder: Path, name: str) -> None:
     call, message = mistakes()[name]
 

@@ -322,7 +322,6 @@ def test_a_flow_run_that_is_tried_again_on_another_machine_has_its_own_lease(tmp
         assert client.read_variable_by_name("cosmos-retraining-0a1b") is None
 
 
-@pytest.mark.full
 def test_what_a_person_has_said_waits_for_a_firing_that_is_at_work(tmp_path: Path) -> None:
     nightly = Nightly(tmp_path)
     nightly.rows({"accuracy": 0.5})
@@ -351,7 +350,6 @@ def test_what_a_person_has_said_never_replaces_a_model_of_newer_content(tmp_path
     assert nightly.published == [0.6] and nightly.fire()[0] == "NothingNew"
 
 
-@pytest.mark.full
 def test_a_flow_run_that_is_retried_after_its_rows_have_changed_trains_on_neither(tmp_path: Path) -> None:
     nightly = Nightly(tmp_path)
     nightly.rows({"accuracy": 0.5, "fail": True})
