@@ -36,6 +36,7 @@ TWO = [
     *((name, DP2, torch.float32) for name in ("moe", "gpt-oss", "gemma3-vlm")),
     ("moe", EP2, torch.float32),
     ("tied", PP2, torch.float32),
+    ("uneven", DP2, torch.float32),
     ("untied", DP2, torch.float32, ("lora", {"r": 4, "target_modules": "all-linear", "modules_to_save": ["lm_head"]})),
     ("tied", TP2, torch.float32, ("lora", {"r": 4, "target_modules": ["q_proj", "down_proj"]})),
     ("tied", DP2, torch.float32, ("freeze_pattern", ["embed_tokens"])),
@@ -103,6 +104,7 @@ def test_each_of_two_ranks_reads_its_part(index: int, of_two: list[list[str]]) -
     assert of_two[index] == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("index", range(len(FOUR)), ids=map(label, FOUR))
 def test_each_of_four_ranks_reads_its_part(index: int, of_four: list[list[str]]) -> None:
     assert of_four[index] == []

@@ -17,6 +17,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3Moe
 from cosmos_core.checkpoint.resume import problem
 from cosmos_core.cluster.group import WorkerGroup
 from tests.distributed import saving
+from tests.distributed.matrix import chosen
 
 ALONE: dict[str, Any] = {}
 DP2, DP4 = {"dp_shard_size": 2}, {"dp_shard_size": 4}
@@ -68,10 +69,17 @@ def each(function: Any, cases: list[tuple[str, dict[str, Any], Path]], models: P
 
 
 @pytest.fixture(scope="module")
-def saved(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, saving.Saved]]:
+def cases(request: pytest.FixtureRequest) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Return all cases if one of the further ones runs."""
+    last = max(chosen(request, "test_a_checkpoint_of_one_mesh_goes_on_on_another"), default=0)
+    return RESHARDED if last >= len(USUAL) else USUAL
+
+
+@pytest.fixture(scope="module")
+def saved(cases: Any, models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, saving.Saved]]:
     """By model and mesh a checkpoint of one step, with the newer one spoilt, and what was in it."""
     root = tmp_path_factory.mktemp("saved")
-    wanted = {label(model, mesh): (model, mesh, root / label(model, mesh)) for model, mesh, _ in RESHARDED}
+    wanted = {label(model, mesh): (model, mesh, root / label(model, mesh)) for model, mesh, _ in cases}
     answers = each(saving.save_all, list(wanted.values()), models, root)
     for _, _, folder in wanted.values():
         assert sorted(path.name for path in folder.iterdir()) == ["step_1", "step_3"]
@@ -81,9 +89,9 @@ def saved(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, t
 
 
 @pytest.fixture(scope="module")
-def loaded(saved: Any, models: Path, tmp_path_factory: pytest.TempPathFactory) -> list[saving.Saved]:
-    cases = [(model, after, saved[label(model, before)][0]) for model, before, after in RESHARDED]
-    return each(saving.load_all, cases, models, tmp_path_factory.mktemp("loaded"))
+def loaded(cases: Any, saved: Any, models: Path, tmp_path_factory: pytest.TempPathFactory) -> list[saving.Saved]:
+    wanted = [(model, after, saved[label(model, before)][0]) for model, before, after in cases]
+    return each(saving.load_all, wanted, models, tmp_path_factory.mktemp("loaded"))
 
 
 def label(model: str, mesh: dict[str, Any]) -> str:
@@ -91,7 +99,13 @@ def label(model: str, mesh: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    "index", range(len(RESHARDED)), ids=[f"{label(model, b)} to {label(model, a)}" for model, b, a in RESHARDED]
+    "index",
+    [
+        pytest.param(
+            index, marks=[pytest.mark.full] * (index >= len(USUAL)), id=f"{label(model, b)} to {label(model, a)}"
+        )
+        for index, (model, b, a) in enumerate(RESHARDED)
+    ],
 )
 def test_a_checkpoint_of_one_mesh_goes_on_on_another(index: int, saved: Any, loaded: list[saving.Saved]) -> None:
     model, before, after = RESHARDED[index]
