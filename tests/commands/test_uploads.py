@@ -58,6 +58,7 @@ model = "stage:sft"
 """.replace("DEMOS", str(DEMOS))
 
 
+@pytest.mark.full
 def test_a_recipe_publishes_its_model_and_checkpoints_and_keeps_no_secret(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,7 +44,7 @@ PRECISE = {"cosmos_predict": (torch.float32, 1e-5), "sana_video": (torch.float32
 
 def usual_cells() -> list[tuple[str, str]]:
     """The cells that the suite has."""
-    return [cell for cell in cells() if cell[0] in {"sd3", "sd3-lora", "cosmos_predict"}]
+    return [cell for cell in cells() if cell[0] in {"sd3-lora", "cosmos_predict"}]
 
 
 def cells() -> list[tuple[str, str]]:

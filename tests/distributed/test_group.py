@@ -228,7 +228,7 @@ def test_ranks_and_an_engine_have_room_or_are_refused(size: int, beside: Any, th
         assert resource_bundles(ray, size, actors if beside else None, is_embedded=False) == found
 
 
-@pytest.mark.parametrize("launcher", ["local", "ray"])
+@pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=pytest.mark.full)])
 def test_ranks_of_one_machine_listen_on_loopback_alone(launcher: Any) -> None:
     of_others = members.listeners(os.getpid())  # of the tests before
     found = WorkerGroup(2, launcher).run(partial(members.listening, os.getpid())) - of_others

@@ -99,6 +99,7 @@ def check_falls(found: list[float]) -> None:
     assert np.mean(found[-2:]) < 0.8 * found[0]
 
 
+@pytest.mark.full
 def test_gsm8k_is_prepared_whole_and_learned(tmp_path: Path, model: Path, test_data: Path) -> None:
     length = 400
     file = test_data / "gsm8k" / "train.jsonl"

@@ -80,6 +80,7 @@ def test_gsm8k_compares_the_last_marked_numbers(answer, reference, value):
     assert score("gsm8k", answer, reference) == value
 
 
+@pytest.mark.full
 def test_the_test_answers_of_gsm8k_are_right_by_themselves_and_wrong_with_another_number(test_data):
     lines = (test_data / "gsm8k" / "test.jsonl").read_text().splitlines()
     references = [json.loads(line)["answer"] for line in lines]
