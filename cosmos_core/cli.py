@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn  # noqa: E402
 
 import typer  # noqa: E402
 
+from cosmos_core.cli_agents import agent_docs, mcp  # noqa: E402
 from cosmos_core.cli_config import config_app, note  # noqa: E402
 from cosmos_core.cli_doctor import doctor  # noqa: E402
 from cosmos_core.cli_flow import flow_of, is_flow, parameters_of, plan_flow, refuse_parameters, resume_flow, run_flow  # noqa: E402
@@ -301,7 +302,7 @@ app.command("try")(try_model)
 app.command("eval")(evaluate)
 for _command in (
     sft, dpo, grpo, diffusion_sft, init, check_model, status, runs, compare, lineage, report, samples, watch, promote,
-    rollback, bootstrap, worker, doctor, reap, clean,
+    rollback, bootstrap, worker, doctor, reap, clean, mcp, agent_docs,
 ):  # fmt: skip
     app.command()(_command)
 

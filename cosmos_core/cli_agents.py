@@ -1,0 +1,38 @@
+"""`cosmos mcp` and `cosmos agent-docs`: what an agent needs to operate runs."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import typer
+
+from cosmos_core.errors import ConfigError
+
+_EXIT_CODES = """Exit codes: 0 done; 64 the configuration or the data is wrong, one line on standard error names value,
+rule and remedy; 65 a gate refused the model; 75 stopped with a checkpoint, `cosmos resume` continues it;
+1 another error."""
+
+
+def mcp() -> None:
+    """Serve runs and recipes to an agent over the Model Context Protocol, on standard input and output."""
+    if find_spec("mcp") is None:
+        raise ConfigError("the package mcp is not installed: pip install 'cosmos-posttrain[mcp]'")
+    from cosmos_core.mcp_server import open_server
+
+    open_server().run()
+
+
+def agent_docs(context: typer.Context) -> None:
+    """Print what an agent has to know: every command with its options, the exit codes, and every key of a recipe."""
+    from cosmos_core.config.reference import reference
+    from tasks.kinds import all_kinds
+
+    typer.echo(f"# cosmos: post-training as a pipeline\n\n{_EXIT_CODES}\n\n# Commands\n")
+    for name, command in vars(context.find_root().command)["commands"].items():
+        typer.echo(f"## cosmos {name}\n\n{command.help}\n")
+        for parameter in command.params:
+            is_option = parameter.param_type_name == "option"
+            words = parameter.opts if is_option else [parameter.human_readable_name]
+            typer.echo(f"- `{' '.join(words)}`: {getattr(parameter, 'help', None) or ''}")
+        typer.echo("")
+    typer.echo(reference(all_kinds()), nl=False)

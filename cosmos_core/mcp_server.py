@@ -1,0 +1,155 @@
+"""An MCP server with which an agent reads runs, plans and checks recipes, and starts a run that a person confirms.
+
+Each tool executes a `cosmos` command in the folder of the server and returns what the command prints, so that an agent
+and a person read the same text. Source: the Model Context Protocol, package `mcp`.
+"""
+
+import asyncio
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+from mcp.server import MCPServer
+from mcp.server.elicitation import ElicitationResult
+from mcp.server.mcpserver import Elicit, Resolve
+from mcp.server.mcpserver.exceptions import ToolError
+from mcp.types import ToolAnnotations
+from pydantic import BaseModel, Field
+
+_READS = ToolAnnotations(read_only_hint=True)
+_STARTS = ToolAnnotations(read_only_hint=False, destructive_hint=False)
+_COMMAND_SECONDS, _START_SECONDS = 600, 120
+_INSTRUCTIONS = """Operate post-training pipelines. Recipes are TOML files; `explain_key` documents a key, `check` and
+`plan` take a recipe, and runs are named by their id; an empty id names the newest. `start_run` asks the user first."""
+
+
+class Confirmation(BaseModel):
+    """The form that a person fills in before a run starts."""
+
+    start: bool = Field(description="Start the run on this machine")
+
+
+def open_server() -> MCPServer:
+    """Return the server with its tools; paths are relative to the working directory of the process."""
+    server = MCPServer("cosmos", instructions=_INSTRUCTIONS)
+
+    @server.tool(annotations=_READS)
+    async def list_runs() -> str:
+        """List the runs of the folder `outputs`, the newest last."""
+        return await _cosmos("runs")
+
+    @server.tool(annotations=_READS)
+    async def run_status(run: str = "") -> str:
+        """Show the state, time and metrics of every stage of a run, and how a stopped run is continued."""
+        return await _cosmos("status", run)
+
+    @server.tool(annotations=_READS)
+    async def stage_log(run: str = "", stage: str = "") -> str:
+        """Show the log of the newest attempt of a stage."""
+        return await _cosmos("logs", run, stage)
+
+    @server.tool(annotations=_READS)
+    async def run_samples(run: str = "") -> str:
+        """Show completions or images of a run with their rewards."""
+        return await _cosmos("samples", run)
+
+    @server.tool(annotations=_READS)
+    async def run_lineage(run: str = "") -> str:
+        """Show from which data, models and settings the model of a run was made."""
+        return await _cosmos("lineage", run)
+
+    @server.tool(annotations=_READS)
+    async def compare_runs(first: str, second: str) -> str:
+        """Show how two runs differ in settings, metrics and times."""
+        return await _cosmos("compare", first, second)
+
+    @server.tool(annotations=_READS)
+    async def explain_key(key: str) -> str:
+        """Explain a configuration key, such as `train.optm_lr`: type, default, unit, meaning."""
+        return await _cosmos("config", "explain", key)
+
+    @server.tool(annotations=_READS)
+    async def check(recipe: str) -> str:
+        """Check a recipe: its schema, then its models, rows and rewards. Nothing is started."""
+        return await _cosmos("check", recipe)
+
+    @server.tool(annotations=_READS)
+    async def plan(recipe: str) -> str:
+        """Show which stages of a recipe would run or be reused, and why. Nothing is started."""
+        return await _cosmos("plan", recipe)
+
+    @server.tool(annotations=_STARTS)
+    async def start_run(
+        recipe: str, answer: Annotated[ElicitationResult[Confirmation], Resolve(_ask_about_recipe)]
+    ) -> str:
+        """Ask the user, then start a run of a recipe in the background and return its first lines."""
+        return await _start_if_confirmed(answer, "run", recipe)
+
+    @server.tool(annotations=_STARTS)
+    async def resume_run(run: str, answer: Annotated[ElicitationResult[Confirmation], Resolve(_ask_about_run)]) -> str:
+        """Ask the user, then continue a stopped run in the background and return its first lines."""
+        return await _start_if_confirmed(answer, "resume", run)
+
+    return server
+
+
+async def _ask_about_recipe(recipe: str) -> Elicit[Confirmation]:
+    return Elicit(f"Start `cosmos run {recipe}`?\n\n{await _cosmos('plan', recipe)}", Confirmation)
+
+
+async def _ask_about_run(run: str) -> Elicit[Confirmation]:
+    await _cosmos("status", run)  # a run that does not exist is an error
+    return Elicit(f"Start `cosmos resume {run}`?", Confirmation)
+
+
+async def _start_if_confirmed(answer: ElicitationResult[Confirmation], *command: str) -> str:
+    """Start a `cosmos` command that a person has confirmed, and wait until its first stage runs.
+
+    Raises:
+        ToolError: the command failed; the message is what it printed.
+    """
+    if answer.action != "accept" or not answer.data.start:
+        return "not started: the user declined"
+    with tempfile.NamedTemporaryFile(prefix="cosmos-mcp-", suffix=".log", delete=False) as output:
+        process = subprocess.Popen(
+            _arguments(*command), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+    printed, seconds = "", 0
+    while process.poll() is None and " running" not in printed and seconds < _START_SECONDS:
+        await asyncio.sleep(1)
+        printed, seconds = Path(output.name).read_text(errors="replace"), seconds + 1
+    printed = Path(output.name).read_text(errors="replace")
+    if process.poll():
+        raise ToolError(printed)
+    return (
+        f"{'ended' if process.poll() == 0 else f'runs as process {process.pid}'}; output in {output.name}:\n{printed}"
+    )
+
+
+def _arguments(*words: str) -> list[str]:
+    """Return the command line of a `cosmos` command.
+
+    Raises:
+        ToolError: a value would be read as an option.
+    """
+    if wrong := [word for word in words if word.startswith("-")]:
+        raise ToolError(f"{wrong[0]!r} begins with a hyphen, as an option does; give a name or a path")
+    return [sys.executable, "-m", "cosmos_core", *(word for word in words if word)]
+
+
+async def _cosmos(*words: str) -> str:
+    """Return what a `cosmos` command prints; its notes come first.
+
+    Raises:
+        ToolError: the command failed; the message is what it printed.
+    """
+    command = _arguments(*words)
+    done = await asyncio.to_thread(
+        subprocess.run, command, capture_output=True, text=True, timeout=_COMMAND_SECONDS, stdin=subprocess.DEVNULL
+    )
+    if done.returncode:
+        raise ToolError(f"exit code {done.returncode}: {done.stderr.strip() or done.stdout.strip()}")
+    return f"{done.stderr}{done.stdout}".strip()
