@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from cosmos_core.config.inputs import inputs_of, source_of
+from cosmos_core.config.schema.dataset import PASS_RATES
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.launch.worker import sleep_unless_stopping
@@ -70,9 +71,11 @@ def lay_out(
     if teacher := recipe.teacher_of(kind):
         folder = _output(stage.name, "model", teacher.model_name_or_path, inputs)
         recipe = recipe.derived(distillation=teacher.derived(model_name_or_path=folder))
-    for key, dataset in recipe.datasets.items():
+    for key, dataset in recipe.datasets.items() if kind.reads_data == "source" else ():
         if source_of(dataset.name):
             recipe = changed(recipe, f"{key}.name", _output(stage.name, "data", dataset.name, inputs))
+        if source := source_of(dataset.pass_rates):
+            recipe = changed(recipe, f"{key}.pass_rates", str(Path(inputs[source]["path"]) / PASS_RATES))
     model, data = (_output(stage.name, key, getattr(stage, key), inputs) for key in ("model", "data"))
     overlay = overlaid(inputs_of(stage, recipe, kind), path / "base_model")
     prepared = Stage(

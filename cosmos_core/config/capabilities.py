@@ -44,9 +44,17 @@ def _check_store(pipeline: Pipeline) -> None:
 
 
 def _check_references(pipeline: Pipeline) -> None:
-    """Refuse a stage that measures against a reference policy whose log-probabilities no earlier stage saves."""
+    """Refuse a stage that measures against a reference policy whose log-probabilities no earlier stage saves, and pass
+    rates of a stage that completes no prompts."""
     for stage in pipeline.stages:
         recipe, kind = pipeline.recipes[stage.name], pipeline.kind_of(stage)
+        for key, dataset in recipe.datasets.items():
+            source = source_of(dataset.pass_rates)
+            if source is not None and not pipeline.kind_of(pipeline.stage(source)).completes_prompts:
+                raise ConfigError(
+                    f"{pipeline.source}: stage {stage.name!r}: {key}.pass_rates = {dataset.pass_rates!r} completes no "
+                    f"prompts; name a stage of kind rl or sample"
+                )
         if kind.trains or kind.makes != "metrics" or not kind.scores or not recipe.train.train_policy.saves_reference:
             continue
         trained = [name for name in stage.after if pipeline.kind_of(pipeline.stage(name)).trains]

@@ -256,14 +256,17 @@ def _references(stage: StageConfig, recipe: Recipe, kind: StageKind) -> Iterator
     yield "model", stage.model
     yield "data", stage.data
     if kind.reads_data == "source":
-        yield from _benchmarks(recipe)
+        yield from _row_references(recipe)
     if teacher := recipe.teacher_of(kind):
         yield "distillation.model_name_or_path", teacher.model_name_or_path
 
 
-def _benchmarks(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yield the key and the name of each benchmark that training rows are compared with."""
-    yield from ((f"{key}.name", each.name) for key, each in recipe.datasets.items() if key.startswith(BENCHMARKS))
+def _row_references(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Yield each key of a recipe's data sets that may refer to another stage, with its value."""
+    for key, dataset in recipe.datasets.items():
+        if key.startswith(BENCHMARKS):
+            yield f"{key}.name", dataset.name
+        yield f"{key}.pass_rates", dataset.pass_rates
 
 
 def _feed(recipe: Recipe) -> str:
@@ -290,7 +293,7 @@ def _check_stages(pipeline: Pipeline) -> None:
                     f"{where}: after = {upstream!r} is no stage of this pipeline{suggestion(upstream, names)}"
                 )
         recipe = pipeline.recipes[stage.name]
-        for key, reference in (*_references(stage, recipe, kinds[stage.kind]), *_benchmarks(recipe)):
+        for key, reference in (*_references(stage, recipe, kinds[stage.kind]), *_row_references(recipe)):
             referenced = source_of(reference)
             if referenced is not None and referenced not in names:
                 raise ConfigError(

@@ -17,6 +17,7 @@ _OPERATORS: dict[str, Callable[[float, float], bool]] = {
 }  # fmt: skip
 _COMPARISON = re.compile(r"\s*(\S+)\s*(>=|<=|==|>|<)\s*(?:published\s*(?:([+-])\s*([\d.]\S*))?|(\S+))\s*")
 _NOT_WORSE = re.compile(r"\s*(\S+)\s+not\s+worse\s+than\s+published(?:\s+by\s+([\d.]\S*))?\s*")
+_RANGE = re.compile(r"\s*(?:([\d.]+)\s*(<=|<))?\s*pass_rate\s*(?:(<=|<|>=|>)\s*([\d.]+))?\s*")
 LOWER_IS_BETTER = ("loss", "perplexity", "nll", "kl", "error", "invalid", "truncated", "bits_per_byte")
 """Words in the names of metrics whose lower values are better."""
 
@@ -79,6 +80,21 @@ def parse_condition(text: str) -> Condition:
             f">, <=, <, ==) or METRIC not worse than {PUBLISHED} by NUMBER"
         )
     return Condition(text, metric, comparison, bound or PUBLISHED, float(f"{sign}{by}"))
+
+
+def parse_range(text: str) -> Callable[[float], bool]:
+    """Parse a range of pass rates, such as `0.1 <= pass_rate <= 0.9` or `pass_rate < 1`.
+
+    Raises:
+        ValueError: it has another form.
+    """
+    match = _RANGE.fullmatch(text)
+    if not match or not (match[1] or match[4]) or not all(_is_number(match[i] or "0") for i in (1, 4)):
+        raise ValueError(f"keep = {text!r} must be NUMBER <= pass_rate <= NUMBER, or one half of it (also < and >)")
+    low, above, below, high = match.groups()
+    return lambda rate: (
+        (not low or _OPERATORS[above](float(low), rate)) and (not high or _OPERATORS[below](rate, float(high)))
+    )
 
 
 def margin(name: str, confidence: float, *measured: Mapping[str, float]) -> float | None:

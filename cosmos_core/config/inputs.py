@@ -149,6 +149,7 @@ def _rows(stage: StageConfig, recipe: Recipe, kind: StageKind, model: Input | No
         if table != _TRAIN_ROWS or not stage.data:
             key = "local_dir" if dataset.local_dir else "name"
             names[f"{table}.{key}"] = getattr(dataset, key)
+        names[f"{table}.pass_rates"] = dataset.pass_rates
     if is_source and not (stage.data or media.annotation_path or train_rows.local_dir or train_rows.name):
         yield Input(f"{_TRAIN_ROWS}.name", "data", "", "folder")
     for key, name in names.items():
@@ -179,7 +180,7 @@ def _data(key: str, name: str, patterns: tuple[str, ...], *, has_sets: bool) -> 
             form = "code"
             with suppress(ConfigError):
                 location, form = str(code_file(name)), "folder"
-        elif key in {"data", ANNOTATIONS} or key.endswith(".local_dir") or data_suffix(name):
+        elif key in {"data", ANNOTATIONS} or key.endswith((".local_dir", ".pass_rates")) or data_suffix(name):
             form = "folder"
     return Input(key, "data", location, form, patterns)
 

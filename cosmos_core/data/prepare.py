@@ -37,7 +37,7 @@ from cosmos_core.data.kinds.registry import row_kind, tokenised_kind
 from cosmos_core.data.messages import SkippedRow
 from cosmos_core.data.pool import begin
 from cosmos_core.data.prepared import DATA_TERM, LEARNED_HELD_OUT, split_path
-from cosmos_core.data.records import Job, make_chunk, processor_of
+from cosmos_core.data.records import Job, make_chunk, processor_of, read_pass_rates
 from cosmos_core.data.rows import Rows, has_local_split, load_rows, split_rows
 from cosmos_core.data.statistics import Chunk, Counts
 from cosmos_core.data.user_dataset import Opener
@@ -216,15 +216,18 @@ def _job(stage: Stage, split: str, rows: Rows) -> Job:
     media = media_of(recipe)
     root: Path | None = Path(os.path.expanduser(media.media_path)).absolute() if media.media_path else rows.folder
     revision = recipe.policy.model_revision
+    dataset = _dataset(recipe, split)
+    rates = read_pass_rates(Path(dataset.pass_rates)) if dataset.pass_rates else None
     named = (revision, media.pixels, recipe.policy.chat_template)
     if not processor_files(stage.model, revision) or processor_of(stage.model, *named) is None:
         root = None
     if not kind.is_completed:
-        return Job(recipe, kind, max_length, stage.model, root, is_data_term=is_data_term)
+        return Job(recipe, kind, max_length, stage.model, root, keep=dataset.keep, is_data_term=is_data_term)
     longest = recipe.rollout.max_response_length
     if split == VALIDATION:
         longest = validation.max_response_length or longest
-    return Job(recipe, kind, max_length - 1, stage.model, root, longest_completion=longest)
+    job = Job(recipe, kind, max_length - 1, stage.model, root, longest_completion=longest)
+    return replace(job, rates=rates, keep=dataset.keep)
 
 
 def _tokenised(stage: Stage, job: Job, rows: Rows) -> Generator[Chunk]:

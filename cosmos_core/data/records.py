@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from cosmos_core.config.conditions import parse_range
 from cosmos_core.config.media import media_of
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.rl import RlConfig
@@ -56,6 +57,10 @@ class Job:
     """Token ids at which generation stops."""
     chat: Chat = PLAIN
     """Settings for rendering prompts to complete."""
+    rates: Mapping[str, float | None] | None = None
+    """Pass rate of each prompt by its rendered text; None: the rows have a column `pass_rate`."""
+    keep: str = ""
+    """Range of the pass rates of the rows to keep; empty: all rows."""
     is_data_term: bool = False
     """Whether the rows are those of a supervised loss (data term) that is trained in addition to rollouts."""
     longest_completion: int = 0
@@ -117,7 +122,10 @@ def make_chunk(tokenizer: PreTrainedTokenizerBase, job: Job, rows: list[Located]
     for where, given in rows:
         try:
             row = ReadRow(given, job.own_names, where)
-            records.append(job.kind.record(tokenizer, job, row, where))
+            record = job.kind.record(tokenizer, job, row, where)
+            if job.keep:
+                _check_rate(job, row, record, where)
+            records.append(record)
             unread.update(row.unread)
             counts["other_column"] += bool(job.column) and row.get(job.column) is None
             counts["text_alone"] += job.kind.leaves_out_response(row, job.column)
@@ -132,6 +140,36 @@ def make_chunk(tokenizer: PreTrainedTokenizerBase, job: Job, rows: list[Located]
     for record in records:
         counts.update(record.counts)
     return Chunk(batch, skipped, [record.values[-1] for record in records if record.is_merged], counts, unread)
+
+
+def read_pass_rates(file: Path) -> dict[str, float | None]:
+    """Return the pass rate of each prompt in a file, by the prompt's text.
+
+    Raises:
+        DataError: the file does not exist, or a line has no prompt or no rate.
+    """
+    try:
+        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
+        return {line["prompt"]: line["pass_rate"] for line in lines}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise DataError(
+            f"dataset.pass_rates = {str(file)!r} is no file of pass rates ({reason}); name another"
+        ) from error
+
+
+def _check_rate(job: Job, row: Row, record: Record, where: str) -> None:
+    """Skip a row whose pass rate is outside of the range to keep."""
+    rates: Mapping[str, Any]
+    if job.rates is None:
+        rates, key, holder = row, "pass_rate", "its row"
+    else:
+        rates, key, holder = job.rates, record.values[list(job.kind.columns).index("prompt_text")], "dataset.pass_rates"
+    if key not in rates:
+        raise DataError(f"{where}: {holder} has no pass rate, which dataset.keep = {job.keep!r} needs")
+    rate = rates[key]
+    if rate is not None and not parse_range(job.keep)(float(rate)):
+        raise SkippedRow(where, f"with a pass rate outside of {job.keep}")
 
 
 def _num_ends(batch: pa.RecordBatch, job: Job) -> int:

@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.errors import ConfigError, CosmosError, RewardError, StageFailed
 from cosmos_core.registry import import_user_code, is_import_path, location_of, offered_names, suggestion
 from cosmos_core.rewards.binding import KEYWORDS as KEYWORDS
@@ -26,6 +27,9 @@ from cosmos_core.types import Group, Score
 
 PENALTIES = frozenset({"overlong"})
 """Names of packaged rewards whose maximum is 0; all other rewards may reach 1."""
+
+Rewards = dict[str, float] | RemoteRewardConfig
+"""Reward functions with their weights, or the rewards of a remote service."""
 
 Scored = tuple[float, dict[str, float]]
 
@@ -229,3 +233,19 @@ def _finite(value: Any, what: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{what} {value}; the rule is a finite number")
     return float(value)
+
+
+def full_value(rewards: Rewards) -> float | None:
+    """Return the reward of a completion for which every reward function returns 1 and no penalty applies.
+
+    None: no reward function distinguishes completions.
+    """
+    if not isinstance(rewards, dict):
+        return rewards.full
+    weights = [weight for name, weight in rewards.items() if name not in PENALTIES]
+    return sum(weights) if any(weights) else None
+
+
+def has_full_reward(value: float, full: float) -> bool:
+    """Return whether a reward is the full reward, of which it may differ by a rounding error; see `full_value`."""
+    return value >= full - 1e-9

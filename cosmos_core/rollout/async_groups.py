@@ -59,6 +59,7 @@ class AsyncGroupSource:
     """Filter of groups without a learning signal, which are replaced by new groups; None: all groups are kept."""
     takes_turns: bool = False
     """Whether engines get prompts only while the training waits for groups, because they sleep while it trains."""
+    sampled: Sequence[ScoredGroup] = ()
     _position: int = 0
     """Position, in the order of the data, of the first prompt that no train step has used."""
     _step: int = 0
@@ -115,6 +116,7 @@ class AsyncGroupSource:
             for position in range(self._position, self._position + len(sampled)):
                 self._scored.pop(position, None)
             self._position, self._step = self._position + len(sampled), step + 1
+        self.sampled = sampled
         if not sampled:
             return [], {}
         self._sampled_per_kept = (self._sampled_per_kept + len(sampled) / max(1, len(kept_groups))) / 2

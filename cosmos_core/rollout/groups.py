@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 class GroupSource(Protocol):
     """Source of the scored groups of each train step."""
 
+    sampled: Sequence[ScoredGroup]
+    """Groups that were sampled for the last train step, those that a filter dropped included."""
+
     @property
     def is_over(self) -> bool:
         """Return whether the source has no more groups."""
@@ -91,6 +94,7 @@ class SyncGroupSource:
     """Number of train steps between two weight loads into the engine."""
     is_over: ClassVar[bool] = False
     """Whether the source has no more groups: always False, because the caller plans a fixed number of steps."""
+    sampled: Sequence[ScoredGroup] = ()
 
     def next(self, step: int, num_groups: int | None = None) -> tuple[list[ScoredGroup], dict[str, float]]:
         """Generate and score the groups of train step `step`, or the first `num_groups` of them."""
@@ -100,6 +104,7 @@ class SyncGroupSource:
         self.rest(step)
         seconds = time.perf_counter() - start
         scored = self.scored(groups)
+        self.sampled = scored
         times = _times(scored, seconds, time.perf_counter() - start)
         return scored, group_metrics(scored) | times | lag_metrics(scored, step)
 
@@ -168,6 +173,7 @@ class FilteredGroupSource:
     """Number of groups in a train step, unless the caller of `next` sets another."""
     filter: Filter | None = Filter()
     """Filter that selects groups; None: every group is kept."""
+    sampled: Sequence[ScoredGroup] = ()
     _drawn: int = 0
 
     @property
@@ -210,7 +216,7 @@ class FilteredGroupSource:
                 len(kept_groups),
                 num_requested,
             )
-        self._drawn = num_taken
+        self._drawn, self.sampled = num_taken, sampled
         self.sync.rest(step)
         if not sampled:
             return [], {}

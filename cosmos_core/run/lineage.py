@@ -163,7 +163,7 @@ def _named_data(pipeline: Pipeline, stage: StageConfig) -> list[str]:
     """Return the names of the data sets that a stage reads from outside the run, or `made by FUNCTION` if user code
     creates its rows."""
     read = [each for each in pipeline.inputs(stage) if each.role == "data" and each.form != "stage"]
-    rows = [each for each in read if not each.key.startswith(BENCHMARKS)]  # they are compared, not trained on
+    rows = [each for each in read if not (each.key.startswith(BENCHMARKS) or each.key.endswith(".pass_rates"))]
     names = [f"{each.location}@{each.revision}" if each.revision else each.location for each in rows]
     names = [os.path.relpath(name) if Path(name).is_relative_to(Path.cwd()) else name for name in names]
     return names or ([f"made by {stage.entry}"] if stage.entry else [])

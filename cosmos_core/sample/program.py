@@ -15,25 +15,27 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.config.inputs import source_of
+from cosmos_core.config.schema.dataset import PASS_RATES
 from cosmos_core.data.kinds.prompts import Prompts, open_prompts
 from cosmos_core.data.messages import system_of, with_system
 from cosmos_core.data.tool_calls import read_tools
 from cosmos_core.errors import DataError, Preempted, RewardError
 from cosmos_core.parallel.mesh import broadcast_object, is_first, num_ranks
+from cosmos_core.rewards.base import full_value
 from cosmos_core.rollout.base import generate
 from cosmos_core.run.files import replaced_folder, telling_of_full_disk, write_text
 from cosmos_core.run.stage import Stage
 from cosmos_core.sample.records import FILE, Sampled, append_records, read_records, sampled_of
 from cosmos_core.sample.selection import kept, metrics_of, pass_rate, rows_of
 from cosmos_core.train.generation import open_engine
-from cosmos_core.train.measure import full_value, open_rewards, prepared_folder, shared, trained_rewards
+from cosmos_core.train.measure import open_rewards, prepared_folder, shared, trained_rewards
 from cosmos_core.train.rollout_feed import training_sampling
 from cosmos_core.train.stop import StopAsked, check_stop
 from cosmos_core.types import Group, Outcome, Prompt, Sampling
 
 logger = logging.getLogger(__name__)
 
-_ROWS, _RATES = "rows", "pass_rates.jsonl"
+_ROWS = "rows"
 
 
 def run(stage: Stage) -> Outcome:
@@ -65,11 +67,11 @@ def run(stage: Stage) -> Outcome:
                 write_text(folder / "train.jsonl", _lines(rows))
             rated_prompts = zip(records, rates, strict=True)
             write_text(
-                stage.path / _RATES,
+                stage.path / PASS_RATES,
                 _lines([{"prompt": prompts[each.id].text, "pass_rate": rate} for each, rate in rated_prompts]),
             )
     logger.info("%d rows of %d prompts", len(rows), len(prompts))
-    return Outcome(outputs=(_ROWS, _RATES, FILE), metrics=metrics, info={"data": _ROWS})
+    return Outcome(outputs=(_ROWS, PASS_RATES, FILE), metrics=metrics, info={"data": _ROWS})
 
 
 def _complete(stage: Stage, prompts: Prompts, sampling: Sampling) -> list[Sampled]:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from cosmos_core.config.schema.sample import KeepConfig, SampleStageConfig
+from cosmos_core.rewards.base import has_full_reward
 from cosmos_core.sample.records import Candidate, Sampled
 
 Message = Mapping[str, Any]
@@ -16,7 +17,7 @@ def pass_rate(sampled: Sampled, full: float | None) -> float | None:
     """Return the fraction of valid completions that have the full reward `full`; None if no completion is valid, or
     `full` is None."""
     values = _rewards(sampled.candidates)
-    return None if full is None or not values else sum(value >= full - 1e-9 for value in values) / len(values)
+    return None if full is None or not values else sum(has_full_reward(value, full) for value in values) / len(values)
 
 
 def kept(sampled: Sampled, keep: KeepConfig, rate: float | None, seed: int) -> list[Candidate]:

@@ -6,6 +6,7 @@ and, for rollouts, of the weights and the state of the group source, so a resume
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,9 @@ class Feed:
     def samples(self, step: int) -> tuple[list[Any], dict[str, float]]:
         """Return the samples of train step `step`, counted from 0, and metrics about the samples."""
         raise NotImplementedError(type(self).__name__)
+
+    def write_records(self, folder: Path) -> None:
+        """Write records about the rows to the folder of the stage when the training has ended; by default none."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the feed's state for a checkpoint, as JSON values: the next step, and prefetched samples."""

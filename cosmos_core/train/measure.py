@@ -22,7 +22,7 @@ from cosmos_core.environment import hide
 from cosmos_core.errors import DataError
 from cosmos_core.observe import gallery
 from cosmos_core.parallel.mesh import broadcast_object, is_first, num_ranks
-from cosmos_core.rewards.base import PENALTIES, all_invalid
+from cosmos_core.rewards.base import Rewards, all_invalid, full_value, has_full_reward
 from cosmos_core.rewards.exchange import service_of
 from cosmos_core.rewards.remote import RemoteRewards
 from cosmos_core.rewards.runner import RewardRunner, ScoreGroups
@@ -35,9 +35,6 @@ from cosmos_core.train.diffusion_setup import evaluation_sampling
 from cosmos_core.train.stop import check_stop
 from cosmos_core.train.trainer import Trainer
 from cosmos_core.types import Group, Prompt, Sampling, Score, ScoredGroup
-
-Rewards = dict[str, float] | RemoteRewardConfig
-"""Reward functions with their weights, or the rewards of a remote service."""
 
 SAMPLES = "samples.jsonl"
 PREFIX = "validation/"
@@ -82,7 +79,7 @@ def completion_metrics(groups: Sequence[ScoredGroup], full_reward: float | None)
     lengths = [completion.num_sampled for completion in completions if completion.diffusion_sample is None]
     correctness: dict[str, float] = {}
     if full_reward is not None:
-        accuracy = float((values >= full_reward - 1e-9).mean())
+        accuracy = float(np.mean([has_full_reward(value, full_reward) for value in values]))
         correctness = {"validation/accuracy": accuracy, **_pass_at_each(groups, full_reward)}
     return {
         **{PREFIX + name.partition("/")[2]: value for name, value in turn_metrics(completions).items()},
@@ -105,7 +102,7 @@ def _standard_error(groups: Sequence[ScoredGroup]) -> float:
 def _pass_at_each(groups: Sequence[ScoredGroup], full_reward: float) -> dict[str, float]:
     """Return pass@k for each power of 2, over the prompts with at least k valid completions."""
     valid = [[s.value for s in group.scores if s.value is not None] for group in groups]
-    counts = [(len(values), sum(value >= full_reward - 1e-9 for value in values)) for values in valid]
+    counts = [(len(values), sum(has_full_reward(value, full_reward) for value in values)) for values in valid]
     largest = max(count for count, _ in counts)
     metrics = {}
     for k in (2**i for i in range(1, largest.bit_length())):
@@ -251,17 +248,6 @@ def reward_weights(recipe: Recipe) -> Rewards:
 def full_reward(recipe: Recipe) -> float | None:
     """Return the full reward of a held-out completion; see `full_value`."""
     return full_value(reward_weights(recipe))
-
-
-def full_value(rewards: Rewards) -> float | None:
-    """Return the reward of a completion for which every reward function returns 1 and no penalty applies.
-
-    None: no reward function distinguishes completions.
-    """
-    if not isinstance(rewards, dict):
-        return rewards.full
-    weights = [weight for name, weight in rewards.items() if name not in PENALTIES]
-    return sum(weights) if any(weights) else None
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Feed of scored groups of completions, and the order of the prompts."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from cosmos_core.algorithms.base import Algorithm
@@ -8,6 +9,8 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.data.order import batch_positions, epoch_order
 from cosmos_core.errors import ProgramError
+from cosmos_core.parallel.mesh import is_first
+from cosmos_core.rewards.base import full_value
 from cosmos_core.rollout.groups import (
     Filter,
     FilteredGroupSource,
@@ -17,6 +20,7 @@ from cosmos_core.rollout.groups import (
     check_scores,
 )
 from cosmos_core.train.feeds import Feed, rows_per_step, total_steps, unused_rows
+from cosmos_core.train.pass_rates import PassRates
 from cosmos_core.types import Prompt, Sampling, ScoredGroup
 
 
@@ -33,7 +37,8 @@ class RolloutFeed(Feed):
     ) -> None:
         """Build the feed; `log` is called with each train step, counted from 1, and the step's groups."""
         self._source, self._algorithm, self._log, self._steps = source, algorithm, log, step_groups(recipe)
-        self._policy = recipe.train.train_policy
+        self._policy, self._prompts = recipe.train.train_policy, prompts
+        self._rates = PassRates(full_value(self._policy.remote_rewards or self._policy.rewards))
         self.steps_per_epoch = max(1, len(prompts) * self._steps.size // self._steps.batch)
         self.total_steps = total_steps(recipe, len(prompts))
         self.notice = unused_rows(recipe, len(prompts))
@@ -49,7 +54,7 @@ class RolloutFeed(Feed):
         """
         if self._source.is_over or self.step == self.total_steps:
             return None
-        groups, metrics = self._source.next(self.step)
+        groups, metrics = self._next_groups()
         if self._source.is_over and (groups or self.step > 0):
             if not groups:
                 return None
@@ -57,6 +62,17 @@ class RolloutFeed(Feed):
         samples, credited = self._credited(groups, metrics)
         self.step += 1
         return samples, metrics | credited
+
+    def _next_groups(self, num_groups: int | None = None) -> tuple[list[ScoredGroup], dict[str, float]]:
+        """Return the groups of the next train step and metrics, and count what was sampled for them."""
+        found = self._source.next(self.step, num_groups)
+        self._rates.add(self._source.sampled)
+        return found
+
+    def write_records(self, folder: Path) -> None:
+        """Write the pass rates of the prompts."""
+        if is_first():
+            self._rates.write(folder, self._prompts)
 
     def _credited(self, groups: Sequence[ScoredGroup], metrics: dict[str, float]) -> tuple[list[Any], dict[str, float]]:
         """Return the samples that the algorithm makes of the scored groups of a train step, and metrics."""
@@ -71,12 +87,14 @@ class RolloutFeed(Feed):
         return credit
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"source": self._source.state_dict()}
+        rates = self._rates.state_dict()
+        return super().state_dict() | {"source": self._source.state_dict(), **({"pass_rates": rates} if rates else {})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the feed's state; without the state of the group source, the prompts of each completed step count as
         used."""
         super().load_state_dict(state)
+        self._rates.load_state_dict(state.get("pass_rates", {}))
         self._source.load_state_dict({"drawn": self._steps.first(self.step), **state.get("source", {})})
 
 

@@ -20,6 +20,7 @@ from cosmos_core.algorithms.data_term import WithDataTerm
 from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.checkpoint.best import Best
 from cosmos_core.checkpoint.save import Checkpointer
+from cosmos_core.config.schema.dataset import PASS_RATES
 from cosmos_core.data.kinds.base import TRAIN, VALIDATION
 from cosmos_core.data.kinds.registry import row_kind
 from cosmos_core.data.kinds.sequences import open_sequences
@@ -118,6 +119,7 @@ def train(stage: Stage) -> Trained:
             begin_from=named_checkpoint(stage),
         )  # fmt: skip
         metrics = loop.run()
+        feed.write_records(stage.path)
     return Trained(trainer.adapter, loop.step, metrics, loop.best, notices)
 
 
@@ -157,7 +159,7 @@ def hand_over(stage: Stage, trained: Trained) -> Outcome:
     export = trained.adapter.export(stage.path / folder)
     if export is None:
         return Outcome()
-    others = [name for name in (SAMPLES, DRAWINGS, REFERENCE, COMPLETIONS) if (stage.path / name).exists()]
+    others = [name for name in (SAMPLES, DRAWINGS, REFERENCE, COMPLETIONS, PASS_RATES) if (stage.path / name).exists()]
     info: dict[str, JsonValue] = {
         "model": folder, "step": trained.step, "checks": list(export.checks), "dtype": stage.recipe.train.param_dtype,
     }  # fmt: skip

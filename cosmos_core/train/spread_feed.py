@@ -84,7 +84,7 @@ class SpreadRolloutFeed(RolloutFeed):
         if self.step == self.total_steps or (self._source.is_over and not self._carried):
             return None
         missing = max(0, self._steps.batch - len(self._carried))
-        groups, metrics = self._source.next(self.step, -(-missing // self._steps.size))
+        groups, metrics = self._next_groups(-(-missing // self._steps.size))
         if not (groups or self._carried) and (not metrics or (self._source.is_over and self.step > 0)):
             return None
         if groups or not self._carried:

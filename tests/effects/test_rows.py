@@ -28,6 +28,10 @@ PAIRED = {
     **SFT_ROWS, "train.train_policy.prompt_column_name": "prompt", "train.train_policy.response_column_name": "answer"
 }  # fmt: skip
 GRPO_ROWS = {**GRPO, **LENGTHS, "train.train_policy.dataset.name": "rows"}
+KEPT = {**GRPO_ROWS, "train.train_policy.dataset.keep": "pass_rate >= 0.625"}
+HELD_OUT_KEPT = {
+    **GRPO_ROWS, "validation.dataset.name": "rows", "validation.dataset.keep": "pass_rate <= 0.25"
+}  # fmt: skip
 HELD_OUT = {**SFT_ROWS, "validation.dataset.name": "rows"}
 BAD = {**SFT, "train.train_policy.dataset.name": "bad.jsonl"}
 MANY = {**SFT, "train.train_policy.dataset.name": "many.jsonl"}
@@ -186,6 +190,24 @@ def test_it_bounds_the_rows_that_are_left_out(change: Change, folder: Path) -> N
     with pytest.raises(DataError, match=r"^bad\.jsonl:2: .*more than dataset\.max_skipped_fraction = 0\.01 allows"):
         prepared(change.before, folder)
     assert talk("x q 0", "a 0") in [text for texts in prepared(change.after, folder).values() for text in texts]
+
+
+@changes(
+    (Change("train.train_policy.dataset.keep", "pass_rate < 0.5", SFT_ROWS), ("train", 4)),
+    (Change("train.train_policy.dataset.keep", "0.25 <= pass_rate <= 0.5", GRPO_ROWS), ("train", 3)),
+    (Change("validation.dataset.keep", "0.25 < pass_rate", HELD_OUT), ("validation", 5)),
+    (Change("train.train_policy.dataset.pass_rates", "rates.jsonl", KEPT), ("train", 3)),
+    (Change("validation.dataset.pass_rates", "rates.jsonl", HELD_OUT_KEPT), ("validation", 3)),
+)  # fmt: skip
+def test_it_keeps_rows_by_their_pass_rate(change: Change, expected: tuple[str, int], folder: Path) -> None:
+    for name in ("rows/train", "rows/dev"):
+        rows = [{**row(name, i), "pass_rate": i / 8} for i in range(8)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    lines = [{"prompt": asked(f"p {i}", "").removesuffix("|"), "pass_rate": i and 1 - i / 8} for i in range(8)]
+    (folder / "rates.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    split, count = expected
+    before, after = prepared(change.before, folder)[split], prepared(change.after, folder)[split]
+    assert before != after and len(after) == count
 
 
 @changes(Change("policy.model_max_length", 25, SFT_ROWS))

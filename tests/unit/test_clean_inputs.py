@@ -85,6 +85,10 @@ overrides.train.train_policy.clean.near_duplicates = 0.0
     laid_out = lay_out(run, stage, fingerprint_of(pipeline, "sft-data"))
     clean = laid_out.recipe.train.train_policy.clean
     assert clean is not None and clean.decontaminate_against[0].name == str(path / "rows")
+    data = run.stage_path("sft-data")
+    data.mkdir(parents=True, exist_ok=True)
+    commit(data, Outcome(info={"data": "data"}), kind="prepare", fingerprint="f", inputs={})
+    assert lay_out(run, pipeline.stage("sft"), fingerprint_of(pipeline, "sft")).data == data / "data"
     with pytest.raises(ConfigError, match=r"decontaminate_against\.0\.name = 'stage:none' is no stage"):
         load_pipeline(tmp_path / "p.toml", [f'sft.{AGAINST}=["stage:none"]'], all_kinds())
 

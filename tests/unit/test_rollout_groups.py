@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -191,6 +192,27 @@ def test_prompts_that_end_before_anything_was_learned_fail_the_stage(tmp_path: P
     feed.step = 1  # something was
     assert feed.next() is None
     assert dynamic_feed(tmp_path, 1.0).next() is not None
+
+
+def test_pass_rates_count_dropped_groups_and_go_on_from_a_checkpoint(tmp_path: Path) -> None:
+    def rates(feed: RolloutFeed, name: str) -> list[dict[str, Any]]:
+        (tmp_path / name).mkdir()
+        feed.write_records(tmp_path / name)
+        return [json.loads(line) for line in (tmp_path / name / "pass_rates.jsonl").read_text().splitlines()]
+
+    whole, first, second = (dynamic_feed(tmp_path, 0.5) for _ in range(3))
+    assert whole.next() and whole.next() and first.next()
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.next()
+    assert rates(whole, "whole") == rates(second, "second")
+    lines = rates(first, "first")
+    assert [(each["drawn"], each["completions"], each["pass_rate"], each["mean_reward"]) for each in lines] == [
+        (1, 2, 0.5, 0.75), (1, 2, 0.5, 0.75), *[(0, 0, None, None)] * (len(PROMPTS) - 2)
+    ]  # fmt: skip
+    dropped = dynamic_feed(tmp_path, 0.0)
+    with pytest.raises(StageFailed):
+        dropped.next()
+    assert [each["pass_rate"] for each in rates(dropped, "dropped")] == [1.0] * len(PROMPTS)
 
 
 def test_dynamic_sampling_goes_on_behind_the_prompts_of_a_training_without_it(tmp_path: Path) -> None:

@@ -1,11 +1,13 @@
 """`[train.train_policy.dataset]` and `[validation.dataset]`: where rows come from."""
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import field_validator, model_validator
 
+from cosmos_core.config.conditions import parse_range
 from cosmos_core.config.schema.marks import IfSet, NoResult, Where
-from cosmos_core.config.schema.table import Table
+from cosmos_core.config.schema.table import InStage, Table
 from cosmos_core.config.schema.values import Fraction, Splits
 
 _TEXTS = (".jsonl", ".json", ".csv", ".tsv")
@@ -21,6 +23,10 @@ GENERATED = "reasoning-gym:"
 def generator_of(name: str) -> str:
     """Return the generator that the name of a data set names, such as `chain_sum`; empty if it names none."""
     return name.removeprefix(GENERATED) if name.startswith(GENERATED) else ""
+
+
+PASS_RATES = "pass_rates.jsonl"
+"""Name of the file in which stages that complete prompts record the pass rate of each prompt."""
 
 
 def data_suffix(name: str) -> str:
@@ -52,6 +58,12 @@ class DatasetConfig(Table):
     max_skipped_fraction: Fraction = 0.01
     """Maximum fraction of rows that may be skipped because they cannot be read or the chat template refuses them; above
     it the `prepare` stage fails and reports the first such row. Rows without trained tokens do not count."""
+    keep: Annotated[str, IfSet] = ""
+    """Range of pass rates of the rows to keep, such as `0.1 <= pass_rate <= 0.9`, from the rows' column `pass_rate` or
+    from `pass_rates`; other rows are skipped and counted, an unknown rate (null) excludes no row. Empty: all rows."""
+    pass_rates: Annotated[str, NoResult, Where.PATH] = ""
+    """File of the pass rates of prompts for `keep`, or `stage:NAME` of a stage that learns from rollouts or samples and
+    renders the same prompts; prompts that it does not have count as rows that cannot be read. Empty: the column."""
     local_dir: Annotated[str, NoResult, Where.PATH] = ""
     """Diffusion models: folder of prompts (`*.json`) and media, in place of `name`; empty: `name`. `name` may also be
     such a folder, a folder with `metas` and `videos`, webdataset shards, rows with a column of images, rows of prompts,
@@ -69,6 +81,21 @@ class DatasetConfig(Table):
         if self.arguments and not generator_of(self.name):
             raise ValueError(f"arguments are for a generator, name = '{GENERATED}NAME', not {self.name!r}; remove them")
         return self
+
+    @model_validator(mode="after")
+    def _range_of_pass_rates(self) -> Self:
+        if self.keep:
+            parse_range(self.keep)
+        elif self.pass_rates:
+            raise ValueError("pass_rates needs keep = '0.1 <= pass_rate <= 0.9' or another range; set it")
+        return self
+
+    def refusals(self, stage: InStage) -> Iterator[str]:
+        """Yield errors for rows that have no pass rates."""
+        if self.keep and stage.recipe.policy.is_diffusers:
+            yield "dataset.keep: only prompts of text have pass rates; leave it out for a diffusion model"
+        if self.pass_rates and not stage.recipe.train.train_policy.has_rollouts:
+            yield "dataset.pass_rates: the rates of prompts to complete (RL); rows to learn have a column pass_rate"
 
     @field_validator("test_size")
     @classmethod

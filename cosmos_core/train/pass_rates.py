@@ -1,0 +1,55 @@
+"""Pass rates of prompts: how often a training sampled each prompt, and how its completions were rewarded.
+
+<stage>/pass_rates.jsonl   one line per training prompt, also for prompts that were never sampled
+
+Groups that dynamic sampling (DAPO) dropped count too. The counts are in checkpoints, so a resumed training writes the
+same file. `train.train_policy.dataset.pass_rates` of a later stage reads it.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cosmos_core.config.schema.dataset import PASS_RATES
+from cosmos_core.rewards.base import has_full_reward
+from cosmos_core.run.files import telling_of_full_disk, write_text
+from cosmos_core.types import Prompt, ScoredGroup
+
+
+class PassRates:
+    """Counts of sampled groups and of rewards by prompt; `full` is the full reward, None if there is none."""
+
+    def __init__(self, full: float | None) -> None:
+        self._full = full
+        self._counts: dict[str, list[float]] = {}
+
+    def add(self, groups: Sequence[ScoredGroup]) -> None:
+        """Count groups; completions without a valid reward are left out."""
+        for group in groups:
+            rewards = [score.value for score in group.scores if score.value is not None]
+            full = [self._full is not None and has_full_reward(reward, self._full) for reward in rewards]
+            new = (1, len(rewards), sum(rewards), sum(full))
+            counts = self._counts.get(str(group.group.prompt.id), [0.0] * len(new))
+            self._counts[str(group.group.prompt.id)] = [old + more for old, more in zip(counts, new, strict=True)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts as JSON values."""
+        return dict(self._counts)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from counts that `state_dict` returned."""
+        self._counts = {name: list(counts) for name, counts in state.items()}
+
+    def write(self, folder: Path, prompts: Sequence[Prompt]) -> None:
+        """Write the file of all prompts; a rate or mean that is not known is null."""
+        lines = []
+        for prompt in prompts:
+            drawn, valid, total, passed = self._counts.get(str(prompt.id), [0.0] * 4)
+            rate = passed / valid if valid and self._full is not None else None
+            line = {"prompt": prompt.text, "pass_rate": rate, "mean_reward": total / valid if valid else None}
+            lines.append(
+                json.dumps({**line, "drawn": int(drawn), "completions": int(valid)}, ensure_ascii=False) + "\n"
+            )
+        with telling_of_full_disk(folder):
+            write_text(folder / PASS_RATES, "".join(lines))
