@@ -32,7 +32,7 @@ def agent_docs(context: typer.Context) -> None:
         typer.echo(f"## cosmos {name}\n\n{command.help}\n")
         for parameter in command.params:
             is_option = parameter.param_type_name == "option"
-            words = parameter.opts if is_option else [parameter.human_readable_name]
+            words = parameter.opts if is_option else [parameter.name.upper()]
             typer.echo(f"- `{' '.join(words)}`: {getattr(parameter, 'help', None) or ''}")
         typer.echo("")
     typer.echo(reference(all_kinds()), nl=False)
