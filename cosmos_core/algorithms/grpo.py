@@ -114,7 +114,8 @@ class Grpo(Algorithm):
             ]
             for group, row in zip(groups, ignored, strict=True)
         ]
-        is_cut = [[self._is_excluded(completion) for completion in group.group.completions] for group in groups]
+        excludes = self.config.mask_truncated_completions
+        is_cut = [[excludes and each.finish_reason == "length" for each in group.group.completions] for group in groups]
         values, counts = advantages(
             [[score.value for score in group.scores] for group in groups],
             algo="grpo" if config.algo == "gdpo" else config.algo,
@@ -147,9 +148,6 @@ class Grpo(Algorithm):
             metrics["completion/shared_prefix"] = num_ignored / max(1, num_sampled)
         metrics["rollout/tokens_not_finite"] = float(num_broken)
         return within_budget(samples, config.max_token_len_per_mini_batch), metrics
-
-    def _is_excluded(self, completion: Completion) -> bool:
-        return self.config.mask_truncated_completions and completion.finish_reason == "length"
 
     def _num_ignored(self, group: ScoredGroup) -> list[int]:
         """Return for each completion how many of its first tokens are excluded from the loss."""

@@ -137,7 +137,7 @@ def _key(name: str, table: type[Table], field: FieldInfo, tables: Mapping[str, S
         name=name,
         table=table,
         type=type_name(field.annotation),
-        default="required" if field.is_required() else default_text(field),
+        default="required" if field.is_required() else toml_text(field.get_default(call_default_factory=True)),
         unit=unit.name if unit else "",
         meaning=" ".join((field.description or _documented(table).get(name.rpartition(".")[2], "")).split()),
         status=key_status.name,
@@ -169,11 +169,6 @@ def _strings(module: str) -> Mapping[str, Mapping[str, str]]:
                     case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                         fields[name] = text
     return docstrings
-
-
-def default_text(field: FieldInfo) -> str:
-    """Return the default of a field in TOML; empty if the default is a table."""
-    return toml_text(field.get_default(call_default_factory=True))
 
 
 def toml_text(value: Any) -> str:

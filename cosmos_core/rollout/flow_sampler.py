@@ -76,10 +76,10 @@ class FlowSamplerEngine:
         samples: list[DiffusionSample] = []
         for start in range(0, len(rows), rows_per_rank * self._num_ranks):
             samples += self._sample_by_form(rows[start : start + rows_per_rank * self._num_ranks], sampling, step)
+        completions = [Completion((), "stop", "", diffusion_sample=each) for each in samples]
         count = sampling.num_completions
         return [
-            Group(prompt, tuple(map(_make_completion, samples[p * count : (p + 1) * count])), step)
-            for p, prompt in enumerate(prompts)
+            Group(prompt, tuple(completions[p * count : (p + 1) * count]), step) for p, prompt in enumerate(prompts)
         ]
 
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
@@ -203,10 +203,6 @@ def to_bytes(pixels: Tensor) -> Tensor:
     """Return pixels (B, 3, [F,] H, W) in [-1, 1] as uint8 (B, [F,] H, W, 3) on the CPU."""
     scaled = ((pixels.float() / 2 + 0.5).clamp(0, 1) * 255).round().to("cpu", torch.uint8)
     return scaled.movedim(1, -1).contiguous()
-
-
-def _make_completion(sample: DiffusionSample) -> Completion:
-    return Completion((), "stop", "", diffusion_sample=sample)
 
 
 def _generator(seed: int, step: int, prompt_id: int, k: int) -> torch.Generator:

@@ -56,9 +56,8 @@ def side_by_side(function: Callable[..., T], calls: Iterable[tuple[Any, ...]], n
         running = [pool.submit(function, *arguments) for arguments in calls]
         try:
             return [each.result() for each in running]
-        except BaseException:
+        finally:
             pool.shutdown(cancel_futures=True)
-            raise
 
 
 def split_url(url: str) -> tuple[str, str]:

@@ -67,7 +67,7 @@ def held_memory(model: PreTrainedModel, num_named: int) -> Memory:
     """
     gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     return Memory(
-        weights=_bytes(_state(model)),
+        weights=sum(tensor.nbytes for tensor in _state(model)),
         gradients=gradients,
         optimizer=2 * gradients,
         reference=num_named * gradients,
@@ -210,7 +210,3 @@ def _state(model: PreTrainedModel) -> list[Tensor]:
 
 def _gradients(model: PreTrainedModel) -> list[Tensor]:
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)

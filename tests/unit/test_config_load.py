@@ -319,8 +319,8 @@ def test_the_fields_that_change_no_result_are_these() -> None:
     found = {f"{table.__name__}.{key.rpartition('.')[2]}" for key, table, field in all_fields(Recipe)
              if status(field).name == "used" and not affects_result(field)}  # fmt: skip
     assert found == {
-        "DatasetConfig.name", "DatasetConfig.local_dir", "HeldOutConfig.name", "DataTermConfig.name",
-        "EvaluateConfig.include_path", "JudgeConfig.cache", "JudgeConfig.key_env",
+        "BenchmarkRowsConfig.name", "DatasetConfig.name", "DatasetConfig.local_dir", "HeldOutConfig.name",
+        "DataTermConfig.name", "EvaluateConfig.include_path", "JudgeConfig.cache", "JudgeConfig.key_env",
         "SampleStageConfig.endpoint_key_env", "SampleStageConfig.endpoint_requests",
         "HeldOutConfig.local_dir", "PolicyConfig.model_name_or_path",
         "PolicyConfig.model_safetensor_path", "PolicyConfig.chat_template", "LoraConfig.lora_path",
