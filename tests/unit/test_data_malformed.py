@@ -259,7 +259,13 @@ MILLION = {
 }
 
 
-@pytest.mark.parametrize("turns", MILLION.values(), ids=MILLION)
+@pytest.mark.parametrize(
+    "turns",
+    [
+        pytest.param(turns, marks=[pytest.mark.full] * (name != "many turns"), id=name)
+        for name, turns in MILLION.items()
+    ],
+)
 def test_a_row_of_a_million_tokens_is_cut_in_seconds(model: Path, tmp_path: Path, turns: list[tuple[str, str]]) -> None:
     row = {"messages": [{"role": role, "content": text} for role, text in turns]}
     (tmp_path / "a.jsonl").write_bytes(LINE + json.dumps(row).encode() + b"\n" + LINE)

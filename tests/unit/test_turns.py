@@ -255,7 +255,7 @@ def test_a_turn_without_a_token_is_a_completion_without_any(folder: Path, model:
         name="", weight_format="shared", ranks_per_engine=1, submit=lambda *asked: None, close=lambda: None,
         completed=iter([[Group(prompt, (empty, empty), 3)], []]).__next__,
     )  # fmt: skip
-    turns = Turns(inner, engine_settings(folder, model, 100))
+    turns = Turns(inner, engine_settings(folder, model, 100, enable_tools=False))
     [group] = generate(turns, [prompt], replace(SAMPLING, num_completions=2), step=3)
     turns.close()
     assert group.version == 4 and [made.token_ids for made in group.completions] == [(), ()]
@@ -340,7 +340,7 @@ def test_a_template_that_does_not_keep_its_prefix_is_refused_by_name(
 
 
 def test_the_engine_is_what_it_is_around(folder: Path, model: PreTrainedModel) -> None:
-    engine: Engine = make_engine(engine_settings(folder, model, 64))
+    engine: Engine = make_engine(engine_settings(folder, model, 64, enable_tools=False))
     assert (engine.name, engine.weight_format, engine.ranks_per_engine) == ("hf", "shared", 1)
     assert engine.load_weights(4, ()).version == 4
     assert len(engine.logprobs([1, 2, 3])) == 2
