@@ -17,12 +17,21 @@ def bootstrap(
     type_: Annotated[str, typer.Option("--type", help="Of the pools: process, kubernetes, docker ...")] = "process",
     limit: Annotated[int, typer.Option(min=0, help="Most runs at once in each pool; 0: no limit.")] = 0,
     template: Annotated[Path | None, typer.Option(help="Base job template, a JSON file of deploy/.")] = None,
+    notify: Annotated[
+        list[str],
+        typer.Option(
+            metavar="CHANNEL=URL",
+            help="Tell slack=URL, webhook=URL or email=mailtos://... of ends; several: repeat it.",
+        ),
+    ] = [],  # noqa: B006
 ) -> None:
-    """Make what the Prefect server needs and does not have: work pools, the automation that notices dead flow runs."""
+    """Make what the Prefect server needs and does not have: work pools, the automation that notices dead flow runs,
+    and automations that send notifications."""
     from cosmos_core.launch import bootstrap as server
+    from cosmos_core.launch.notify import parsed_channels
 
     work_pools = [server.Pool(name, type_, limit or None, template) for name in pools or server.POOLS]
-    for line in server.bootstrap(work_pools):
+    for line in server.bootstrap(work_pools, parsed_channels(notify)):
         typer.echo(line)
 
 

@@ -40,6 +40,7 @@ from cosmos_core.run.retrain_state import (
 from cosmos_core.run.state import read_state
 from cosmos_core.upload.base import open_target
 from flows.post_train import open_or_create
+from tasks import events
 from tasks.artifacts import approval_text
 from tasks.credentials import lend_credentials
 from tasks.ending import completed
@@ -171,8 +172,10 @@ def _train_and_publish(
     if approve and last:
         form = Approval.with_initial_data(description=approval_text(run.path), publish=False)
         key = f"publish-{run.id}-{_models_of(run)}"
-        request = liveness.Approval(until=time.time() + _APPROVAL_SECONDS)
+        request, earlier = liveness.Approval(until=time.time() + _APPROVAL_SECONDS), liveness.read_approval(run.path)
         liveness.note_approval(run.path, request)
+        if earlier is None or earlier.is_declined:  # the flow is executed again after the approval
+            events.run_waiting(run)
         decision = suspend_flow_run(wait_for_input=form, timeout=_APPROVAL_SECONDS, key=key)
         if not decision.publish:  # type: ignore[attr-defined]
             liveness.note_approval(run.path, request.model_copy(update={"is_declined": True}))

@@ -142,7 +142,7 @@ def show_run(run_path: Path) -> None:
     run = read_run(run_path)
     with never_costs_the_run():
         description = f"{run.name}: {run.outcome}, run {run_path.name} of {user_name()}"
-        create_markdown_artifact(_run_card(run), key=_key(run.name, "run"), description=description)
+        create_markdown_artifact(_run_card(run), key=card_key(run.name), description=description)
 
 
 def write_report(run_path: Path) -> None:
@@ -159,6 +159,11 @@ def never_costs_the_run() -> Iterator[None]:
         yield
     except Exception as error:  # noqa: BLE001 - no error of the UI may fail the stage
         logger.warning("it cannot be shown now: %s", error)
+
+
+def card_key(pipeline: str) -> str:
+    """Return the artifact key of the card of a pipeline's runs."""
+    return _key(pipeline, "run")
 
 
 def _key(*parts: str) -> str:

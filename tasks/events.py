@@ -8,12 +8,15 @@ import math
 from typing import Any
 
 from prefect.events import emit_event
+from prefect.settings import get_current_settings
 
 from cosmos_core.errors import CosmosError, GateFailed, Preempted
 from cosmos_core.observe.formatting import as_float
+from cosmos_core.observe.report import PAGE
 from cosmos_core.run.directory import Run
 from cosmos_core.run.manifest import Result, read_result
 from cosmos_core.run.state import FINISHED, read_state
+from tasks.artifacts import card_key
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +27,7 @@ MODEL_PUBLISHED = "cosmos.model.published"
 RUN_COMPLETED = "cosmos.run.completed"
 RUN_FAILED = "cosmos.run.failed"
 RUN_OVER_BUDGET = "cosmos.run.over_budget"
+RUN_WAITING = "cosmos.run.waiting"
 
 
 def stage_completed(run: Run, name: str, result: Result, *, was_reused: bool) -> None:
@@ -61,6 +65,11 @@ def run_ended(run: Run, *, is_failed: bool) -> None:
         _emit(RUN_COMPLETED, run, "", {"metrics": _finite(metrics)})
 
 
+def run_waiting(run: Run) -> None:
+    """Emit an event that a run waits until a person approves a publication."""
+    _emit(RUN_WAITING, run, "", {})
+
+
 def run_over_budget(run: Run) -> None:
     """Emit an event if the run has stopped because its budget is spent."""
     states = [read_state(run.stage_path(stage.name)) for stage in run.pipeline.stages]
@@ -76,7 +85,12 @@ def _emit(event: str, run: Run, stage: str, said: dict[str, Any]) -> None:
         "cosmos.pipeline": pipeline,
         "cosmos.run": run.id,
     } | ({"cosmos.stage": stage} if stage else {})
-    payload = {"run": run.id, "pipeline": pipeline, "path": str(run.path)} | ({"stage": stage} if stage else {}) | said
+    address = get_current_settings().ui_url
+    links = {"report": str(run.path / PAGE)} | (
+        {"card": f"{address}/artifacts/key/{card_key(pipeline)}"} if address else {}
+    )
+    about = {"run": run.id, "pipeline": pipeline, "path": str(run.path), **links}
+    payload = about | ({"stage": stage} if stage else {}) | said
     try:
         emit_event(event, resource, payload=payload)
     except Exception as error:  # noqa: BLE001 - no error of an event may fail the stage

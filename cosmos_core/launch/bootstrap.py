@@ -6,13 +6,15 @@ cannot renew it.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from cosmos_core.errors import ConfigError
+from cosmos_core.launch.notify import automations
 
 POOLS = ("local", "cpu", "gpu")
 """Work pools for which `prefect.yaml` has deployments."""
@@ -41,8 +43,11 @@ class Pool:
     """JSON file with the base job template of the work pool; None: the default template of its type."""
 
 
-def bootstrap(pools: Sequence[Pool]) -> Iterator[str]:
+def bootstrap(pools: Sequence[Pool], channels: Mapping[str, str] = MappingProxyType({})) -> Iterator[str]:
     """Create missing objects on the Prefect server and update outdated ones; yield one line of text per object.
+
+    Args:
+        channels: addresses to which notifications are sent, by channel; see `launch.notify`.
 
     Raises:
         ConfigError: there is no server, a template is no JSON, or the name or type of a pool is invalid.
@@ -62,7 +67,10 @@ def bootstrap(pools: Sequence[Pool]) -> Iterator[str]:
             raise ConfigError(f"the Prefect server at {url} does not respond: {error}") from error
         for pool in pools:
             yield _pool(client, pool)
-        yield _automation(client)
+        yield _put(client, _of_dead_flow_runs())
+        for channel, address in channels.items():
+            for automation in automations(channel, address):
+                yield _put(client, automation)
         yield _credentials(client)
     yield _block_types()
 
@@ -130,17 +138,15 @@ def _limit(limit: int | None) -> str:
     return f", at most {limit} at once" if limit is not None else ""
 
 
-def _automation(client: Any) -> str:
-    """Create or update the automation that detects dead flow runs; whether it is enabled does not change."""
+def _of_dead_flow_runs() -> Any:
+    """Return the automation that detects dead flow runs."""
     from prefect.events.actions import ChangeFlowRunState
     from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 
     ends = {f"prefect.flow-run.{name}" for name in (*_ENDS, *OUTCOMES, *_WITHOUT_PROCESS)}
-    existing = client.read_automations_by_name(AUTOMATION)
-    automation = AutomationCore(
+    return AutomationCore(
         name=AUTOMATION,
         description=f"After {_MISSED} heartbeats that did not come: its process or its machine is gone.",
-        enabled=existing[0].enabled if existing else True,
         trigger=EventTrigger(
             match={"prefect.resource.id": "prefect.flow-run.*"},  # type: ignore[arg-type]
             after={"prefect.flow-run.heartbeat"},
@@ -152,15 +158,21 @@ def _automation(client: Any) -> str:
         ),
         actions=[ChangeFlowRunState(state="CRASHED", message="no heartbeat: its process is gone; resume the run")],  # type: ignore[arg-type]
     )
+
+
+def _put(client: Any, automation: Any) -> str:
+    """Create an automation, or update the one of that name; whether it is enabled does not change."""
+    existing = client.read_automations_by_name(automation.name)
     if not existing:
         client.create_automation(automation)
-        return f"automation {AUTOMATION!r}: made"
+        return f"automation {automation.name!r}: made"
     if all(getattr(existing[0], key) == getattr(automation, key) for key in ("description", "trigger", "actions")):
-        return f"automation {AUTOMATION!r}: there"
+        return f"automation {automation.name!r}: there"
+    automation = automation.model_copy(update={"enabled": existing[0].enabled})
     # The client's method for updates omits types.
     content = automation.model_dump(mode="json", exclude={"owner_resource"})
     client.request("PUT", "/automations/{id}", path_params={"id": existing[0].id}, json=content).raise_for_status()
-    return f"automation {AUTOMATION!r}: changed"
+    return f"automation {automation.name!r}: changed"
 
 
 def _credentials(client: Any) -> str:

@@ -1,0 +1,83 @@
+"""Notifications for `cosmos bootstrap --notify`: a block with the address, and an automation for each kind of event.
+
+The Prefect server sends them, so they also arrive when the machine of the run is gone. The addresses are stored in the
+blocks, encrypted.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from cosmos_core.errors import ConfigError
+
+CHANNELS = ("slack", "email", "webhook")
+EVENTS = {
+    "failed": "cosmos.stage.failed",
+    "refused by a gate": "cosmos.gate.failed",
+    "waiting for approval": "cosmos.run.waiting",
+    "published": "cosmos.model.published",
+    "over budget": "cosmos.run.over_budget",
+}
+"""Event of `tasks.events` for each kind of notification."""
+_TEXT = (
+    'event.payload.pipeline ~ ", run " ~ event.payload.run ~ (", stage " ~ event.payload.stage if event.payload.stage '
+    'else "") ~ ": {what}" ~ (": " ~ event.payload.error if event.payload.error else "") ~ (": " ~ '
+    'event.payload.published if event.payload.published else "") ~ "\\n" ~ event.payload.report ~ (" " ~ '
+    'event.payload.card if event.payload.card else "")'
+)
+"""Jinja expression of the message, with the path of the report and the address of the run's card."""
+
+
+def parsed_channels(texts: Sequence[str]) -> dict[str, str]:
+    """Return the address of each channel from options `CHANNEL=ADDRESS`.
+
+    Raises:
+        ConfigError: an option has another form, an address is no URL, or a channel is given twice.
+    """
+    addresses: dict[str, str] = {}
+    for text in texts:
+        channel, _, address = text.partition("=")
+        scheme = "mailto" if channel == "email" else "http"
+        if channel not in CHANNELS or not address.startswith(scheme) or "://" not in address:
+            raise ConfigError(
+                f"--notify {channel}: write slack=https://hooks.slack.com/..., webhook=http://HOST/PATH or "
+                "email=mailtos://USER:PASSWORD@SMTP_HOST?to=ADDRESS"
+            )
+        if channel in addresses:
+            raise ConfigError(f"--notify {channel} is given twice; one address per channel")
+        addresses[channel] = address
+    return addresses
+
+
+def automations(channel: str, address: str) -> Iterator[Any]:
+    """Save the block of a channel, and yield an automation for each kind of event."""
+    from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
+
+    block = _block(channel, address).save(f"cosmos-notify-{channel}", overwrite=True)
+    for what, event in EVENTS.items():
+        yield AutomationCore(
+            name=f"cosmos: {channel} message when {what}",
+            description=f"Made by cosmos bootstrap --notify {channel}.",
+            trigger=EventTrigger(expect={event}, posture=Posture.Reactive, threshold=1),
+            actions=[_action(channel, block, what)],
+        )
+
+
+def _block(channel: str, address: str) -> Any:
+    from prefect.blocks.notifications import SlackWebhook
+    from prefect.blocks.webhook import Webhook
+
+    if channel == "webhook":
+        return Webhook(url=address, headers={"Content-Type": "application/json"})  # type: ignore[arg-type]
+    # Prefect has no block for SMTP; its block for Slack passes any other URL, such as mailto://, to Apprise.
+    return SlackWebhook(url=address)  # type: ignore[arg-type]
+
+
+def _action(channel: str, block: Any, what: str) -> Any:
+    from prefect.events.actions import CallWebhook, SendNotification
+
+    text = _TEXT.replace("{what}", what)
+    if channel == "webhook":
+        content = f'{{"what": {json.dumps(what)}, "event": event.event, "text": {text}, "payload": event.payload}}'
+        return CallWebhook(block_document_id=block, payload=f"{{{{ {content} | tojson }}}}")
+    return SendNotification(block_document_id=block, subject=f"cosmos: {what}", body=f"{{{{ {text} }}}}")

@@ -1,0 +1,89 @@
+"""`cosmos bootstrap --notify`: what a Prefect server sends when a stage fails, and what a second bootstrap changes."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect.blocks.webhook import Webhook
+from prefect.client.orchestration import get_client
+from prefect.events.worker import EventsWorker
+
+from cosmos_core.errors import ConfigError, GateFailed, ProgramError
+from cosmos_core.launch.bootstrap import bootstrap
+from cosmos_core.launch.notify import EVENTS, _block, parsed_channels
+from tasks import events
+from tests.conftest import wait_until
+from tests.unit.run_folder import counting_run
+
+
+@pytest.fixture
+def receiver() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """The address of a webhook, and the messages that arrived there."""
+    messages: list[dict[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            assert self.headers["Content-Type"] == "application/json"
+            messages.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/hook", messages
+    server.shutdown()
+    server.server_close()
+
+
+def notifications() -> list[dict[str, Any]]:
+    with get_client(sync_client=True) as client:
+        found = client.request("POST", "/automations/filter", json={}).json()
+    return [each for each in found if " message when " in each["name"]]
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("harness")
+def test_a_second_bootstrap_updates_and_the_server_sends_what_failed_with_the_report(
+    receiver: tuple[str, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    url, messages = receiver
+    channels = parsed_channels(
+        ["email=mailto://ada:secret@127.0.0.1:1?to=ada@localhost", "webhook=http://127.0.0.1:1/old"]
+    )
+    lines = list(bootstrap([], channels))
+    assert sum(line.endswith(": made") and " message when " in line for line in lines) == 2 * len(EVENTS)
+    lines = list(bootstrap([], {**channels, "webhook": url}))
+    assert sum(line.endswith(": there") and " message when " in line for line in lines) == 2 * len(EVENTS)
+    assert len(notifications()) == 2 * len(EVENTS)
+    saved: Any = Webhook.load("cosmos-notify-webhook")
+    assert saved.url.get_secret_value() == url
+    run = counting_run(tmp_path)
+    events.stage_failed(run, "first", ProgramError('it said "no"\nand <ended>'))
+    events.stage_failed(run, "second", GateFailed("accuracy 0.1"))
+    EventsWorker.drain_all(timeout=5)
+    wait_until(lambda: len(messages) == 2, 120, "the server calls the webhook for both")
+    failed, refused = sorted(messages, key=lambda message: str(message["what"]))
+    report = str(run.path / "report.html")
+    assert (failed["what"], refused["what"]) == ("failed", "refused by a gate")
+    assert failed["payload"]["error"] == 'it said "no"\nand <ended>'
+    assert failed["text"].startswith(f'counting, run {run.id}, stage first: failed: it said "no"')
+    assert report in failed["text"] and f"/artifacts/key/{events.card_key('counting')}" in failed["text"]
+    assert refused["payload"]["report"] == report
+
+
+def test_an_address_of_mail_is_one_that_apprise_knows() -> None:
+    address = parsed_channels(["email=mailtos://ada:secret@smtp.example.com?to=team@example.com"])["email"]
+    [plugin] = _block("email", address)._apprise_client
+    assert (type(plugin).__name__, plugin.smtp_host) == ("NotifyEmail", "smtp.example.com")
+
+
+@pytest.mark.parametrize(
+    "option", ["pager=https://x", "slack", "slack=xyz", "email=team@example.com", "webhook=ftp://x"]
+)
+def test_another_form_is_one_line(option: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--notify \w+: write slack=https://hooks\.slack\.com/"):
+        parsed_channels([option])
