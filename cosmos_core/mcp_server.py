@@ -34,6 +34,12 @@ class Confirmation(BaseModel):
 def open_server() -> MCPServer:
     """Return the server with its tools; paths are relative to the working directory of the process."""
     server = MCPServer("cosmos", instructions=_INSTRUCTIONS)
+    _add_tools_that_read(server)
+    _add_tools_that_start(server)
+    return server
+
+
+def _add_tools_that_read(server: MCPServer) -> None:
 
     @server.tool(annotations=_READS)
     async def list_runs() -> str:
@@ -80,19 +86,21 @@ def open_server() -> MCPServer:
         """Show which stages of a recipe would run or be reused, and why. Nothing is started."""
         return await _cosmos("plan", recipe)
 
+
+def _add_tools_that_start(server: MCPServer) -> None:
     @server.tool(annotations=_STARTS)
     async def start_run(
-        recipe: str, answer: Annotated[ElicitationResult[Confirmation], Resolve(_ask_about_recipe)]
+        recipe: str, response: Annotated[ElicitationResult[Confirmation], Resolve(_ask_about_recipe)]
     ) -> str:
         """Ask the user, then start a run of a recipe in the background and return its first lines."""
-        return await _start_if_confirmed(answer, "run", recipe)
+        return await _start_if_confirmed(response, "run", recipe)
 
     @server.tool(annotations=_STARTS)
-    async def resume_run(run: str, answer: Annotated[ElicitationResult[Confirmation], Resolve(_ask_about_run)]) -> str:
+    async def resume_run(
+        run: str, response: Annotated[ElicitationResult[Confirmation], Resolve(_ask_about_run)]
+    ) -> str:
         """Ask the user, then continue a stopped run in the background and return its first lines."""
-        return await _start_if_confirmed(answer, "resume", run)
-
-    return server
+        return await _start_if_confirmed(response, "resume", run)
 
 
 async def _ask_about_recipe(recipe: str) -> Elicit[Confirmation]:
@@ -104,13 +112,13 @@ async def _ask_about_run(run: str) -> Elicit[Confirmation]:
     return Elicit(f"Start `cosmos resume {run}`?", Confirmation)
 
 
-async def _start_if_confirmed(answer: ElicitationResult[Confirmation], *command: str) -> str:
+async def _start_if_confirmed(response: ElicitationResult[Confirmation], *command: str) -> str:
     """Start a `cosmos` command that a person has confirmed, and wait until its first stage runs.
 
     Raises:
         ToolError: the command failed; the message is what it printed.
     """
-    if answer.action != "accept" or not answer.data.start:
+    if response.action != "accept" or not response.data.start:
         return "not started: the user declined"
     with tempfile.NamedTemporaryFile(prefix="cosmos-mcp-", suffix=".log", delete=False) as output:
         process = subprocess.Popen(

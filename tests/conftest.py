@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import shutil
@@ -143,6 +144,7 @@ def pytest_collection() -> None:
 def pytest_collection_finish() -> None:
     """Collect garbage from now on, and forget the variables that the imports of test files have set."""
     gc.freeze()
+    atexit.register(gc.unfreeze)  # some libraries report objects that were not collected at exit
     gc.enable()
     spawner.restore_environment()
 
