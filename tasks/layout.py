@@ -69,14 +69,15 @@ def lay_out(
     origin_of_stage = origin(run.pipeline, stage)
     stage, recipe = localised(run.pipeline, stage, partial(sleep_unless_stopping, 0))
     if teacher := recipe.teacher_of(kind):
-        folder = _output(stage.name, "model", teacher.model_name_or_path, inputs)
+        folder = output_folder(stage.name, "model", teacher.model_name_or_path, inputs)
         recipe = recipe.derived(distillation=teacher.derived(model_name_or_path=folder))
     for key, dataset in recipe.datasets.items() if kind.reads_data == "source" else ():
         if source_of(dataset.name):
-            recipe = changed(recipe, f"{key}.name", _output(stage.name, "data", dataset.name, inputs))
+            recipe = changed(recipe, f"{key}.name", output_folder(stage.name, "data", dataset.name, inputs))
         if source := source_of(dataset.pass_rates):
             recipe = changed(recipe, f"{key}.pass_rates", str(Path(inputs[source]["path"]) / PASS_RATES))
-    model, data = (_output(stage.name, key, getattr(stage, key), inputs) for key in ("model", "data"))
+    model = output_folder(stage.name, "model", stage.model, inputs, stage.format)
+    data = output_folder(stage.name, "data", stage.data, inputs)
     overlay = overlaid(inputs_of(stage, recipe, kind), path / "base_model")
     prepared = Stage(
         path=path,
@@ -105,13 +106,14 @@ def make_room(path: Path, expected: Fingerprint) -> None:
     path.mkdir(parents=True, exist_ok=True)
 
 
-def _output(stage: str, key: str, reference: str, inputs: dict[str, Result]) -> str:
+def output_folder(stage: str, key: str, reference: str, inputs: dict[str, Result], model_format: str = "") -> str:
     """Return the folder to which `model = "stage:NAME"` or `data = "stage:NAME"` refers; return any other value
-    unchanged."""
+    unchanged. `model_format` is the format to read of an export; empty: the model without quantisation."""
     name = source_of(reference)
     if name is None:
         return reference
-    output = inputs[name]["info"].get(key)
+    info = inputs[name]["info"]
+    output = info.get("formats", {}).get(model_format) if model_format else info.get(key)
     if not output:
         raise ConfigError(
             f"stage {stage!r}: {key} = {reference!r}, but stage {name!r} (kind {inputs[name]['kind']}) makes no {key}"

@@ -61,7 +61,7 @@ def write_rank(folder: Path, tensors: Mapping[str, LocalTensor], extra: str) -> 
         metadata = {"format": "pt", CUSTOM_METADATA_KEY: json.dumps(offsets)}
         name = f"rank_{rank}.safetensors"
         written[name] = _write(
-            folder / name, _safetensors({name: local.tensor for name, local in tensors.items()}, metadata)
+            folder / name, safetensors_blocks({name: local.tensor for name, local in tensors.items()}, metadata)
         )
     return written
 
@@ -72,7 +72,9 @@ def extra_name(rank: int) -> str:
     return f"extra_{rank}.json" if rank else EXTRA
 
 
-def _safetensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> Iterable[memoryview | bytes]:
+def safetensors_blocks(
+    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
+) -> Iterable[memoryview | bytes]:
     """Yield the blocks of a safetensors file: eight bytes with the length of the header, the header, then each
     tensor."""
     # Wide dtypes first, so that the offset of each tensor is a multiple of its element size.

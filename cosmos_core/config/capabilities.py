@@ -24,6 +24,7 @@ def check_capabilities(pipeline: Pipeline) -> None:
     check_gates(pipeline)
     _check_store(pipeline)
     _check_references(pipeline)
+    _check_compared_rows(pipeline)
     for stage in pipeline.stages:
         recipe = pipeline.recipes[stage.name]
         for table in (stage, recipe):
@@ -64,6 +65,19 @@ def _check_references(pipeline: Pipeline) -> None:
                 f"{recipe.train.train_policy.trainer_type!r} compares with the policy that the training started from, "
                 f"which {f'stage {trained[0]!r} saves' if trained else 'a training stage in `after` saves'} only with "
                 f"validation.enable = true"
+            )
+
+
+def _check_compared_rows(pipeline: Pipeline) -> None:
+    """Refuse an export in quantised formats without rows with which they can be compared."""
+    for stage in pipeline.stages:
+        if not pipeline.kind_of(stage).reads("export.formats") or not pipeline.recipes[stage.name].export.quantized:
+            continue
+        trainings = [other.name for other in pipeline.stages if pipeline.kind_of(other).trains]
+        if not stage.data and not any(stage.name in pipeline.behind(name) for name in trainings):
+            raise ConfigError(
+                f"{pipeline.source}: stage {stage.name!r}: export.formats are compared with the model on rows, and no "
+                'training comes before the stage; set data = "stage:NAME" of a prepare stage'
             )
 
 

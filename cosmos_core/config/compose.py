@@ -241,12 +241,12 @@ def _stages_of_recipe(recipe: Recipe, kinds: Kinds) -> tuple[StageConfig, ...]:
         measure = _kind(kinds, makes="metrics", reads_data="prepared")
         stages.append(StageConfig(name=measure, kind=measure, data=data, **model))
     if recipe.train.ckpt.export_safetensors:
-        export = _kind(kinds, makes="model", feed="", chooses=False, table="")
+        export = _kind(kinds, makes="model", feed="", chooses=False, required_keys={})
         stages.append(StageConfig(name=export, kind=export, **model))
     return tuple(stages)
 
 
-def _kind(kinds: Kinds, **policy: str | bool) -> str:
+def _kind(kinds: Kinds, **policy: object) -> str:
     """Return the name of the first kind with these properties."""
     return next(name for name, kind in kinds.items() if all(getattr(kind, key) == policy[key] for key in policy))
 
@@ -287,6 +287,10 @@ def _check_stages(pipeline: Pipeline) -> None:
         _check_kind(where, stage, pipeline.recipes[stage.name], kinds)
         if stage.checkpoint and source_of(stage.model) not in trainings:
             raise ConfigError(f'{where}: checkpoint = {stage.checkpoint!r} needs model = "stage:NAME" of a training')
+        if stage.format and stage.format not in _formats_of(pipeline, source_of(stage.model)):
+            raise ConfigError(
+                f"{where}: format = {stage.format!r} is not among export.formats of model = {stage.model!r}"
+            )
         for upstream in stage.after:
             if upstream not in names:
                 raise ConfigError(
@@ -299,6 +303,12 @@ def _check_stages(pipeline: Pipeline) -> None:
                 raise ConfigError(
                     f"{where}: {key} = {reference!r} is no stage of this pipeline{suggestion(referenced, names)}"
                 )
+
+
+def _formats_of(pipeline: Pipeline, name: str | None) -> tuple[str, ...]:
+    """Return the formats that the stage `name` exports; empty for any other stage."""
+    exports = [stage.name for stage in pipeline.stages if pipeline.kinds[stage.kind].reads("export.formats")]
+    return pipeline.recipes[name].export.formats if name in exports else ()
 
 
 def _check_kind(where: str, stage: StageConfig, recipe: Recipe, kinds: Kinds) -> None:

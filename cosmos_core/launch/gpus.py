@@ -36,6 +36,8 @@ def num_placed(kind: StageKind, recipe: Recipe) -> int:
     stage without a mesh and without an engine. On a machine without GPUs each such process counts as one GPU."""
     if kind.has_engine:
         return recipe.rollout.parallelism.tp_size
+    if kind.reads("export.formats") and recipe.export.quantized:
+        return 1
     return recipe.num_gpus(has_rollouts=kind.feed == "rollouts") if kind.has_mesh else 0
 
 

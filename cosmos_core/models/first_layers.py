@@ -29,7 +29,7 @@ def fit_layers(model: PreTrainedModel, dtype: torch.dtype | None, memory: int) -
     None: all layers fit. If the export has another dtype than float32, this process needs a second float32 copy.
     `dtype` is the dtype of the export; None: the dtype of the weights.
     """
-    path = _layers_path(model)
+    path = layers_path(model)
     if path is None:
         return None
     copies = 2 if any((dtype or parameter.dtype) is not torch.float32 for parameter in model.parameters()) else 1
@@ -75,7 +75,7 @@ def is_removed(key: str, first: FirstLayers | None) -> bool:
     return any(first.num_kept <= int(index) < first.num_layers for index in indices)
 
 
-def _layers_path(model: PreTrainedModel) -> str | None:
+def layers_path(model: PreTrainedModel) -> str | None:
     """Return the name of the module list that has the layers of the language model; None: there is no such list."""
     config = model.config.get_text_config()
     total, blocks = getattr(config, "num_hidden_layers", 0), set(blocks_of(model))

@@ -25,7 +25,7 @@ from cosmos_core.run.content import files_of, files_of_model
 from cosmos_core.run.digests import Digests
 from cosmos_core.run.files import read_object
 from cosmos_core.run.inputs import GENERATORS, check_located, clean_packages, kernel_packages
-from cosmos_core.run.libraries import LIBRARIES
+from cosmos_core.run.libraries import LIBRARIES, QUANTIZATION
 from cosmos_core.types import StageKind, is_below
 
 CARRIED = "carried"
@@ -105,6 +105,7 @@ def fingerprint(
     settings = values if is_whole else {k: v for k, v in flat_keys(_renamed(values, labels)).items() if reads(k)}
     world_size = recipe.policy.parallelism.world_size if kind.has_mesh else None
     libraries = (*kind.libraries, *(clean_packages(recipe) if kind.reads_data == "source" else ()))
+    libraries += QUANTIZATION if reads("export.formats") else ()
     facts = stage_facts(pipeline, is_group=(world_size or 1) > 1)
     ingredients: dict[str, Any] = {
         "kind": kind.name,
@@ -200,7 +201,7 @@ def _keys_of(stage: StageConfig, kind: StageKind) -> dict[str, Any]:
     values: dict[str, Any] = {}
     if "after" in kind.required_keys:  # merge weights follow the order of `after`, which `inputs` does not have
         values["after"] = list(stage.after)
-    for key in ("checkpoint", "require", "confidence"):
+    for key in ("checkpoint", "format", "require", "confidence"):
         if value := getattr(stage, key):
             values[key] = list(value) if isinstance(value, tuple) else value
     if stage.sweep is not None:
@@ -222,6 +223,8 @@ def reads_of(pipeline: Pipeline, stage: StageConfig) -> Callable[[str], bool]:
         unread.append("rollout")
     if not recipe.asks_judge:
         unread.append("judge")
+    if not recipe.export.quantized:
+        unread += ["export.formats", "export.unproven"]
 
     def is_read(key: str) -> bool:
         return kind.reads(key) and not is_below(key, unread)

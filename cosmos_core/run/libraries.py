@@ -13,5 +13,7 @@ USER_CODE = (*TRAINING, "av", "datasets")
 """Packages that a user's own stage may compute with."""
 EVALUATION = (*WEIGHTS, "datasets", "lm-eval", *ENGINES)
 """Packages that run benchmarks."""
-LIBRARIES = (*USER_CODE, "datasketch", "lm-eval")
+QUANTIZATION = ("compressed-tensors", *ENGINES)
+"""Packages that quantise exports and load them."""
+LIBRARIES = (*USER_CODE, "compressed-tensors", "datasketch", "lm-eval")
 """All packages whose versions are recorded."""

@@ -11,6 +11,7 @@ KIND = StageKind(
     makes="metrics",
     has_engine=True,
     reads_model="weights",
+    allowed_keys=("format",),
     table="evaluate",
     recipe_tables=("evaluate", "rollout.backend", "rollout.parallelism.tp_size"),
     reports=("evaluation/*",),

@@ -1,18 +1,20 @@
-"""Kind `export`: write the model in the form in which it is published, in `train.param_dtype`, with a model card, and
-verify that it loads."""
+"""Kind `export`: write the model in the form in which it is published, in `train.param_dtype` and in quantised formats,
+with model cards, and verify that it loads."""
 
 from cosmos_core.run.libraries import WEIGHTS
 from cosmos_core.types import StageKind
 
 KIND = StageKind(
     name="export",
-    entry="cosmos_core.checkpoint.export:run",
+    entry="cosmos_core.export.program:run",
     result_version=1,
     makes="model",
     reads_model="weights",
     allowed_keys=("checkpoint",),
+    table="export",
+    check="cosmos_core.export.program:check",
     is_numeric=False,
-    recipe_tables=("train.param_dtype", "policy.model_revision", "policy.chat_template"),
+    recipe_tables=("train.param_dtype", "policy.model_revision", "policy.chat_template", "export"),
     reports=("export/*",),
     libraries=(*WEIGHTS, "jinja2"),
 )

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -57,9 +57,13 @@ class StageConfig(Table):
     checkpoint: str = ""
     """Kind export: the checkpoint to export of the training that `model` names: `best` (by its validation) or a step;
     empty: the final model. A `validate` stage after the export measures that checkpoint."""
+    format: Literal["", "bf16", "fp8", "int8", "w4a16"] = ""
+    """Kinds evaluate and upload: the format to read of the export that `model` names, one of its `export.formats`;
+    empty: the model without quantisation."""
     data: Annotated[str, Where.PATH] = ""
     """Rows of the stage: `stage:NAME` for the rows that a stage of kind prepare, sample or custom wrote; empty: the
-    recipe's dataset."""
+    recipe's dataset. Kind export: the prepared rows with which formats are compared; empty: those of the training
+    before it."""
     reward_service: Annotated[str, Where.PATH] = ""
     """Kinds rl, sft, sample, validate and custom: configuration file of a reward service to run during the stage
     (`cosmos reward-service`), or `block:NAME` for a running service, whose address and token are in a Prefect block;

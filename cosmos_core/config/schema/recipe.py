@@ -9,6 +9,7 @@ from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.diffusion_sft import DiffusionSftConfig
 from cosmos_core.config.schema.distillation import DistillationConfig
 from cosmos_core.config.schema.evaluate import EvaluateConfig
+from cosmos_core.config.schema.export import ExportConfig
 from cosmos_core.config.schema.judge import JudgeConfig
 from cosmos_core.config.schema.logging import LoggingConfig
 from cosmos_core.config.schema.merge import MergeConfig
@@ -41,6 +42,8 @@ class Recipe(Table):
     """Validation on held-out rows."""
     evaluate: EvaluateConfig = EvaluateConfig()
     """Public benchmarks of a stage of kind `evaluate`."""
+    export: ExportConfig = ExportConfig()
+    """Formats in which a stage of kind `export` writes its model."""
     logging: LoggingConfig = LoggingConfig()
     """Metric sinks, such as Weights & Biases."""
     profiler: ProfilerConfig = ProfilerConfig()

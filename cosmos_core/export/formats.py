@@ -1,0 +1,260 @@
+"""Export of a model in the quantised formats of `[export]`, each proven.
+
+    <stage>/safetensors/step_N/   the model, see `checkpoint.export`
+    <stage>/FORMAT/step_N/        the same model quantised, with a model card of its own
+    <stage>/done/                 what a stage that was interrupted does not do again
+
+A quantised model is loaded in a fresh interpreter by vLLM, and compared there with the model. Where a stage in `after`
+has run benchmarks on the same model, they are run again with the quantised one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers.initialization import meta_device_safe_creation_ops
+
+from cosmos_core.checkpoint.export import run as export_plain
+from cosmos_core.config.inputs import source_of
+from cosmos_core.config.schema.export import PLAIN
+from cosmos_core.data.kinds.base import VALIDATION
+from cosmos_core.errors import ConfigError, DataError, Preempted
+from cosmos_core.export.divergence import (
+    MOST_TOKENS,
+    Divergence,
+    Row,
+    compare,
+    save_logprobs,
+    text_rows,
+)
+from cosmos_core.export.quantize import Layers, describe, find_layers, quantize_folder, scheme_of
+from cosmos_core.models.fresh import call_in_interpreter, fresh_interpreter
+from cosmos_core.models.hf import load_config, model_without_weights
+from cosmos_core.rollout.vllm_logits import vllm_problem, vllm_version
+from cosmos_core.run.files import read_object, write_json, write_text
+from cosmos_core.run.stage import Stage, load_stage
+from cosmos_core.types import JsonValue, Outcome
+
+_SECONDS = 3600.0
+_LOGPROBS = ".logprobs"
+_BENCHMARKS = "evaluation/"
+
+
+class Plan(NamedTuple):
+    """How a format is made and compared."""
+
+    name: str
+    scheme: Any
+    layers: Layers
+    problem: str
+    """Reason why vLLM does not run the format here; empty if it does."""
+
+    @property
+    def line(self) -> str:
+        """Return a line about the format for the user."""
+        return describe(self.name, self.scheme, self.layers)
+
+
+def run(stage: Stage) -> Outcome:
+    """Export the model, and each quantised format of the recipe; see `checkpoint.export.run` for further errors.
+
+    Raises:
+        ConfigError: vLLM does not run a format here, and `export.unproven` is false.
+        DataError: there are no rows to compare with.
+        ModelError: a format does not fit the model.
+        StageFailed: a format cannot be loaded, or is another model.
+        Preempted: a stop was requested; finished weight files are kept.
+    """
+    all_plans = plans(stage)
+    config = load_config(stage.model, stage.recipe.policy.model_revision).get_text_config()
+    max_length = getattr(config, "max_position_embeddings", None) or MOST_TOKENS + 1
+    split, rows = text_rows(_prepared_rows(stage), max_length)
+    plain = _once(stage, PLAIN, lambda: export_plain(stage))
+    scratch = stage.path / _LOGPROBS
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
+    outputs, metrics = list(plain.outputs), dict(plain.metrics)
+    formats: dict[str, JsonValue] = {PLAIN: plain.info["model"]}
+    for plan in all_plans:
+        written, proof = _write_proven(stage, plan, plain, rows)
+        folder = stage.path / written.outputs[0]
+        card = (stage.path / str(plain.info["model"]) / "README.md").read_text(encoding="utf-8")
+        write_text(folder / "README.md", card + _card(plan, proof, split, len(rows)))
+        outputs += written.outputs
+        metrics |= written.metrics | proof.metrics
+        formats[plan.name] = written.outputs[0]
+    shutil.rmtree(scratch)
+    return Outcome(tuple(outputs), metrics, {**plain.info, "formats": formats})
+
+
+def plans(stage: Stage) -> list[Plan]:
+    """Return how each quantised format is made.
+
+    Raises:
+        ConfigError: vLLM does not run a format here, and `export.unproven` is false.
+        ModelError: a format does not fit the model.
+    """
+    config = stage.recipe.export
+    with torch.device("meta"), meta_device_safe_creation_ops():
+        revision = stage.recipe.policy.model_revision
+        model = model_without_weights(stage.model, revision=revision, dtype=torch.bfloat16)
+    layers = find_layers(model)
+    found = [Plan(name, scheme_of(name, layers), layers, vllm_problem(name)) for name in config.quantized]
+    for plan in found:
+        if plan.problem and not config.unproven:
+            raise ConfigError(
+                f"export.formats has {plan.name!r}, but {plan.problem}; leave it out, or set export.unproven = true"
+            )
+    return found
+
+
+def _prepared_rows(stage: Stage) -> Path:
+    """Return the folder of the rows to compare with: those of the stage, else of the last training upstream.
+
+    Raises:
+        DataError: there is none.
+    """
+    if stage.data is not None:
+        return stage.data
+    source = source_of(stage.config.model)
+    pending = [stage.inputs[name] for name in sorted(stage.inputs, key=lambda name: name != source)]
+    for result in pending:
+        with suppress(FileNotFoundError):
+            upstream = load_stage(Path(result["path"]))
+            if upstream.kind.trains and upstream.data is not None:
+                return upstream.data
+            pending += upstream.inputs.values()
+    raise DataError(
+        f"stage {stage.name!r}: no training comes before it, with whose rows the formats could be compared; set data = "
+        '"stage:NAME" of a prepare stage'
+    )
+
+
+def _once(stage: Stage, name: str, make: Callable[[], Outcome]) -> Outcome:
+    """Return the outcome of `make`, which is called again only if no earlier attempt of the stage has finished it."""
+    file = stage.path / "done" / f"{name}.json"
+    saved = read_object(file)
+    outputs = tuple(saved.get("outputs", ()))
+    if saved.get("fingerprint") == stage.fingerprint and all((stage.path / each).exists() for each in outputs):
+        return Outcome(outputs, saved["metrics"], saved["info"])
+    outcome = make()
+    file.parent.mkdir(exist_ok=True)
+    write_json(
+        file,
+        {
+            "fingerprint": stage.fingerprint,
+            "outputs": list(outcome.outputs),
+            "metrics": outcome.metrics,
+            "info": outcome.info,
+        },
+    )
+    return outcome
+
+
+def _write_proven(stage: Stage, plan: Plan, plain: Outcome, rows: list[Row]) -> tuple[Outcome, Outcome]:
+    """Write a format and compare it with the model; return both outcomes."""
+    written = _once(stage, plan.name, lambda: _write(stage, plan, plain))
+    folder = stage.path / written.outputs[0]
+    return written, _once(stage, f"{plan.name}-proof", lambda: _prove(stage, plan, plain, folder, rows))
+
+
+def _write(stage: Stage, plan: Plan, plain: Outcome) -> Outcome:
+    """Write a quantised format; its folder has its name only once it is complete."""
+    folder = f"{plan.name}/step_{plain.info['step']}"
+    target = stage.path / folder
+    partial = target.with_name(f".{stage.fingerprint[:16]}.partial")
+    shutil.rmtree(target, ignore_errors=True)
+    stage.progress.phase("export")
+
+    def after_file(done: int, count: int) -> None:
+        stage.progress.advance(done, count)
+        if stage.stop_requested and done < count:
+            raise Preempted(f"stage {stage.name!r}: {done} of {count} files of {plan.name} are written")
+
+    source = stage.path / str(plain.info["model"])
+    quantize_folder(source, partial, plan.scheme, plan.layers, after_file)
+    partial.rename(target)
+    size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
+    return Outcome((folder,), {f"export/{plan.name}/bytes": float(size)})
+
+
+def _prove(stage: Stage, plan: Plan, plain: Outcome, folder: Path, rows: list[Row]) -> Outcome:
+    """Load a format in fresh interpreters, and return its divergence and its benchmarks as metrics."""
+    source, reference = (
+        stage.path / str(plain.info["model"]),
+        stage.path / _LOGPROBS / ("unproven" if plan.problem else "proven"),
+    )
+    stage.progress.phase("validate")
+    if not reference.exists():
+        _in_fresh_interpreter(save_logprobs, source, not plan.problem, rows, reference)
+    found: Divergence = _in_fresh_interpreter(compare, folder, not plan.problem, rows, reference)
+    prefix = f"export/{plan.name}/"
+    metrics = {
+        "kl": found.kl,
+        "kl_stderr": found.stderr,
+        "same_top_token": found.same_top,
+        "proven": float(not plan.problem),
+    }
+    evaluated = _evaluated(stage)
+    if evaluated is not None and not plan.problem:
+        scratch = stage.path / _LOGPROBS / f"{plan.name}-{_BENCHMARKS}"
+        scores = _in_fresh_interpreter(_evaluate, folder, Path(evaluated["path"]), scratch)
+        for name, score in scores.items():
+            metrics[name] = score
+            if not name.endswith("_stderr"):
+                metrics[f"lost/{name.removeprefix(_BENCHMARKS)}"] = evaluated["metrics"][name] - score
+    return Outcome((), {prefix + name: value for name, value in metrics.items()}, {"tokens": found.num_tokens})
+
+
+def _in_fresh_interpreter(function: Callable[..., Any], folder: Path, *arguments: Any) -> Any:
+    with fresh_interpreter() as pool:
+        return call_in_interpreter(pool, function, (folder, *arguments), _SECONDS, folder)
+
+
+def _evaluated(stage: Stage) -> dict[str, Any] | None:
+    """Return the result of a stage in `after` that has run benchmarks on the model to export; None: there is none."""
+    for result in stage.inputs.values():
+        if any(name.startswith(_BENCHMARKS) for name in result["metrics"]):
+            upstream = load_stage(Path(result["path"]))
+            if upstream.kind.makes == "metrics" and upstream.config.model == stage.config.model:
+                return result
+    return None
+
+
+def _evaluate(folder: Path, path: Path, scratch: Path) -> dict[str, float]:
+    """Run the benchmarks of the stage at `path` with the model in `folder`, and return their metrics."""
+    scratch.mkdir(parents=True)
+    program = importlib.import_module("cosmos_core.evaluate.program")  # lm-eval is an optional package
+    metrics: dict[str, float] = program.run(replace(load_stage(path), path=scratch, model=str(folder))).metrics
+    return metrics
+
+
+def _card(plan: Plan, proof: Outcome, split: str, num_rows: int) -> str:
+    """Return the section of a model card about a quantised format."""
+    prefix = f"export/{plan.name}/"
+    metrics = {name.removeprefix(prefix): value for name, value in proof.metrics.items()}
+    kind_of_rows = "held-out" if split == VALIDATION else "training"
+    loaded = f"Loaded by vLLM {vllm_version()}" if not plan.problem else f"**Unproven**: {plan.problem}"
+    engine = "" if not plan.problem else ", by transformers"
+    lines = [
+        "", f"## Quantised: `{plan.name}`", "",
+        f"- {plan.line}, rounded to nearest, by compressed-tensors {version('compressed-tensors')}",
+        f"- {loaded}",
+        f"- Divergence KL(bf16 || {plan.name}): {metrics['kl']:.3g} nats per token (standard error "
+        f"{metrics['kl_stderr']:.2g}) on {proof.info['tokens']} tokens of {num_rows} {kind_of_rows} rows{engine}",
+        f"- The most likely token is that of bf16 for {metrics['same_top_token']:.2%} of them", "",
+    ]  # fmt: skip
+    if losses := {name: value for name, value in metrics.items() if name.startswith("lost/")}:
+        lines += [f"| benchmark | bf16 | {plan.name} | lost |", "|---|---|---|---|"]
+    for name, lost in losses.items():
+        score = metrics[_BENCHMARKS + name.removeprefix("lost/")]
+        lines.append(f"| {name.removeprefix('lost/')} | {score + lost:.4g} | {score:.4g} | {lost:.4g} |")
+    return "\n".join([*lines, ""])

@@ -1,0 +1,44 @@
+"""Program of the stage kind `export`: write the model, and the quantised formats of `[export]` if there are any."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from dataclasses import replace
+from typing import Any
+
+from cosmos_core.checkpoint import export
+from cosmos_core.errors import ConfigError
+from cosmos_core.run.stage import Stage
+from cosmos_core.train import check as check_model
+from cosmos_core.types import Outcome
+
+
+def check(stage: Stage) -> Outcome:
+    """Check the model as for any stage that reads it, and that each format can be made and loaded.
+
+    Raises:
+        ConfigError, ModelError: the first problem.
+    """
+    outcome = check_model.run(stage)
+    if not stage.recipe.export.quantized:
+        return outcome
+    lines = [plan.line for plan in _formats().plans(stage)]
+    return replace(outcome, info={**outcome.info, "found": "; ".join([str(outcome.info["found"]), *lines])})
+
+
+def run(stage: Stage) -> Outcome:
+    """Export the model of a stage; see `checkpoint.export` and `formats` for errors."""
+    outcome: Outcome = _formats().run(stage) if stage.recipe.export.quantized else export.run(stage)
+    return outcome
+
+
+def _formats() -> Any:
+    """Return the module for quantised formats, imported here because its package comes with vLLM only.
+
+    Raises:
+        ConfigError: the package is missing.
+    """
+    if importlib.util.find_spec("compressed_tensors") is None:
+        raise ConfigError("export.formats needs the package compressed-tensors, which comes with vLLM; install vLLM")
+    return importlib.import_module("cosmos_core.export.formats")

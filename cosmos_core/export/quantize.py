@@ -1,0 +1,207 @@
+"""Quantisation of an exported model to a format of compressed-tensors, by rounding to nearest, one tensor at a time.
+
+Rules, rounding and packing are those of the package `compressed_tensors`, which vLLM and transformers read. At most the
+quantised tensors of one weight file, a tensor to quantise and temporary values of `_CHUNK` weights are in memory.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from compressed_tensors.compressors import ModelCompressor
+from compressed_tensors.compressors.base import BaseCompressor
+from compressed_tensors.quantization import (
+    QuantizationConfig,
+    QuantizationScheme,
+    QuantizationStatus,
+    preset_name_to_scheme,
+)
+from compressed_tensors.quantization.utils import calculate_qparams
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from cosmos_core.checkpoint.parts import safetensors_blocks
+from cosmos_core.errors import ModelError
+from cosmos_core.models.first_layers import layers_path
+from cosmos_core.models.sharded_load import weight_files
+from cosmos_core.run.files import sync_folder, write_json
+
+_PRESETS = {
+    "fp8": ("FP8_DYNAMIC", "float-quantized"),
+    "int8": ("W8A8", "int-quantized"),
+    "w4a16": ("W4A16", "pack-quantized"),
+}
+"""Preset of compressed-tensors and layout of the tensors, by format."""
+_GROUP_SIZES = (128, 64, 32)
+"""Sizes of groups of weights that vLLM's kernels support, the preferred one first."""
+_MULTIPLE = 32
+"""Number of which both sizes of a 4-bit weight must be multiples, for vLLM's kernels."""
+_CHUNK = 1 << 23
+"""Number of weights that are quantised at once."""
+_INDEX = "model.safetensors.index.json"
+
+
+class Layers(NamedTuple):
+    """The linear layers of a model."""
+
+    weights: dict[str, str]
+    """Name of the module to quantise by the name of its weight in the exported files."""
+    shapes: dict[str, tuple[int, ...]]
+    """Shape (outputs, inputs) of these weights, by the same names."""
+    ignored: list[str]
+    """Names of the linear modules that keep their weights: the output layer, and layers outside the decoder blocks."""
+
+
+def find_layers(model: PreTrainedModel) -> Layers:
+    """Return the linear layers of a model, which may be on the meta device.
+
+    Raises:
+        ModelError: the model has experts, or no linear layers in decoder blocks.
+    """
+    path = layers_path(model)
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    inside = {name: module for name, module in linear.items() if path and name.startswith(f"{path}.")}
+    name_of = type(model).__name__
+    experts = [n for n, p in model.named_parameters() if path and n.startswith(f"{path}.") and p.ndim == 3]
+    experts += [name for name in inside if ".experts." in name]
+    if experts:
+        raise ModelError(
+            f"{name_of} is a mixture of experts ({experts[0]}), whose fused weights are not quantised; leave the "
+            f"quantised formats out of export.formats"
+        )
+    if not inside:
+        raise ModelError(f"{name_of} has no linear layers in decoder blocks to quantise; see export.formats")
+    # The exported files may have other names than the modules.
+    saved = revert_weight_conversion(model, dict(model.state_dict(keep_vars=True)))
+    key_of = {id(tensor): key for key, tensor in saved.items()}
+    weights = {key_of[id(module.weight)]: name for name, module in inside.items()}
+    shapes = {key: tuple(inside[name].weight.shape) for key, name in weights.items()}
+    return Layers(weights, shapes, [name for name in linear if name not in inside])
+
+
+def scheme_of(name: str, layers: Layers) -> QuantizationScheme:
+    """Return the scheme of a quantised format; the groups of `w4a16` have the largest size that divides all inputs.
+
+    Raises:
+        ModelError: a layer has a size that no group size of vLLM's kernels divides.
+    """
+    preset, layout = _PRESETS[name]
+    scheme = preset_name_to_scheme(preset, ["Linear"])
+    scheme.format = layout
+    if scheme.weights.group_size is None:
+        return scheme
+    wrong = next((key for key, shape in layers.shapes.items() if any(size % _MULTIPLE for size in shape)), None)
+    if wrong:
+        raise ModelError(
+            f"{name}: {wrong} has the shape {list(layers.shapes[wrong])}, and both sizes must be multiples of "
+            f"{_MULTIPLE}; leave {name!r} out of export.formats"
+        )
+    inputs = math.gcd(*(shape[-1] for shape in layers.shapes.values()))
+    scheme.weights.group_size = next(size for size in _GROUP_SIZES if inputs % size == 0)
+    return scheme
+
+
+def describe(name: str, scheme: QuantizationScheme, layers: Layers) -> str:
+    """Return a line about a format, which names the size of the groups and the reason if it is not the usual one."""
+    text, size = f"{name}: {len(layers.weights)} linear layers quantised", scheme.weights.group_size
+    if size is None:
+        return text
+    reason = "" if size == _GROUP_SIZES[0] else f", because {_GROUP_SIZES[0]} does not divide the inputs of all layers"
+    return f"{text}, groups of {size} weights{reason}"
+
+
+def quantize_folder(
+    source: Path,
+    target: Path,
+    scheme: QuantizationScheme,
+    layers: Layers,
+    after_file: Callable[[int, int], None] = lambda done, count: None,
+) -> None:
+    """Write the model in the folder `source` to the folder `target`, quantised, with all its other files.
+
+    Weight files that an interrupted call has written to `target` are kept. `after_file` is called after each weight
+    file with the number of finished files and of all files.
+
+    Raises:
+        ModelError: `source` has no safetensors files.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    files, problem = weight_files(str(source), None)
+    if problem:
+        raise ModelError(f"export: {source}: {problem}")
+    for number, file in enumerate(map(Path, files), start=1):
+        if not (target / file.name).exists():
+            _quantize_file(file, target / file.name, scheme, layers)
+        after_file(number, len(files))
+    for other in source.iterdir():
+        if other.is_file() and other.suffix != ".safetensors" and other.name != _INDEX:
+            shutil.copyfile(other, target / other.name)
+    if (source / _INDEX).exists():
+        write_json(target / _INDEX, _index([target / Path(file).name for file in files]))
+    config = QuantizationConfig(
+        config_groups={"group_0": scheme},
+        format=str(scheme.format),
+        quantization_status=QuantizationStatus.COMPRESSED,
+        ignore=layers.ignored,
+    )
+    ModelCompressor(quantization_config=config).update_config(str(target))
+    sync_folder(target)
+
+
+def _quantize_file(file: Path, target: Path, scheme: QuantizationScheme, layers: Layers) -> None:
+    """Write one weight file with its linear layers quantised; it has its name only once it is complete."""
+    tensors: dict[str, Tensor] = {}
+    with safe_open(file, framework="pt") as reader:
+        keys = list(reader.keys())
+    for key in keys:
+        # Closing the file after each tensor unmaps its pages, which otherwise count as memory of this process.
+        with safe_open(file, framework="pt") as reader:
+            tensor = reader.get_tensor(key)
+            if key not in layers.weights:
+                tensors[key] = tensor.clone()
+                continue
+            parts = quantize_weight(tensor, scheme)
+        tensors |= {f"{key.removesuffix('weight')}{name}": part for name, part in parts.items()}
+        del tensor
+    partial = target.with_suffix(".partial")
+    with open(partial, "wb") as out:
+        for block in safetensors_blocks(tensors, {"format": "pt"}):
+            out.write(block)
+    partial.rename(target)
+
+
+def quantize_weight(weight: Tensor, scheme: QuantizationScheme) -> dict[str, Tensor]:
+    """Return the tensors of a quantised weight by the names of compressed-tensors, such as `weight_scale`.
+
+    Scales have the dtype of the weight, in which vLLM reads them; weights are divided by them in float32.
+    """
+    compressor = BaseCompressor.get_value_from_registry(str(scheme.format))
+    num_rows = max(1, _CHUNK // weight.shape[1])
+    chunks: list[Mapping[str, Any]] = []
+    for rows in weight.split(num_rows):
+        values = rows.float()
+        groups = values.unflatten(1, (-1, scheme.weights.group_size or weight.shape[1]))
+        scale, zero_point = calculate_qparams(groups.amin(-1), groups.amax(-1), scheme.weights)
+        scale = scale.to(weight.dtype)
+        state = {"weight": values, "weight_scale": scale.float(), "weight_zero_point": zero_point}
+        chunks.append({**compressor.compress(state, scheme), "weight_scale": scale})
+    parts = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
+    return parts | ({"weight_shape": torch.tensor(weight.shape)} if "weight_shape" in parts else {})
+
+
+def _index(files: list[Path]) -> dict[str, Any]:
+    """Return the content of the index of several weight files."""
+    weight_map: dict[str, str] = {}
+    size = 0
+    for file in files:
+        with safe_open(file, framework="pt") as reader:
+            weight_map |= dict.fromkeys(reader.keys(), file.name)
+        size += file.stat().st_size
+    return {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}

