@@ -76,7 +76,7 @@ def package_findings(requirements: Iterable[str]) -> Iterator[Finding]:
 
 def gpu_findings(facts: Facts, cuda_of_torch: str) -> Iterator[Finding]:
     """Report the GPUs, and if torch can use them. `cuda_of_torch` has three words: the CUDA version that torch was made
-    for, which is empty for a CPU build, `True` if torch sees a GPU, and the version of torch."""
+    for, which is empty for a CPU build, `True` or `False` for a usable GPU, the version of torch."""
     if not facts.gpus:
         yield Finding("GPU", "no NVIDIA GPU is visible: stages run on the CPU")
         return
