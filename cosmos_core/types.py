@@ -141,6 +141,8 @@ class Prompt:
     """Clean latents of a clip whose first frames may condition a rollout of a video model; None: no clip."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Columns of the prompt's row, for reward functions; for text models also the unrendered prompt, under `prompt`."""
+    source: str = ""
+    """Name of the prompt's data set in a mixture of data sets; empty: there is one data set."""
 
 
 @dataclass(frozen=True, slots=True)

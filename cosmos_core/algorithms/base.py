@@ -155,9 +155,15 @@ class Algorithm:
         `chunks`: lists of samples that are evaluated together; `size`: number of samples in a forward pass.
         """
         loss_sum, num_top, num_tokens = 0.0, 0.0, 0
+        of_sources: dict[str, list[float]] = {}
         for samples in chunks:
             rows = view.evaluate(samples, Wants(is_top=True), size=size)
-            loss_sum -= sum(row["logprobs"].sum(dtype=torch.float64).item() for row in rows)
+            losses = [-row["logprobs"].sum(dtype=torch.float64).item() for row in rows]
+            loss_sum += sum(losses)
+            for sample, value in zip(samples, losses, strict=True):
+                if source := getattr(sample, "source", ""):
+                    entry = of_sources.setdefault(source, [0.0, 0.0])
+                    entry[:] = entry[0] + value, entry[1] + sample.num_learned
             num_top += sum(row["is_top"].sum().item() for row in rows)
             num_tokens += sum(sample.num_learned for sample in samples)
         loss = loss_sum / max(1, num_tokens)
@@ -166,6 +172,7 @@ class Algorithm:
             "perplexity": math.exp(min(loss, 700.0)),
             "token_accuracy": num_top / max(1, num_tokens),
             "tokens": float(num_tokens),
+            **{f"loss/{source}": value / max(1.0, count) for source, (value, count) in of_sources.items()},
         }
 
     def state_dict(self) -> dict[str, Any]:

@@ -24,6 +24,16 @@ def sft_loss(logprobs_BT: Tensor, loss_mask_BT: Tensor, total: float) -> tuple[T
     return loss, {"nll": token_metric(-logprobs_BT, loss_mask_BT)}
 
 
+def loss_of_sources(batch: MicroBatch) -> Metrics:
+    """Return the mean negative log-likelihood of the labels of each data set of a mixture, as `loss/SOURCE`."""
+    sources = [sample.source for sample in batch.samples]
+    mask_BS, is_of = batch.mask_BS, lambda name: batch.mask_BS.new_tensor([each == name for each in sources])
+    return {
+        f"loss/{name}": token_metric(-batch.logprobs_BS, mask_BS * is_of(name).unsqueeze(-1))
+        for name in dict.fromkeys(filter(None, sources))
+    }
+
+
 class Sft(Algorithm):
     """Supervised fine-tuning: one optimizer step per train step, with the mean loss over all trained tokens."""
 
@@ -33,7 +43,7 @@ class Sft(Algorithm):
 
         def loss(batch: MicroBatch) -> Loss:
             value, metrics = sft_loss(batch.logprobs_BS, batch.mask_BS, total)
-            return Loss(value, metrics)
+            return Loss(value, metrics | loss_of_sources(batch))
 
         yield Update(samples, loss, has_constant_gradient=True)
 

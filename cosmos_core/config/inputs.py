@@ -142,15 +142,16 @@ def _rows(stage: StageConfig, recipe: Recipe, kind: StageKind, model: Input | No
     media, modality = media_of(recipe), recipe.policy.modality
     # A user function (`entry`) may read any file of a folder.
     data_files, media_files = (ALL, ALL) if stage.entry else (modality.data_files, modality.media_files)
-    is_source, train_rows = kind.reads_data == "source", recipe.datasets[_TRAIN_ROWS]
+    is_source, of_training = kind.reads_data == "source", recipe.train.train_policy.sources
     is_annotated = (is_source and not stage.data) or (stage.entry and existing(media.annotation_path, Path.cwd()))
     names = {"data": stage.data, ANNOTATIONS: media.annotation_path if is_annotated else ""}
     for table, dataset in recipe.datasets.items() if is_source else ():
-        if table != _TRAIN_ROWS or not stage.data:
-            key = "local_dir" if dataset.local_dir else "name"
+        if table not in of_training or not stage.data:
+            key = "local_dir" if getattr(dataset, "local_dir", "") else "name"
             names[f"{table}.{key}"] = getattr(dataset, key)
-        names[f"{table}.pass_rates"] = dataset.pass_rates
-    if is_source and not (stage.data or media.annotation_path or train_rows.local_dir or train_rows.name):
+        names[f"{table}.pass_rates"] = getattr(dataset, "pass_rates", "")
+    is_named = any(each.dataset.name or getattr(each.dataset, "local_dir", "") for each in of_training.values())
+    if is_source and not (stage.data or media.annotation_path or is_named):
         yield Input(f"{_TRAIN_ROWS}.name", "data", "", "folder")
     for key, name in names.items():
         if name:
@@ -197,7 +198,7 @@ def _media(stage: StageConfig, recipe: Recipe, media: Media, model: Input | None
     rows = media.annotation_path
     folder = model.location if model and model.form == "folder" else ""
     if folder and any(os.path.isfile(Path(folder, name)) for name in _PROCESSOR_FILES):
-        rows = rows or stage.data or recipe.train.train_policy.dataset.name
+        rows = rows or stage.data or next(iter(recipe.train.train_policy.sources.values())).dataset.name
     path = existing(rows, Path.cwd()) if rows else None
     return str(path.parent if path.is_file() else path) if path is not None else ""
 
@@ -259,7 +260,8 @@ def _code(stage: StageConfig, recipe: Recipe, kind: StageKind) -> Iterator[Input
         for name in rewards:
             yield Input(f"{key}.reward_function", "reward", name, "code" if is_import_path(name) else "literal")
     if kind.reads_data == "source":
-        classes = [name for name in (policy.dataset.name, recipe.validation.dataset.name) if is_code(name)]
+        train_names = [source.dataset.name for source in policy.sources.values()]
+        classes = [name for name in (*train_names, recipe.validation.dataset.name) if is_code(name)]
         for name in (*classes, *filter(None, (policy.data_packer,))):
             yield Input(f"{_TRAIN_ROWS}.name", "data_code", name, "code")
 

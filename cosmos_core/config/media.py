@@ -43,7 +43,7 @@ def media_of(recipe: Recipe) -> Media:
     for key, path in paths.items():
         if not isinstance(path, str):
             raise ConfigError(f"custom.dataset.{key} = {path!r} must be a path")
-    name = recipe.train.train_policy.dataset.name
+    name = next(iter(recipe.train.train_policy.sources.values())).dataset.name
     if paths["annotation_path"] and name:
         raise ConfigError(
             f"train.train_policy.dataset.name = {name!r} and custom.dataset.annotation_path = "

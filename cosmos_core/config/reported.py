@@ -10,7 +10,7 @@ from cosmos_core.errors import ConfigError
 from cosmos_core.registry import is_import_path, suggestion
 
 HELD_OUT = "validation/"
-_OF_ROWS = ("loss", "perplexity", "token_accuracy", "tokens", "pairs", "rewards/*")
+_OF_ROWS = ("loss", "loss/*", "perplexity", "token_accuracy", "tokens", "pairs", "rewards/*")
 MEASURED = (
     "reward", "reward_stderr", "accuracy", "invalid", "length_mean", "prompts", "pass@*", "reward/*", *_OF_ROWS,
 )  # fmt: skip

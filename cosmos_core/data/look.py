@@ -6,14 +6,13 @@ It needs no tokenizer, torch or transformers, so a wrong file or column is repor
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 
-from cosmos_core.config.media import media_of
-from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.data.kinds.base import VALIDATION
 from cosmos_core.data.kinds.registry import tokenised_kind
 from cosmos_core.data.messages import Row, SkippedRow, read_conversation, remedy_of
-from cosmos_core.data.rows import Rows, load_rows
+from cosmos_core.data.rows import Rows, load_rows, training_sources
 from cosmos_core.errors import DataError
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome
@@ -29,18 +28,10 @@ def run(stage: Stage) -> Outcome:
     Raises:
         DataError: a file is wrong, or too many rows cannot be read, so that `prepare` would fail.
     """
-    policy, validation, annotations = (
-        stage.recipe.train.train_policy,
-        stage.recipe.validation,
-        media_of(stage.recipe).annotation_path,
-    )
+    policy, validation = stage.recipe.train.train_policy, stage.recipe.validation
     kind = tokenised_kind(policy.rows)
-    if stage.data is not None:
-        name, key = str(stage.data), f"stage {stage.name!r}: data"
-    else:
-        name, key = annotations, "custom.dataset.annotation_path"
-    rows = load_rows(DatasetConfig(name=name), key) if name else load_rows(policy.dataset, "train.train_policy.dataset")
-    _check(rows, lambda row, where: kind.read(row, where, policy), policy.dataset.max_skipped_fraction)
+    for key, source in training_sources(stage).items():
+        _check(load_rows(source.dataset, key), partial(kind.read, policy=source), source.dataset.max_skipped_fraction)
     if data_term := policy.real_rows:
         rows = load_rows(data_term.dataset, "train.train_policy.data_term")
         columns = (data_term.conversation_column_name, getattr(policy, "system_prompt", ""))

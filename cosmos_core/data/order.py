@@ -7,7 +7,12 @@ cannot get out of step. Nothing here reads data.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
@@ -24,10 +29,63 @@ def shuffled(num_rows: int, *seeds: int) -> np.ndarray:
     return np.argsort(draws, kind="stable").astype(np.int64)
 
 
+@dataclass(frozen=True)
+class Mixture:
+    """Rows of several data sets, one data set after the other, that are mixed by weight."""
+
+    labels: tuple[str, ...]
+    sizes: tuple[int, ...]
+    """Number of rows of each data set."""
+    weights: tuple[float, ...]
+
+    def label_of(self, row: int) -> str:
+        """Return the name of the data set of a row number."""
+        return self.labels[bisect_right(list(accumulate(self.sizes)), row)]
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """Number of rows of each data set in an epoch, which has as many rows as the data sets have together."""
+        return apportion(sum(self.sizes), self.weights)
+
+    def order(self, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
+        """Return the row numbers of one epoch, in which the rows of each data set are spread evenly.
+
+        A data set continues in an epoch where it ended in the epoch before. All its rows are used, in an order of its
+        own for each pass, before any is used again.
+        """
+        rows, times, start = [], [], 0
+        for i, (size, count) in enumerate(zip(self.sizes, self.counts, strict=True)):
+            passes, positions = np.divmod(np.arange(count, dtype=np.int64) + epoch * count, size)
+            orders = {n: shuffled(size, seed, n, i) if shuffle else np.arange(size) for n in np.unique(passes).tolist()}
+            rows += [start + orders[n][position] for n, position in zip(passes.tolist(), positions, strict=True)]
+            times.append((np.arange(count) + 0.5) / max(1, count))
+            start += size
+        return np.array(rows, dtype=np.int64)[np.argsort(np.concatenate(times), kind="stable")]
+
+
+def apportion(total: int, weights: Sequence[float]) -> list[int]:
+    """Divide `total` in proportion to weights: each part is rounded down or up, and the largest remainders are rounded
+    up."""
+    exact = [total * weight / sum(weights) for weight in weights]
+    parts = [int(each) for each in exact]
+    for i in sorted(range(len(exact)), key=lambda i: (parts[i] - exact[i], i))[: total - sum(parts)]:
+        parts[i] += 1
+    return parts
+
+
+def rows_of(rows: Any) -> int | Mixture:
+    """Return the mixture of prepared rows, or their number if they are of one data set."""
+    return getattr(rows, "mixture", None) or len(rows)
+
+
 @lru_cache(maxsize=4)  # a train step may span two epochs, of prompts and of supervised rows
-def epoch_order(seed: int, epoch: int, num_rows: int, shuffle: bool) -> np.ndarray:
-    """Return the row numbers of one epoch in training order: int64, read-only, each of `range(num_rows)` once."""
-    order = shuffled(num_rows, seed, epoch) if shuffle else np.arange(num_rows, dtype=np.int64)
+def epoch_order(seed: int, epoch: int, rows: int | Mixture, shuffle: bool) -> np.ndarray:
+    """Return the row numbers of one epoch in training order: int64, read-only, each of `range(rows)` once; see
+    `Mixture.order` for a mixture."""
+    if isinstance(rows, Mixture):
+        order = rows.order(seed, epoch, shuffle)
+    else:
+        order = shuffled(rows, seed, epoch) if shuffle else np.arange(rows, dtype=np.int64)
     order.flags.writeable = False
     return order
 
@@ -68,7 +126,7 @@ def left_over(train: TrainConfig, size: int, num_rows: int) -> str:
 
 
 def batch_positions(
-    seed: int, step: int, batch_size: int, num_rows: int, shuffle: bool, drop_last: bool = True
+    seed: int, step: int, batch_size: int, rows: int | Mixture, shuffle: bool, drop_last: bool = True
 ) -> np.ndarray:
     """Return the `batch_size` row numbers (int64) of optimizer step `step`, counted from 0 over all epochs.
 
@@ -77,6 +135,7 @@ def batch_positions(
     Raises:
         DataError: the rows do not fill one batch.
     """
+    num_rows = sum(rows.sizes) if isinstance(rows, Mixture) else rows
     epoch, position = divmod(step, batches_per_epoch(batch_size, num_rows, drop_last))
-    order = epoch_order(seed, epoch, num_rows, shuffle)
+    order = epoch_order(seed, epoch, rows, shuffle)
     return order[position * batch_size : (position + 1) * batch_size]

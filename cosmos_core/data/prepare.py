@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Generator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
@@ -26,7 +26,8 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from cosmos_core.config.media import media_of
-from cosmos_core.config.schema.dataset import DatasetConfig
+from cosmos_core.config.schema.algorithm import AlgorithmConfig
+from cosmos_core.config.schema.dataset import DatasetConfig, RowsConfig, SourceConfig
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.chat import chat_of, is_told_of_tools
@@ -35,10 +36,11 @@ from cosmos_core.data.formats import Located
 from cosmos_core.data.kinds.base import TRAIN, VALIDATION
 from cosmos_core.data.kinds.registry import row_kind, tokenised_kind
 from cosmos_core.data.messages import SkippedRow
+from cosmos_core.data.order import apportion
 from cosmos_core.data.pool import begin
-from cosmos_core.data.prepared import DATA_TERM, LEARNED_HELD_OUT, split_path
+from cosmos_core.data.prepared import DATA_TERM, LEARNED_HELD_OUT, STATISTICS, split_path
 from cosmos_core.data.records import Job, make_chunk, processor_of, read_pass_rates
-from cosmos_core.data.rows import Rows, has_local_split, load_rows, split_rows
+from cosmos_core.data.rows import Rows, has_local_split, load_rows, split_rows, training_sources
 from cosmos_core.data.statistics import Chunk, Counts
 from cosmos_core.data.user_dataset import Opener
 from cosmos_core.errors import DataError, Preempted
@@ -75,86 +77,189 @@ def tokenise(stage: Stage) -> Outcome:
     splits = _splits(stage)
     tokenizer = _tokenizer(stage.model, stage.recipe.policy)
     ends = end_ids(stage.model, stage.recipe.policy.model_revision, tokenizer)
-    jobs = {split: replace(_job(stage, split, rows), end_ids=ends) for split, rows in splits.items()}
+    jobs = {
+        split: [replace(_job(stage, split, source), end_ids=ends) for source in sources]
+        for split, sources in splits.items()
+    }
     jobs, tool_notices = _rendered_jobs(stage, jobs, tokenizer)
     statistics: dict[str, dict[str, Any]] = {}
     notices: list[JsonValue] = [f"{key} has no effect: videos are not read" for key in media_of(stage.recipe).ignored]
     notices += tool_notices
-    done = 0
+    done, clean_metrics = 0, dict[str, float]()
     with replaced_folder(stage.path / "data") as folder:
-        cleaned = clean(stage, splits[TRAIN], folder, _opener(stage))
-        splits |= {TRAIN: cleaned.rows}
-        notices += cleaned.notices
-        total = sum(len(rows) for rows in splits.values())
-        for split, rows in splits.items():
+        if stage.recipe.train.train_policy.clean is not None:  # excludes several data sets
+            cleaned = clean(stage, splits[TRAIN][0].rows, folder, _opener(stage, stage.recipe))
+            splits[TRAIN] = [replace(splits[TRAIN][0], rows=cleaned.rows)]
+            notices += cleaned.notices
+            clean_metrics = cleaned.metrics
+        total = sum(len(source.rows) for sources in splits.values() for source in sources)
+        for split, sources in splits.items():
             path = split_path(folder, split)
-            counts = _write_split(stage, path, jobs[split], rows, done, total)
-            done += len(rows)
+            counts, of_sources = _write_split(stage, path, jobs[split], sources, done, total)
+            done += sum(len(source.rows) for source in sources)
             if not counts.num_rows:
                 continue
             statistics[split] = counts.summary()
             logger.info("%s: %d rows, %d tokens", split, statistics[split]["rows"], statistics[split]["tokens"])
-            for notice in counts.notices(tokenizer.eos_token):
-                logger.warning("%s: %s", split, notice)
-                notices.append(f"{split}: {notice}")
-        write_json(folder / "statistics.json", statistics)
+            if sources[0].label:
+                statistics[split]["sources"] = _mixed(sources, of_sources)
+            for source, each in zip(sources, of_sources, strict=True):
+                where = f"{split} of {source.label}" if source.label else split
+                for notice in each.notices(tokenizer.eos_token):
+                    logger.warning("%s: %s", where, notice)
+                    notices.append(f"{where}: {notice}")
+        write_json(folder / STATISTICS, statistics)
     names = ("rows", "tokens", "skipped_rows")
     metrics = {f"data/{split}_{name}": float(statistics[split][name]) for split in statistics for name in names}
     info: dict[str, JsonValue] = {"data": "data", **({"notices": notices} if notices else {})}
-    return Outcome(outputs=("data",), metrics=metrics | cleaned.metrics, info=info)
+    return Outcome(outputs=("data",), metrics=metrics | clean_metrics, info=info)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Rows of one data set of a split, with the recipe that reads them."""
+
+    rows: Rows
+    recipe: Recipe
+    dataset: RowsConfig
+    label: str = ""
+    """Name of the data set in a mixture; empty: the split has one data set."""
+    weight: float | None = None
 
 
 def _rendered_jobs(
-    stage: Stage, jobs: dict[str, Job], tokenizer: PreTrainedTokenizerBase
-) -> tuple[dict[str, Job], list[JsonValue]]:
+    stage: Stage, jobs: dict[str, list[Job]], tokenizer: PreTrainedTokenizerBase
+) -> tuple[dict[str, list[Job]], list[JsonValue]]:
     """Return the jobs with the recipe's rendering of prompts, and notices about it."""
-    if not any(job.kind.is_completed for job in jobs.values()):
+    if not any(job.kind.is_completed for of_split in jobs.values() for job in of_split):
         return jobs, []
     chat = chat_of(stage.recipe.rollout.multi_turn_config)
     notices: list[JsonValue] = []
     if chat.tools and not is_told_of_tools(tokenizer, chat):
         notices.append("the chat template leaves out the tools, so the policy is told of none; give another template")
-    return {split: replace(job, chat=chat) for split, job in jobs.items()}, notices
+    return {split: [replace(job, chat=chat) for job in of_split] for split, of_split in jobs.items()}, notices
 
 
-def _write_split(stage: Stage, path: Path, job: Job, rows: Rows, done: int, total: int) -> Counts:
-    """Write the file of one split; `done` of `total` rows of all splits are already processed.
+def _write_split(
+    stage: Stage, path: Path, jobs: list[Job], sources: list[_Source], done: int, total: int
+) -> tuple[Counts, list[Counts]]:
+    """Write the file of one split, one data set after the other, and return its statistics and those of each data set;
+    `done` of `total` rows of all splits are already processed.
 
     Raises:
-        DataError: too many rows cannot be read, or no row is left to write.
+        DataError: too many rows cannot be read, or no row of a data set is left to write.
     """
-    counts = Counts(job.kind, job.column, job.room)
-    with pa.ipc.new_file(path, job.schema) as file, closing(_tokenised(stage, job, rows)) as chunks:
-        for chunk in chunks:
+    counts = Counts(jobs[0].kind, jobs[0].column, jobs[0].room)
+    of_sources = [Counts(job.kind, job.column, job.room) for job in jobs]
+    with pa.ipc.new_file(path, jobs[0].schema) as file, closing(_chunks(stage, jobs, sources)) as chunks:
+        for i, chunk in chunks:
             if chunk.batch.num_rows:
                 file.write_batch(chunk.batch)
             counts.add(chunk)
+            of_sources[i].add(chunk)
             # Held-out rows to learn are the rows of the validation split, whose errors are checked there.
             if path.stem != LEARNED_HELD_OUT:
-                counts.check_refused(_dataset(job.recipe, path.stem).max_skipped_fraction, len(rows))
+                of_sources[i].check_refused(sources[i].dataset.max_skipped_fraction, len(sources[i].rows))
             done += chunk.batch.num_rows + len(chunk.skipped)
             stage.progress.step(done, total)
             if stage.stop_requested:
                 raise Preempted(f"stopped after {done} of {total} rows were tokenised; preparing starts anew")
     # Held-out prompts may have no turn to learn; the split for learning is then removed.
-    if not counts.num_rows and path.stem == LEARNED_HELD_OUT:
+    if path.stem == LEARNED_HELD_OUT and not counts.num_rows:
         path.unlink()
-    elif not counts.num_rows:
-        raise DataError(f"{path.stem}: {counts.notices()[0]}; no row is left, give others")
-    return counts
+    elif path.stem != LEARNED_HELD_OUT:
+        for source, own in zip(sources, of_sources, strict=True):
+            if not own.num_rows:
+                name = f"{path.stem} of {source.label}" if source.label else path.stem
+                raise DataError(f"{name}: {own.notices()[0]}; no row is left, give others")
+    return counts, of_sources
 
 
-def _splits(stage: Stage) -> dict[str, Rows]:
+def _chunks(stage: Stage, jobs: list[Job], sources: list[_Source]) -> Generator[tuple[int, Chunk]]:
+    """Yield the chunks of one data set after the other, each with the index of its data set."""
+    for i, (job, source) in enumerate(zip(jobs, sources, strict=True)):
+        with closing(_tokenised(stage, job, source.rows)) as chunks:
+            yield from ((i, chunk) for chunk in chunks)
+
+
+def _mixed(sources: list[_Source], of_sources: list[Counts]) -> list[dict[str, Any]]:
+    """Return the statistics of each data set of a mixture, with its weight.
+
+    Raises:
+        DataError: a weight is so small that an epoch has no row of its data set.
+    """
+    entries = [
+        {
+            "source": source.label,
+            "weight": source.weight or counts.num_rows,
+            **(counts.summary() if counts.num_rows else {"rows": 0}),
+        }
+        for source, counts in zip(sources, of_sources, strict=True)
+    ]
+    total = sum(entry["rows"] for entry in entries)
+    for entry, count in zip(entries, apportion(total, [entry["weight"] for entry in entries]), strict=True):
+        if not count and entry["rows"]:
+            raise DataError(
+                f"train.train_policy.datasets: the weight of {entry['source']} is {entry['weight']:g}, which gives it "
+                f"none of the {total:,} rows of an epoch; raise it"
+            )
+    return entries
+
+
+def _splits(stage: Stage) -> dict[str, list[_Source]]:
     """Return the rows of each split: training rows and, if any, held-out rows and rows of a supervised loss."""
-    policy, opener = stage.recipe.train.train_policy, _opener(stage)
-    extra_splits = {}
-    if policy.real_rows is not None:
-        extra_splits[DATA_TERM] = load_rows(policy.real_rows.dataset, "train.train_policy.data_term")
-    splits = _own_splits(stage, opener)
-    if VALIDATION in splits:
-        held_out = splits[VALIDATION].first(stage.recipe.validation.max_rows)
+    policy, validation, splits = stage.recipe.train.train_policy, stage.recipe.validation, {}
+    train, held_out = _own_splits(stage)
+    splits[TRAIN] = train
+    if held_out:
+        if validation.max_rows is not None:
+            counts = apportion(validation.max_rows, [len(source.rows) for source in held_out])
+            held_out = [replace(each, rows=each.rows.first(n)) for each, n in zip(held_out, counts, strict=True) if n]
         splits |= dict.fromkeys(_held_out_kinds(stage.recipe), held_out)
-    return {**splits, **extra_splits}
+    if policy.real_rows is not None:
+        dataset = policy.real_rows.dataset
+        rows = load_rows(dataset, "train.train_policy.data_term")
+        splits[DATA_TERM] = [_Source(rows, stage.recipe, dataset)]
+    return splits
+
+
+def _own_splits(stage: Stage) -> tuple[list[_Source], list[_Source]]:
+    """Return the training rows and the held-out rows of each data set; no data sets if nothing is held out."""
+    recipe, validation = stage.recipe, stage.recipe.validation
+    train: list[_Source] = []
+    for key, policy in training_sources(stage).items():
+        of_source = _with_policy(recipe, policy)
+        dataset: RowsConfig = policy.dataset
+        mixed: dict[str, Any] = {}
+        if isinstance(dataset, SourceConfig):
+            mixed = {"label": dataset.source, "weight": dataset.weight}
+        rows = load_rows(dataset, key, None if stage.data is not None else _opener(stage, of_source))
+        train.append(_Source(rows, of_source, dataset, **mixed))
+    own: RowsConfig | None = validation.dataset if validation.dataset.name else None
+    if own is not None:
+        rows = load_rows(own, "validation.dataset", _opener(stage, recipe))
+        return train, [_Source(rows, recipe, own)]
+    if stage.data is not None and has_local_split(stage.data, VALIDATION):
+        rows = load_rows(DatasetConfig(name=str(stage.data), split=(VALIDATION,)), f"stage {stage.name!r}: data")
+        return train, [_Source(rows, recipe, train[0].dataset)]
+    held_out = []
+    for i, source in enumerate(train):
+        policy = source.recipe.train.train_policy
+        if policy.dataset.test_size is None:
+            continue
+        where, row = next(iter(source.rows))
+        # Read one row first, so that an error about columns comes before an error about the number of rows.
+        with suppress(SkippedRow):
+            tokenised_kind(policy.rows).read(row, where, policy)
+        rows, rest = split_rows(source.rows, policy.dataset.test_size, stage.seed)
+        train[i] = replace(source, rows=rows)
+        held_out.append(replace(source, rows=rest, weight=None))
+    return train, held_out
+
+
+def _with_policy(recipe: Recipe, policy: AlgorithmConfig) -> Recipe:
+    """Return the recipe with another `[train.train_policy]`."""
+    return recipe.derived(train=recipe.train.derived(train_policy=policy))
 
 
 def _held_out_kinds(recipe: Recipe) -> dict[str, str]:
@@ -163,40 +268,8 @@ def _held_out_kinds(recipe: Recipe) -> dict[str, str]:
     return kind.held_out_kinds(has_rewards=bool(recipe.validation.reward_function))
 
 
-def _own_splits(stage: Stage, opener: Opener) -> dict[str, Rows]:
-    policy, validation = stage.recipe.train.train_policy, stage.recipe.validation
-    annotations = media_of(stage.recipe).annotation_path
-    if stage.data is None and annotations:
-        train = load_rows(DatasetConfig(name=annotations), "custom.dataset.annotation_path")
-    elif stage.data is None:
-        train = load_rows(policy.dataset, "train.train_policy.dataset", opener)
-    else:
-        train = load_rows(DatasetConfig(name=str(stage.data)), f"stage {stage.name!r}: data")
-    if validation.dataset.name:
-        return {TRAIN: train, VALIDATION: load_rows(validation.dataset, "validation.dataset", opener)}
-    if stage.data is not None and has_local_split(stage.data, VALIDATION):
-        held_out = DatasetConfig(name=str(stage.data), split=(VALIDATION,))
-        return {TRAIN: train, VALIDATION: load_rows(held_out, f"stage {stage.name!r}: data")}
-    if policy.dataset.test_size is not None:
-        where, row = next(iter(train))
-        # Read one row first, so that an error about columns comes before an error about the number of rows.
-        with suppress(SkippedRow):
-            tokenised_kind(policy.rows).read(row, where, policy)
-        train, rest = split_rows(train, policy.dataset.test_size, stage.seed)
-        return {TRAIN: train, VALIDATION: rest}
-    return {TRAIN: train}
-
-
-def _opener(stage: Stage) -> Opener:
-    return Opener(stage.recipe, partial(_tokenizer, stage.model, stage.recipe.policy))
-
-
-def _dataset(recipe: Recipe, split: str) -> DatasetConfig:
-    """Return the config table of the data set that a split's rows come from."""
-    data_term, held_out = recipe.train.train_policy.real_rows, recipe.validation.dataset
-    if split == DATA_TERM and data_term is not None:
-        return data_term.dataset
-    return held_out if split in (VALIDATION, LEARNED_HELD_OUT) and held_out.name else recipe.train.train_policy.dataset
+def _opener(stage: Stage, recipe: Recipe) -> Opener:
+    return Opener(recipe, partial(_tokenizer, stage.model, recipe.policy))
 
 
 def end_ids(model: str, revision: str | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -207,8 +280,8 @@ def end_ids(model: str, revision: str | None, tokenizer: PreTrainedTokenizerBase
     return tuple(token for token in (tokenizer.eos_token_id, *listed) if token is not None)
 
 
-def _job(stage: Stage, split: str, rows: Rows) -> Job:
-    recipe, validation = stage.recipe, stage.recipe.validation
+def _job(stage: Stage, split: str, source: _Source) -> Job:
+    recipe, validation, rows = source.recipe, source.recipe.validation, source.rows
     max_length = recipe.policy.model_max_length
     is_data_term, policy = split == DATA_TERM, recipe.train.train_policy
     name = "sequences" if is_data_term else _held_out_kinds(recipe).get(split, policy.rows)
@@ -216,24 +289,24 @@ def _job(stage: Stage, split: str, rows: Rows) -> Job:
     media = media_of(recipe)
     root: Path | None = Path(os.path.expanduser(media.media_path)).absolute() if media.media_path else rows.folder
     revision = recipe.policy.model_revision
-    dataset = _dataset(recipe, split)
-    rates = read_pass_rates(Path(dataset.pass_rates)) if dataset.pass_rates else None
+    keep, rates_file = (getattr(source.dataset, name, "") for name in ("keep", "pass_rates"))
+    rates = read_pass_rates(Path(rates_file)) if rates_file else None
     named = (revision, media.pixels, recipe.policy.chat_template)
     if not processor_files(stage.model, revision) or processor_of(stage.model, *named) is None:
         root = None
     if not kind.is_completed:
-        return Job(recipe, kind, max_length, stage.model, root, keep=dataset.keep, is_data_term=is_data_term)
+        return Job(recipe, kind, max_length, stage.model, root, keep=keep, is_data_term=is_data_term)
     longest = recipe.rollout.max_response_length
     if split == VALIDATION:
         longest = validation.max_response_length or longest
     job = Job(recipe, kind, max_length - 1, stage.model, root, longest_completion=longest)
-    return replace(job, rates=rates, keep=dataset.keep)
+    return replace(job, rates=rates, keep=keep)
 
 
 def _tokenised(stage: Stage, job: Job, rows: Rows) -> Generator[Chunk]:
     """Yield chunks in the order of the rows, made in this process or in several."""
     model, policy = stage.model, job.recipe.policy
-    pack = None if job.is_data_term else _opener(stage).packer()
+    pack = None if job.is_data_term else _opener(stage, job.recipe).packer()
     remaining = ((where, pack(row, where)) for where, row in rows) if pack else iter(rows)
     chunks = iter(lambda: list(islice(remaining, _CHUNK_ROWS)), [])
     num_workers = min(job.recipe.train.train_policy.dataloader_num_workers, -(-len(rows) // _CHUNK_ROWS))

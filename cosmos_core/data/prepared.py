@@ -20,13 +20,17 @@ from cosmos_core.config.schema.algorithm import AlgorithmConfig
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.data.kinds.base import IMAGE_ROOT, LOCATION, VALIDATION, HeldOut, RowKind
 from cosmos_core.data.kinds.registry import known_kinds, row_kind
+from cosmos_core.data.order import Mixture
 from cosmos_core.errors import DataError, first_line
+from cosmos_core.run.files import read_object
 from cosmos_core.types import ImageRef
 
 DATA_TERM = "data_term"
 """Name of the split with the rows that are learned in addition to rollouts."""
 LEARNED_HELD_OUT = "held_out"
 """Name of the split with held-out rows as sequences to learn, where `validation` has them as prompts to complete."""
+STATISTICS = "statistics.json"
+"""Name of the file with the statistics of each split, and with the data sets of a mixture."""
 HELD_OUT_REMEDY = "name validation.dataset, or split some off with train.train_policy.dataset.test_size"
 
 
@@ -38,6 +42,14 @@ def split_path(folder: Path, split: str) -> Path:
 def has_split(folder: Path, split: str) -> bool:
     """Return whether the data folder of a `prepare` stage has this split."""
     return split_path(folder, split).is_file()
+
+
+def mixture_of(file: Path) -> Mixture | None:
+    """Return the mixture of data sets whose rows the file of a split has; None if they are of one data set."""
+    statistics = read_object(file.with_name(STATISTICS)).get(file.stem) or {}
+    if not (sources := statistics.get("sources")):
+        return None
+    return Mixture(*(tuple(each[name] for each in sources) for name in ("source", "rows", "weight")))
 
 
 class RowImages:

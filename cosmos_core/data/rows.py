@@ -18,7 +18,16 @@ from pathlib import Path
 import numpy as np
 from huggingface_hub import constants
 
-from cosmos_core.config.schema.dataset import DATA_SUFFIXES, GENERATED, DatasetConfig, data_suffix, generator_of
+from cosmos_core.config.media import media_of
+from cosmos_core.config.schema.algorithm import AlgorithmConfig
+from cosmos_core.config.schema.dataset import (
+    DATA_SUFFIXES,
+    GENERATED,
+    DatasetConfig,
+    RowsConfig,
+    data_suffix,
+    generator_of,
+)
 from cosmos_core.data.formats import Located, Part, dataset_part, open_part, refused
 from cosmos_core.data.generated import generated_part
 from cosmos_core.data.order import shuffled
@@ -26,6 +35,7 @@ from cosmos_core.data.user_dataset import Opener
 from cosmos_core.errors import DataError, first_line
 from cosmos_core.models.source import hub_is_reachable
 from cosmos_core.registry import is_code
+from cosmos_core.run.stage import Stage
 from cosmos_core.transient import is_of_machine, is_of_network
 
 _TRAIN = "train"
@@ -72,7 +82,7 @@ class Rows:
         return Rows(self._parts, self.folder, is_chosen)
 
 
-def load_rows(dataset: DatasetConfig, key: str = "dataset", opener: Opener | None = None) -> Rows:
+def load_rows(dataset: RowsConfig, key: str = "dataset", opener: Opener | None = None) -> Rows:
     """Return the rows of all splits of a data set, in order.
 
     Args:
@@ -105,6 +115,19 @@ def load_rows(dataset: DatasetConfig, key: str = "dataset", opener: Opener | Non
         raise DataError(f"{parts[0].name}: file holds no rows; {key}.name needs at least one")
     folder = path if path.is_dir() else path.parent
     return Rows(parts, folder.absolute() if os.path.exists(path) else Path.cwd())
+
+
+def training_sources(stage: Stage) -> dict[str, AlgorithmConfig]:
+    """Return the table of the algorithm for each data set of training rows, by the key of the data set; the key `data`
+    of the stage takes the place of those of the recipe."""
+    policy = stage.recipe.train.train_policy
+    name, key = str(stage.data), f"stage {stage.name!r}: data"
+    if stage.data is None:
+        name, key = media_of(stage.recipe).annotation_path, "custom.dataset.annotation_path"
+    if not name:
+        return dict(policy.sources)
+    kept = {name: getattr(policy.dataset, name) for name in ("test_size", "max_skipped_fraction", "keep", "pass_rates")}
+    return {key: policy.derived(datasets=(), dataset=DatasetConfig(name=name, **kept))}
 
 
 def has_local_split(path: Path, split: str) -> bool:
@@ -223,7 +246,7 @@ def _saved_part(path: Path, split: str, key: str) -> Part:
     return dataset_part(splits[split], f"{path.name}[{split}]")
 
 
-def _hub_part(dataset: DatasetConfig, split: str, key: str) -> Part:
+def _hub_part(dataset: RowsConfig, split: str, key: str) -> Part:
     import datasets
 
     try:

@@ -33,6 +33,9 @@ class Sample:
 
     None: the most likely tokens, if log-probabilities of alternatives are needed at all."""
 
+    source: str = ""
+    """Name of the row's data set in a mixture of data sets; empty: there is one data set."""
+
     @property
     def num_learned(self) -> int:
         """Return the number of learned tokens, without the first token of the sequence, which nothing predicts."""

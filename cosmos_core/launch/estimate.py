@@ -137,7 +137,9 @@ def _with_rows(pipeline: Pipeline, stage: StageConfig, decisions: Mapping[str, D
     recipe = pipeline.recipes[stage.name]
     prepare = pipeline.stage(source_of(stage.data) or stage.name)
     source = pipeline.recipes[prepare.name]
-    dataset = source.train.train_policy.dataset
+    dataset, datasets = source.train.train_policy.dataset, source.train.train_policy.datasets
     if prepare is not stage and prepare.data:
         dataset = DatasetConfig(name=_made(prepare.data, "data", decisions), test_size=dataset.test_size)
-    return changed(changed(recipe, "train.train_policy.dataset", dataset), "validation", source.validation)
+        datasets = ()
+    recipe = changed(changed(recipe, "train.train_policy.dataset", dataset), "validation", source.validation)
+    return changed(recipe, "train.train_policy.datasets", datasets)

@@ -37,6 +37,8 @@ def _data(run: RunRecord, entries: dict[str, dict[str, Any]], name: str) -> str:
         seen.append(name)
         settings = flat(entries[name].get("overrides") or {})
         dataset_names = [settings.get(f"train.train_policy.dataset.{key}") for key in ("name", "local_dir")]
+        mixed = settings.get("train.train_policy.datasets")
+        dataset_names += [_mixture(mixed)] if isinstance(mixed, list) else []
         source = source or next((str(value) for value in dataset_names if value), "")
         reference = str(entries[name].get("data") or "")
         if not reference.startswith(_STAGE):
@@ -51,6 +53,14 @@ def _data(run: RunRecord, entries: dict[str, dict[str, Any]], name: str) -> str:
         if isinstance(part := statistics_of_rows.get(split), dict) and isinstance(part.get("rows"), int)
     ]
     return ", ".join([source, *rows] if source else rows)
+
+
+def _mixture(datasets: list[Any]) -> str:
+    """Return the names of mixed data sets, each with its weight if it has one."""
+    entries = [each for each in datasets if isinstance(each, dict)]
+    return ", ".join(
+        f"{each.get('name')}{f' x {weight:g}' if (weight := each.get('weight')) else ''}" for each in entries
+    )
 
 
 def _settings(stage: StageRecord, settings: dict[str, Any]) -> list[tuple[str, str]]:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
+from cosmos_core.config.schema.rewards import weights_of
 from cosmos_core.errors import ConfigError, CosmosError, RewardError, StageFailed
 from cosmos_core.registry import import_user_code, is_import_path, location_of, offered_names, suggestion
 from cosmos_core.rewards.binding import KEYWORDS as KEYWORDS
@@ -235,14 +236,14 @@ def _finite(value: Any, what: str) -> float:
     return float(value)
 
 
-def full_value(rewards: Rewards) -> float | None:
+def full_value(rewards: Rewards, source: str = "") -> float | None:
     """Return the reward of a completion for which every reward function returns 1 and no penalty applies.
 
     None: no reward function distinguishes completions.
     """
     if not isinstance(rewards, dict):
         return rewards.full
-    weights = [weight for name, weight in rewards.items() if name not in PENALTIES]
+    weights = [weight for name, weight in weights_of(rewards, source).items() if name not in PENALTIES]
     return sum(weights) if any(weights) else None
 
 

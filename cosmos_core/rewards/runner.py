@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from pebble import ProcessExpired, ProcessPool
 
+from cosmos_core.config.schema.rewards import weights_of
 from cosmos_core.environment import masked
 from cosmos_core.errors import RewardError, StageFailed
 from cosmos_core.registry import is_import_path
@@ -109,7 +110,7 @@ class RewardRunner(Workers):
         by_group: bool = False,
     ) -> None:
         """Set up the runner; `num_workers` None starts one process per core."""
-        self._weights = dict(weights)
+        self._weights = weights
         self._take_lists = {name for name in weights if by_group and is_import_path(name)}
         self._names = metric_names(weights)
         self._timeout = timeout_seconds
@@ -125,7 +126,8 @@ class RewardRunner(Workers):
     def score_groups(self, groups: Sequence[Group]) -> list[ScoredGroup]:
         """Return the groups, in order, each with one score per completion."""
         requests = [[request_of(group, k) for k in range(len(group.completions))] for group in groups]
-        return [ScoredGroup(*each) for each in zip(groups, self._score_requests(requests), strict=True)]
+        sources = [group.prompt.source for group in groups]
+        return [ScoredGroup(*each) for each in zip(groups, self._score_requests(requests, sources), strict=True)]
 
     def score(self, requests: Sequence[Mapping[str, Any]]) -> list[Score]:
         """Return one score per request, in order.
@@ -134,11 +136,14 @@ class RewardRunner(Workers):
         """
         return [score for (score,) in self._score_requests([[request] for request in requests])]
 
-    def _score_requests(self, groups: Sequence[Sequence[Mapping[str, Any]]]) -> list[tuple[Score, ...]]:
-        """Return the scores of the requests of each prompt."""
+    def _score_requests(
+        self, groups: Sequence[Sequence[Mapping[str, Any]]], sources: Sequence[str] = ()
+    ) -> list[tuple[Score, ...]]:
+        """Return the scores of the requests of each prompt; `sources` are the data sets of the prompts."""
         calls = []
-        for group in groups:
-            for name in self._weights:
+        weights_of_groups = [weights_of(self._weights, source) for source in sources or [""] * len(groups)]
+        for group, weights in zip(groups, weights_of_groups, strict=True):
+            for name in weights:
                 units = [group] if name in self._take_lists else [[request] for request in group]
                 calls += [_Call(name, unit, name in self._take_lists) for unit in units if unit]
         try:
@@ -150,9 +155,9 @@ class RewardRunner(Workers):
         # The results of a prompt are ordered by reward, then by completion.
         results = (result for of_call in results_of_calls for result in of_call)
         scores = []
-        for group in groups:
-            of_rewards = [[next(results) for _ in group] for _ in self._weights]
-            scores.append(tuple(self._total(of_completion) for of_completion in zip(*of_rewards, strict=True)))
+        for group, weights in zip(groups, weights_of_groups, strict=True):
+            of_rewards = [[next(results) for _ in group] for _ in weights]
+            scores.append(tuple(self._total(of_completion, weights) for of_completion in zip(*of_rewards, strict=True)))
         return scores
 
     def _open(self) -> ProcessPool:
@@ -219,12 +224,12 @@ class RewardRunner(Workers):
             return ending(error)
         return f"not done in {self._timeout:g} s"
 
-    def _total(self, results: Sequence[_Result]) -> Score:
+    def _total(self, results: Sequence[_Result], weights: Mapping[str, float]) -> Score:
         total, metrics, errors, is_raised = 0.0, {}, [], False
-        weighted = [result for result, weight in zip(results, self._weights.values(), strict=True) if weight]
+        weighted = [result for result, weight in zip(results, weights.values(), strict=True) if weight]
         if weighted and not any(result.value is not None or result.error for result in weighted):
             return Score(None, error="no reward applies to it: each returned None", is_raised=True)
-        for (reward, weight), result in zip(self._weights.items(), results, strict=True):
+        for (reward, weight), result in zip(weights.items(), results, strict=True):
             name = self._names[reward]
             if result.value is None:
                 if weight and result.error:

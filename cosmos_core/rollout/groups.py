@@ -100,7 +100,7 @@ class SyncGroupSource:
         """Generate and score the groups of train step `step`, or the first `num_groups` of them."""
         start = time.perf_counter()
         self.engine.wake()
-        groups = self.generate_groups(self.prompts(step)[:num_groups], step, self.sampling)
+        groups = self.generate_repeated(self.prompts(step)[:num_groups], step, Counter())
         self.rest(step)
         seconds = time.perf_counter() - start
         scored = self.scored(groups)
@@ -118,6 +118,24 @@ class SyncGroupSource:
             self.progress.beat()
             self.between(step)
         return groups
+
+    def generate_repeated(self, prompts: Sequence[Prompt], step: int, times: Counter[int]) -> list[Group]:
+        """Generate the groups of `prompts`, and return the groups in the order of the prompts.
+
+        `times` counts how often the step has sampled each prompt, which may repeat at a boundary of epochs and in a
+        mixture of data sets; a repeated prompt gets other seeds.
+        """
+        batches: dict[int, list[int]] = {}
+        for i, prompt in enumerate(prompts):
+            batches.setdefault(times[prompt.id], []).append(i)
+            times[prompt.id] += 1
+        groups_by_index: dict[int, Group] = {}
+        for number, indices in batches.items():
+            sampling = reseed(self.sampling, number)
+            groups_by_index |= zip(
+                indices, self.generate_groups([prompts[i] for i in indices], step, sampling), strict=True
+            )
+        return [groups_by_index[i] for i in range(len(prompts))]
 
     def rest(self, step: int) -> None:
         """Let the engine sleep while step `step` is trained; free its weights if new weights are loaded afterwards."""
@@ -202,7 +220,7 @@ class FilteredGroupSource:
                 break
             num_taken += len(prompts)
             round_start = time.perf_counter()
-            groups = self._generate_groups(prompts, step, times)
+            groups = self.sync.generate_repeated(prompts, step, times)
             seconds += time.perf_counter() - round_start
             scored = self.sync.scored(groups)
             sampled += scored
@@ -226,24 +244,6 @@ class FilteredGroupSource:
             **lag_metrics(kept_groups or sampled, step),
             **(filtered_metrics(self.filter, sampled) | {"rollout/rounds": float(num_rounds)} if self.filter else {}),
         }
-
-    def _generate_groups(self, prompts: Sequence[Prompt], step: int, times: Counter[int]) -> list[Group]:
-        """Generate the groups of `prompts`, and return the groups in the order of the prompts.
-
-        `times` counts how often the step has sampled each prompt, which may repeat at a boundary of epochs; a repeated
-        prompt gets other seeds.
-        """
-        batches: dict[int, list[int]] = {}
-        for i, prompt in enumerate(prompts):
-            batches.setdefault(times[prompt.id], []).append(i)
-            times[prompt.id] += 1
-        groups_by_index: dict[int, Group] = {}
-        for number, indices in batches.items():
-            sampling = reseed(self.sync.sampling, number)
-            groups_by_index |= zip(
-                indices, self.sync.generate_groups([prompts[i] for i in indices], step, sampling), strict=True
-            )
-        return [groups_by_index[i] for i in range(len(prompts))]
 
     def state_dict(self) -> dict[str, JsonValue]:
         """Return the number of prompts that were taken, as the source's state."""
@@ -342,7 +342,17 @@ def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         metrics |= {"reward/mean": float(values.mean()), "reward/std": float(values.std())}
     metrics |= turn_metrics(completions)
     # `metrics` comes last, so that a reward function named `mean` cannot overwrite the mean of all rewards.
+    metrics |= {f"reward/{source}/mean": mean for source, mean in source_means(groups).items()}
     return {f"reward/{name}": mean for name, mean in reward_means(groups).items()} | metrics
+
+
+def source_means(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """Return the mean reward of the prompts of each data set of a mixture; empty if prompts are of one data set."""
+    values: dict[str, list[float]] = {}
+    for group in groups:
+        if source := group.group.prompt.source:
+            values.setdefault(source, []).extend(score.value for score in group.scores if score.value is not None)
+    return {source: float(np.mean(rewards)) for source, rewards in sorted(values.items()) if rewards}
 
 
 def reward_means(groups: Sequence[ScoredGroup]) -> dict[str, float]:

@@ -49,8 +49,8 @@ def run(stage: Stage) -> Outcome:
     prompts = open_prompts(prepared_folder(stage), "train")
     records = _complete(stage, prompts, training_sampling(stage.recipe))
     _require_rewards(stage.path / FILE, records)
-    config, full = stage.recipe.sample, full_value(trained_rewards(stage.recipe))
-    rates = [pass_rate(record, full) for record in records]
+    config, rewards = stage.recipe.sample, trained_rewards(stage.recipe)
+    rates = [pass_rate(record, full_value(rewards, prompts[record.id].source)) for record in records]
     passing = [kept(record, config.keep, rate, stage.seed) for record, rate in zip(records, rates, strict=True)]
     origin, system_prompt = _origin(stage), stage.recipe.train.train_policy.system_prompt
     rows: list[dict[str, Any]] = []

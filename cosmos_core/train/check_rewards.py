@@ -7,11 +7,13 @@ services.
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from cosmos_core.config.schema.rewards import SourceWeights, weights_of
 from cosmos_core.data.kinds.media_prompts import find_reference
 from cosmos_core.data.kinds.prompts import find_prompts
 from cosmos_core.errors import RewardError
@@ -30,8 +32,11 @@ def first_prompts(folder: Path) -> dict[str, JsonValue]:
     prompts_of_split: dict[str, JsonValue] = {}
     for name in SPLITS:
         if (prompts := find_prompts(folder, name)) is not None:
-            first = [prompts[i] for i in range(min(_NUM_PROMPTS, len(prompts)))]
-            prompts_of_split[name] = [{"text": p.text, "reference": p.reference, "metadata": p.metadata} for p in first]
+            starts = accumulate((0, *(prompts.mixture.sizes[:-1] if prompts.mixture else ())))
+            first = [prompts[i] for start in starts for i in range(start, min(start + _NUM_PROMPTS, len(prompts)))]
+            prompts_of_split[name] = [
+                {"text": p.text, "reference": p.reference, "metadata": p.metadata, "source": p.source} for p in first
+            ]
     return prompts_of_split
 
 
@@ -49,9 +54,15 @@ def call_rewards(stage: Stage, weights: Mapping[str, float], splits: Sequence[st
     """
     summary = f"rewards {', '.join(weights)}"
     groups = _groups(stage, splits, num_frames)
-    with open_rewards(stage, dict.fromkeys(weights, 1.0)) as score:
+    ones: dict[str, float] = dict.fromkeys(weights, 1.0)
+    if isinstance(weights, SourceWeights):
+        ones = SourceWeights({source: dict.fromkeys(each, 1.0) for source, each in weights.by_source.items()})
+    with open_rewards(stage, ones) as score:
         scored = score(groups) if groups else []
-    notices = [_judged(reward, name, scored) for reward, name in metric_names(weights).items()] if scored else []
+    notices = []
+    for reward, name in metric_names(weights).items():
+        if groups_of := [each for each in scored if reward in weights_of(weights, each.group.prompt.source)]:
+            notices.append(_judged(reward, name, groups_of))
     return "; ".join([summary, *filter(None, notices)])
 
 
@@ -80,12 +91,13 @@ def _groups(stage: Stage, splits: Sequence[str], num_frames: int | None) -> list
     for name in splits:
         for i, row in enumerate(prompts_of_split.get(name) or prompts_of_split.get(SPLITS[0]) or []):
             columns, reference = row["metadata"], row["reference"]
+            named = {"metadata": columns, "source": row.get("source", "")}
             if num_frames is None:
                 completions = (_text(_MADE_UP), _text(reference))
             else:
                 reference = find_reference(columns, column)
                 completions = (_drawing((*((num_frames,) if num_frames > 1 else ()), *size, 3)),) * 2
-            groups.append(Group(Prompt(i, (0,), row["text"], reference, metadata=columns), completions, 0))
+            groups.append(Group(Prompt(i, (0,), row["text"], reference, **named), completions, 0))
     return groups
 
 

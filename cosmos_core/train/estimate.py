@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.config.media import media_of
-from cosmos_core.config.schema.dataset import generator_of
+from cosmos_core.config.schema.dataset import RowsConfig, generator_of
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.supervised import SupervisedConfig
 from cosmos_core.config.schema.train import TrainConfig
@@ -275,12 +275,16 @@ def _of_a_row(recipe: Recipe) -> int:
 
 def _count_rows(recipe: Recipe) -> int | None:
     """Return the number of training rows of a local dataset; None if it must be downloaded or does not exist yet."""
-    dataset = recipe.train.train_policy.dataset
+    counts = [_count_of(recipe, key, source.dataset) for key, source in recipe.train.train_policy.sources.items()]
+    return None if None in counts else sum(filter(None, counts))
+
+
+def _count_of(recipe: Recipe, key: str, dataset: RowsConfig) -> int | None:
     if annotations := media_of(recipe).annotation_path:
         dataset = dataset.derived(name=annotations, split=("train",))
     if not (generator_of(dataset.name) or (dataset.name and Path(dataset.name).expanduser().exists())):
         return None
-    rows = load_rows(dataset, "train.train_policy.dataset")
+    rows = load_rows(dataset, key)
     if dataset.test_size is not None and not recipe.validation.dataset.name:
         assert recipe.train.seed is not None  # the schema replaces a missing seed by its default
         rows, _ = split_rows(rows, dataset.test_size, recipe.train.seed)

@@ -17,7 +17,7 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.supervised import SupervisedConfig
 from cosmos_core.data.balance import BalancedSteps, Budget
 from cosmos_core.data.kinds.base import LearnedRows
-from cosmos_core.data.order import batch_positions, batches_per_epoch, epoch_order, left_over
+from cosmos_core.data.order import batch_positions, batches_per_epoch, epoch_order, left_over, rows_of
 from cosmos_core.data.sample import within_budget
 from cosmos_core.errors import DataError
 
@@ -104,7 +104,7 @@ def balanced_steps(rows: LearnedRows, recipe: Recipe) -> BalancedSteps | None:
     is_packed = bool(train.sequence_packing)
     return BalancedSteps(
         rows.token_counts(is_packed=is_packed),
-        lambda epoch: epoch_order(train.order_seed, epoch, len(rows), policy.dataloader_shuffle),
+        lambda epoch: epoch_order(train.order_seed, epoch, rows_of(rows), policy.dataloader_shuffle),
         Budget(
             micro_batch_tokens(recipe),
             policy.load_balanced_pool_size,
@@ -170,7 +170,7 @@ class RowFeed(Feed):
             return dict(enumerate(self._balanced.micro_batches(step)))
         train, mesh = self._recipe.train, self._recipe.policy.parallelism
         positions = batch_positions(
-            train.order_seed, step, self._batch, len(self._rows),
+            train.order_seed, step, self._batch, rows_of(self._rows),
             train.train_policy.dataloader_shuffle, train.train_policy.drops_last,
         )  # fmt: skip
         # cap the micro-batch size so that every data-parallel rank gets a micro-batch

@@ -120,7 +120,7 @@ class Generation:
         `max_tokens`: maximum length of a completion; None: as in training.
         """
         most = max_tokens or self._stage.recipe.rollout.max_response_length
-        key = (tuple(weights.items()), most) if isinstance(weights, dict) else weights
+        key = (repr(weights), most) if isinstance(weights, dict) else weights
         if key not in self._scores:
             self._scores[key] = self._stack.enter_context(open_rewards(self._stage, weights, most))
         return self._scores[key]

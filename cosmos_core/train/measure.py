@@ -17,6 +17,7 @@ from cosmos_core.algorithms.base import Algorithm
 from cosmos_core.algorithms.flow_credit import diversity
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
+from cosmos_core.config.schema.rewards import SourceWeights
 from cosmos_core.data.kinds.base import COMPARED_ROWS, LearnedRows
 from cosmos_core.environment import hide
 from cosmos_core.errors import DataError
@@ -27,7 +28,7 @@ from cosmos_core.rewards.exchange import service_of
 from cosmos_core.rewards.remote import RemoteRewards
 from cosmos_core.rewards.runner import RewardRunner, ScoreGroups
 from cosmos_core.rollout.base import Engine, generate
-from cosmos_core.rollout.groups import reward_means, turn_metrics
+from cosmos_core.rollout.groups import reward_means, source_means, turn_metrics
 from cosmos_core.run.files import json_objects, telling_of_full_disk, write_text
 from cosmos_core.run.progress import Progress, has_step
 from cosmos_core.run.stage import Stage
@@ -60,12 +61,15 @@ def row_metrics(
     return {PREFIX + name: value for name, value in algorithm.measure(chunks(), trainer, size).items()}
 
 
-def completion_metrics(groups: Sequence[ScoredGroup], full_reward: float | None) -> dict[str, float]:
+def completion_metrics(
+    groups: Sequence[ScoredGroup], full_reward: float | dict[str, float | None] | None
+) -> dict[str, float]:
     """Return mean reward, accuracy and length over valid completions, and the mean of each reward function.
 
     Accuracy is the fraction of completions with the full reward, that is, every reward function returned 1 and no
     penalty applied. With several completions of a prompt, `pass@k` is the unbiased estimate of how often at least one
-    of k completions has the full reward (see `pass_at`). If `full_reward` is None, accuracy and pass@k are omitted.
+    of k completions has the full reward (see `pass_at`). If `full_reward` is None, accuracy and pass@k are omitted; a
+    dict has the full reward by the data set of the prompt, and omits the prompts of those with None.
 
     Raises:
         RewardError, StageFailed: no completion has a valid reward.
@@ -78,9 +82,13 @@ def completion_metrics(groups: Sequence[ScoredGroup], full_reward: float | None)
     completions = [completion for group in groups for completion in group.group.completions]
     lengths = [completion.num_sampled for completion in completions if completion.diffusion_sample is None]
     correctness: dict[str, float] = {}
-    if full_reward is not None:
-        accuracy = float(np.mean([has_full_reward(value, full_reward) for value in values]))
-        correctness = {"validation/accuracy": accuracy, **_pass_at_each(groups, full_reward)}
+    valid = [
+        (np.array([s.value for s in group.scores if s.value is not None]), full)
+        for group in groups
+        if (full := _full_of(group, full_reward)) is not None
+    ]
+    if valid and (rights := [has_full_reward(rewards, full) for rewards, full in valid]):
+        correctness = {"validation/accuracy": float(np.concatenate(rights).mean()), **_pass_at_each(rights)}
     return {
         **{PREFIX + name.partition("/")[2]: value for name, value in turn_metrics(completions).items()},
         "validation/reward": float(values.mean()),
@@ -90,6 +98,7 @@ def completion_metrics(groups: Sequence[ScoredGroup], full_reward: float | None)
         "validation/prompts": float(len(groups)),
         **correctness,
         **{f"validation/reward/{name}": mean for name, mean in reward_means(groups).items()},
+        **{f"validation/reward/{source}/mean": mean for source, mean in source_means(groups).items()},
     }
 
 
@@ -99,10 +108,16 @@ def _standard_error(groups: Sequence[ScoredGroup]) -> float:
     return float(np.std(means, ddof=1) / math.sqrt(len(means))) if len(means) > 1 else 0.0
 
 
-def _pass_at_each(groups: Sequence[ScoredGroup], full_reward: float) -> dict[str, float]:
-    """Return pass@k for each power of 2, over the prompts with at least k valid completions."""
-    valid = [[s.value for s in group.scores if s.value is not None] for group in groups]
-    counts = [(len(values), sum(has_full_reward(value, full_reward) for value in values)) for values in valid]
+def _full_of(group: ScoredGroup, full_reward: float | dict[str, float | None] | None) -> float | None:
+    if not isinstance(full_reward, dict):
+        return full_reward
+    return full_reward.get(group.group.prompt.source, full_reward[""])
+
+
+def _pass_at_each(rights: Sequence[np.ndarray]) -> dict[str, float]:
+    """Return pass@k for each power of 2, over the prompts with at least k valid completions; `rights` says for each
+    prompt which of its valid completions have the full reward."""
+    counts = [(len(right), int(right.sum())) for right in rights]
     largest = max(count for count, _ in counts)
     metrics = {}
     for k in (2**i for i in range(1, largest.bit_length())):
@@ -245,9 +260,13 @@ def reward_weights(recipe: Recipe) -> Rewards:
     return validation.remote_rewards or validation.reward_function or recipe.train.train_policy.held_out_rewards
 
 
-def full_reward(recipe: Recipe) -> float | None:
-    """Return the full reward of a held-out completion; see `full_value`."""
-    return full_value(reward_weights(recipe))
+def full_reward(recipe: Recipe) -> float | dict[str, float | None] | None:
+    """Return the full reward of a held-out completion, see `full_value`; of a mixture with rewards of its own for a
+    data set, by data set."""
+    weights = reward_weights(recipe)
+    if isinstance(weights, SourceWeights):
+        return {source: full_value(dict(of_source)) for source, of_source in weights.by_source.items()}
+    return full_value(weights)
 
 
 @contextmanager

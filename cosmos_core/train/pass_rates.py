@@ -7,7 +7,7 @@ same file. `train.train_policy.dataset.pass_rates` of a later stage reads it.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ from cosmos_core.types import Prompt, ScoredGroup
 
 
 class PassRates:
-    """Counts of sampled groups and of rewards by prompt; `full` is the full reward, None if there is none."""
+    """Counts of sampled groups and of rewards by prompt; `full` is the full reward, None if there is none, or a function
+    that returns it for the data set of a prompt."""
 
-    def __init__(self, full: float | None) -> None:
+    def __init__(self, full: float | Callable[[str], float | None] | None) -> None:
         self._full = full
         self._counts: dict[str, list[float]] = {}
 
@@ -28,7 +29,8 @@ class PassRates:
         """Count groups; completions without a valid reward are left out."""
         for group in groups:
             rewards = [score.value for score in group.scores if score.value is not None]
-            full = [self._full is not None and has_full_reward(reward, self._full) for reward in rewards]
+            most = self._full(group.group.prompt.source) if callable(self._full) else self._full
+            full = [most is not None and has_full_reward(reward, most) for reward in rewards]
             new = (1, len(rewards), sum(rewards), sum(full))
             counts = self._counts.get(str(group.group.prompt.id), [0.0] * len(new))
             self._counts[str(group.group.prompt.id)] = [old + more for old, more in zip(counts, new, strict=True)]

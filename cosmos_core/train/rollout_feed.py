@@ -1,13 +1,14 @@
 """Feed of scored groups of completions, and the order of the prompts."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from cosmos_core.algorithms.base import Algorithm
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.rl import RlConfig
-from cosmos_core.data.order import batch_positions, epoch_order
+from cosmos_core.data.order import batch_positions, epoch_order, rows_of
 from cosmos_core.errors import ProgramError
 from cosmos_core.parallel.mesh import is_first
 from cosmos_core.rewards.base import full_value
@@ -38,7 +39,7 @@ class RolloutFeed(Feed):
         """Build the feed; `log` is called with each train step, counted from 1, and the step's groups."""
         self._source, self._algorithm, self._log, self._steps = source, algorithm, log, step_groups(recipe)
         self._policy, self._prompts = recipe.train.train_policy, prompts
-        self._rates = PassRates(full_value(self._policy.remote_rewards or self._policy.rewards))
+        self._rates = PassRates(partial(full_value, self._policy.remote_rewards or self._policy.rewards))
         self.steps_per_epoch = max(1, len(prompts) * self._steps.size // self._steps.batch)
         self.total_steps = total_steps(recipe, len(prompts))
         self.notice = unused_rows(recipe, len(prompts))
@@ -108,18 +109,19 @@ class PromptOrder:
     def __call__(self, step: int) -> Sequence[Prompt]:
         """Return the prompts of train step `step`, counted from 0."""
         shuffle = self._train.train_policy.dataloader_shuffle
-        positions = batch_positions(self._train.order_seed, step, self._batch, len(self._prompts), shuffle)
+        positions = batch_positions(self._train.order_seed, step, self._batch, rows_of(self._prompts), shuffle)
         return [self._prompts[int(i)] for i in positions]
 
     def take(self, start: int, count: int, end: int | None = None) -> list[Prompt]:
         """Return `count` prompts from position `start` over all epochs; fewer at the end of the last epoch or at
         `end`."""
         num_prompts, shuffle = len(self._prompts), self._train.train_policy.dataloader_shuffle
+        rows = rows_of(self._prompts)
         prompts = []
         last = self._train.epoch * num_prompts
         for position in range(start, min(start + count, last, last if end is None else end)):
             epoch, i = divmod(position, num_prompts)
-            prompts.append(self._prompts[int(epoch_order(self._train.order_seed, epoch, num_prompts, shuffle)[i])])
+            prompts.append(self._prompts[int(epoch_order(self._train.order_seed, epoch, rows, shuffle)[i])])
         return prompts
 
 

@@ -3,6 +3,11 @@
 from cosmos_core.run.libraries import ROWS
 from cosmos_core.types import StageKind
 
+OF_SOURCES = (
+    "name", "label", "weight", "arguments", "subset", "revision", "split", "test_size", "max_skipped_fraction",
+    "columns", "system_prompt",
+)  # fmt: skip
+"""Keys of `train.train_policy.datasets` that determine the rows."""
 ROWS_BESIDE = ("name", "subset", "revision", "split", "max_skipped_fraction", "conversation_column_name")
 """Keys of `train.train_policy.data_term` that determine its supervised rows."""
 DECIDE_ROWS = (
@@ -16,6 +21,7 @@ DECIDE_ROWS = (
     "train.train_policy.rejected_column_name",
     "train.train_policy.label_column_name",
     "train.train_policy.system_prompt",
+    *(f"train.train_policy.datasets.{name}" for name in OF_SOURCES),
     *(f"train.train_policy.data_term.{name}" for name in ROWS_BESIDE),
     "validation.dataset",
     "validation.max_rows",

@@ -16,6 +16,7 @@ _REWARDS = (
     "group_reward_calculation",
     "overlong_reward",
     "system_prompt",
+    "datasets",
 )
 """Keys of `train.train_policy` that determine how completions are scored."""
 

@@ -11,10 +11,12 @@ import datasets
 import pytest
 
 from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.config.schema.rewards import weights_of
 from cosmos_core.data import prepare
 from cosmos_core.data.kinds.prompts import open_prompts
 from cosmos_core.data.kinds.sequences import open_sequences
-from cosmos_core.data.prepared import has_split, rows_kind
+from cosmos_core.data.order import Mixture
+from cosmos_core.data.prepared import has_split, mixture_of, rows_kind
 from cosmos_core.errors import DataError
 from cosmos_core.models.hf import load_tokenizer
 from cosmos_core.run.progress import Progress
@@ -42,6 +44,10 @@ OPEN = {
     **CHAT_ROWS, f"{TURNS}.add_generation_prompt": False, "train.train_policy.prompt_column_name": "conversations",
 }  # fmt: skip
 GENERATED = {**GRPO, "policy.model_max_length": 512, "train.train_policy.dataset.name": "reasoning-gym:chain_sum"}
+MIX = "train.train_policy.datasets"
+MIXED: dict[str, Any] = {**SFT, MIX: [{"name": "rows"}]}
+MIXED_ON_HUB = {**SFT, MIX: [{"name": "org/rows"}]}
+MIXED_PROMPTS = {**GRPO, **LENGTHS, MIX: [{"name": "rows"}]}
 ON_HUB = {**SFT, "train.train_policy.dataset.name": "org/rows"}
 TERM = "train.train_policy.data_term"
 BESIDE = {**GRPO_ROWS, f"{TERM}.weight": 0.1, f"{TERM}.name": "rows"}
@@ -135,6 +141,14 @@ def asked(question: str, reference: str) -> str:
     (Change("validation.dataset.name", "other.jsonl", SFT_ROWS), ("validation", 8, talk("other q 0", "a 0"))),
     (Change("validation.max_rows", 3, HELD_OUT), ("validation", 3, None)),
     (Change("validation.dataset.split", "dev", HELD_OUT), ("validation", 8, talk("rows/dev q 0", "a 0"))),
+    (Change(f"{MIX}.name", "other.jsonl", MIXED), ("train", 8, talk("other q 0", "a 0"))),
+    (Change(f"{MIX}.split", ["dev", "train"], MIXED), ("train", 16, talk("rows/dev q 0", "a 0"))),
+    (Change(f"{MIX}.test_size", 0.25, MIXED), ("validation", 2, None)),
+    (Change(f"{MIX}.columns", {"conversation": "talk"}, MIXED), ("train", 8, talk("rows/train q2 0", "a2 0"))),
+    (Change(f"{MIX}.columns", {"prompt": "ask", "response": "truth"}, MIXED_PROMPTS),
+     ("train", 8, asked("ask 0", "truth 0"))),
+    (Change(f"{MIX}.system_prompt", "Add.", MIXED_PROMPTS),
+     ("train", 8, "<|im_start|>system\nAdd.<|im_end|>\n" + asked("p 0", "a 0"))),
     (Change(f"{TERM}.name", "other.jsonl", BESIDE), ("data_term", 8, talk("other q 0", "a 0"))),
     (Change(f"{TERM}.split", ["dev", "train"], BESIDE), ("data_term", 16, talk("rows/dev q 0", "a 0"))),
     (Change(f"{TERM}.conversation_column_name", "talk", BESIDE), ("data_term", 8, talk("rows/train q2 0", "a2 0"))),
@@ -149,6 +163,8 @@ def test_it_changes_the_rows(change: Change, expected: tuple[str, int, str | Non
 
 @changes(
     (Change("train.train_policy.dataset.arguments", {"size": 3, "seed": 1}, GENERATED), "train"),
+    (Change(f"{MIX}.arguments", {"size": 3, "seed": 1},
+            {**GRPO, "policy.model_max_length": 512, MIX: [{"name": "reasoning-gym:chain_sum"}]}), "train"),
     (Change("validation.dataset.arguments", {"size": 3, "seed": 1},
             {**GENERATED, "validation.dataset.name": "reasoning-gym:chain_sum"}), "validation"),
 )  # fmt: skip
@@ -162,6 +178,8 @@ def test_it_changes_the_generated_rows(change: Change, expected: str, folder: Pa
     (Change("train.train_policy.dataset.revision", "v2", ON_HUB), ("train", "org/rows None v2 train")),
     (Change("validation.dataset.subset", "hard", HELD_OUT_ON_HUB), ("validation", "org/rows hard None train")),
     (Change("validation.dataset.revision", "v2", HELD_OUT_ON_HUB), ("validation", "org/rows None v2 train")),
+    (Change(f"{MIX}.subset", "hard", MIXED_ON_HUB), ("train", "org/rows hard None train")),
+    (Change(f"{MIX}.revision", "v2", MIXED_ON_HUB), ("train", "org/rows None v2 train")),
     (Change(f"{TERM}.subset", "hard", BESIDE_ON_HUB), ("data_term", "org/rows hard None train")),
     (Change(f"{TERM}.revision", "v2", BESIDE_ON_HUB), ("data_term", "org/rows None v2 train")),
 )
@@ -182,6 +200,7 @@ def test_it_changes_what_is_asked_of_the_hub(
         "train.train_policy.dataset.max_skipped_fraction", 0.5, {**SFT, "train.train_policy.dataset.name": "bad.jsonl"}
     ),
     Change("validation.dataset.max_skipped_fraction", 0.5, {**SFT_ROWS, "validation.dataset.name": "bad.jsonl"}),
+    Change(f"{MIX}.max_skipped_fraction", 0.5, {**SFT, MIX: [{"name": "bad.jsonl"}]}),
     Change(f"{TERM}.max_skipped_fraction", 0.5, {**BESIDE, f"{TERM}.name": "bad.jsonl"}),
 )
 def test_it_bounds_the_rows_that_are_left_out(change: Change, folder: Path) -> None:
@@ -208,6 +227,24 @@ def test_it_keeps_rows_by_their_pass_rate(change: Change, expected: tuple[str, i
     split, count = expected
     before, after = prepared(change.before, folder)[split], prepared(change.after, folder)[split]
     assert before != after and len(after) == count
+
+
+@changes(
+    (Change(f"{MIX}.label", "talks", MIXED), Mixture(("talks",), (8,), (8,))),
+    (Change(f"{MIX}.weight", 2.5, MIXED), Mixture(("rows",), (8,), (2.5,))),
+)
+def test_it_changes_the_mixture(change: Change, expected: Mixture, folder: Path) -> None:
+    prepared(change.before, folder)
+    assert mixture_of(folder / "stage/data/train.arrow") == Mixture(("rows",), (8,), (8,))
+    prepared(change.after, folder)
+    assert mixture_of(folder / "stage/data/train.arrow") == expected
+
+
+@changes(Change(f"{MIX}.reward_function", "format", MIXED_PROMPTS))
+def test_it_changes_the_rewards_of_a_data_set(change: Change) -> None:
+    rewards = [side.train.train_policy.rewards for side in (change.before, change.after)]
+    assert [weights_of(each, "rows") for each in rewards] == [{"single_choice": 1.0}, {"format": 1.0}]
+    assert [weights_of(each, "") for each in rewards] == [{"single_choice": 1.0}] * 2
 
 
 @changes(Change("policy.model_max_length", 25, SFT_ROWS))

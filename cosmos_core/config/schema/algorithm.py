@@ -6,13 +6,13 @@ read these declarations rather than the name of the algorithm.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from cosmos_core.config.schema.clean import CleanConfig
 from cosmos_core.config.schema.data_term import DataTermConfig
-from cosmos_core.config.schema.dataset import DatasetConfig
+from cosmos_core.config.schema.dataset import DatasetConfig, SourceConfig
 from cosmos_core.config.schema.marks import IfSet, NoResult, Unit, Where
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.config.schema.table import Table
@@ -53,6 +53,9 @@ class AlgorithmConfig(Table):
     """Data set of the training rows."""
     clean: Annotated[CleanConfig | None, IfSet] = None
     """Search of the training rows for duplicates and for text of benchmarks; None: no search."""
+    datasets: Annotated[tuple[SourceConfig, ...], Field(strict=False), IfSet] = ()
+    """Data sets that are mixed by weight, in place of `dataset`, for models of text. An epoch has as many rows as they
+    have together; one whose weight asks for more rows than it has is repeated, in a new order each time."""
     data_packer: Annotated[Thing | Literal[""], Where.CODE] = ""
     """User class `path/file.py:Class` that converts a row of the data set: its `get_rollout_input(item)` returns the
     prompt of a row, its `sft_process_sample(item)` the tokens or turns; empty: rows are used unchanged."""
@@ -69,6 +72,23 @@ class AlgorithmConfig(Table):
     """Number of rows per batch of the iterator of Cosmos-RL's controller; 0 or less: all."""
     dataloader_prefetch_factor: int | None = None
     """Number of batches that a data loader prefetches."""
+
+    @property
+    def sources(self) -> dict[str, Self]:
+        """Return a copy of this table for each data set of training rows, with the settings of that data set, by the
+        key of the data set."""
+        if not self.datasets:
+            return {"train.train_policy.dataset": self}
+        of_sources = (self.derived(datasets=(), dataset=each, **self._settings_of(each)) for each in self.datasets)
+        return {f"train.train_policy.datasets.{i}": policy for i, policy in enumerate(of_sources)}
+
+    @staticmethod
+    def _settings_of(source: SourceConfig) -> dict[str, Any]:
+        """Return the settings of this table that a data set replaces."""
+        settings: dict[str, Any] = {f"{name}_column_name": column for name, column in source.columns.items()}
+        if source.system_prompt is not None:
+            settings["system_prompt"] = source.system_prompt
+        return settings | ({"reward_function": source.reward_function} if source.reward_function else {})
 
     @property
     def drops_last(self) -> bool:
@@ -164,6 +184,31 @@ class AlgorithmConfig(Table):
     @classmethod
     def _of_workers(cls, batches: int | None, info: ValidationInfo) -> int | None:
         return batches if info.data.get("dataloader_num_workers") else None
+
+    @model_validator(mode="after")
+    def _of_several_data_sets(self) -> Self:
+        if self.datasets and (self.dataset.name or self.dataset.test_size):
+            raise ValueError("datasets takes the place of dataset; name all data sets in datasets, or leave it out")
+        if self.datasets and self.clean is not None:
+            raise ValueError("clean searches the rows of one dataset, not of datasets; leave one of them out")
+        labels = [each.source for each in self.datasets]
+        if twice := [label for label in labels if labels.count(label) > 1]:
+            raise ValueError(f"datasets: two are called {twice[0]!r} in metrics; give each a label")
+        if len({each.weight is None for each in self.datasets}) > 1:
+            raise ValueError("datasets: some have a weight and others none; give each a weight, or none of them")
+        given = {name: getattr(self, name) for name in self.model_fields_set - {"datasets"}}
+        for i, source in enumerate(self.datasets):
+            settings = self._settings_of(source)
+            if unknown := [name for name in settings if name not in type(self).model_fields]:
+                raise ValueError(f"datasets.{i}: {self.algorithm} has no {unknown[0]}; leave it out")
+            if "reward_function" in settings and self.remote_rewards is not None:
+                raise ValueError(f"datasets.{i}.reward_function excludes use_remote_reward; leave one of them out")
+            try:
+                type(self).model_validate({**given, **settings})
+            except ValidationError as error:
+                reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+                raise ValueError(f"datasets.{i}: {reason}") from None
+        return self
 
     @model_validator(mode="before")
     @classmethod

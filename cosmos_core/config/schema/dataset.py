@@ -1,5 +1,6 @@
-"""`[train.train_policy.dataset]` and `[validation.dataset]`: where rows come from."""
+"""`dataset` and `datasets` of `[train.train_policy]`, and `[validation.dataset]`: where rows come from."""
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
@@ -7,8 +8,9 @@ from pydantic import field_validator, model_validator
 
 from cosmos_core.config.conditions import parse_range
 from cosmos_core.config.schema.marks import IfSet, NoResult, Where
+from cosmos_core.config.schema.rewards import RewardWeights
 from cosmos_core.config.schema.table import InStage, Table
-from cosmos_core.config.schema.values import Fraction, Splits
+from cosmos_core.config.schema.values import Fraction, PositiveFloat, Splits
 
 _TEXTS = (".jsonl", ".json", ".csv", ".tsv")
 _PACKED = (".gz", ".bz2", ".xz")
@@ -34,8 +36,8 @@ def data_suffix(name: str) -> str:
     return next((suffix for suffix in DATA_SUFFIXES if name.endswith(suffix)), "")
 
 
-class DatasetConfig(Table):
-    """Data set: a local file or folder, or the name of a data set on the Hugging Face Hub."""
+class RowsConfig(Table):
+    """Keys of every data set of rows."""
 
     name: Annotated[str, NoResult, Where.PATH] = ""
     """Path of a file of rows (.jsonl, .json, .csv, .tsv, also compressed as .gz, .bz2 or .xz, .parquet, .arrow), a
@@ -58,6 +60,24 @@ class DatasetConfig(Table):
     max_skipped_fraction: Fraction = 0.01
     """Maximum fraction of rows that may be skipped because they cannot be read or the chat template refuses them; above
     it the `prepare` stage fails and reports the first such row. Rows without trained tokens do not count."""
+
+    @model_validator(mode="after")
+    def _arguments_of_a_generator(self) -> Self:
+        if self.arguments and not generator_of(self.name):
+            raise ValueError(f"arguments are for a generator, name = '{GENERATED}NAME', not {self.name!r}; remove them")
+        return self
+
+    @field_validator("test_size")
+    @classmethod
+    def _test_size_in_range(cls, size: int | float | None) -> int | float | None:
+        if isinstance(size, bool) or (size is not None and (size < 0 or (isinstance(size, float) and size >= 1))):
+            raise ValueError(f"test_size = {size} must be a count of at least 1 or a fraction between 0 and 1")
+        return size or None
+
+
+class DatasetConfig(RowsConfig):
+    """Data set: a local file or folder, or the name of a data set on the Hugging Face Hub."""
+
     keep: Annotated[str, IfSet] = ""
     """Range of pass rates of the rows to keep, such as `0.1 <= pass_rate <= 0.9`, from the rows' column `pass_rate` or
     from `pass_rates`; other rows are skipped and counted, an unknown rate (null) excludes no row. Empty: all rows."""
@@ -77,12 +97,6 @@ class DatasetConfig(Table):
     equal distances over the whole video)."""
 
     @model_validator(mode="after")
-    def _arguments_of_a_generator(self) -> Self:
-        if self.arguments and not generator_of(self.name):
-            raise ValueError(f"arguments are for a generator, name = '{GENERATED}NAME', not {self.name!r}; remove them")
-        return self
-
-    @model_validator(mode="after")
     def _range_of_pass_rates(self) -> Self:
         if self.keep:
             parse_range(self.keep)
@@ -97,9 +111,35 @@ class DatasetConfig(Table):
         if self.pass_rates and not stage.recipe.train.train_policy.has_rollouts:
             yield "dataset.pass_rates: the rates of prompts to complete (RL); rows to learn have a column pass_rate"
 
-    @field_validator("test_size")
-    @classmethod
-    def _test_size_in_range(cls, size: int | float | None) -> int | float | None:
-        if isinstance(size, bool) or (size is not None and (size < 0 or (isinstance(size, float) and size >= 1))):
-            raise ValueError(f"test_size = {size} must be a count of at least 1 or a fraction between 0 and 1")
-        return size or None
+
+class SourceConfig(RowsConfig):
+    """Data set of a mixture of data sets."""
+
+    label: str = ""
+    """Name of the data set in metrics, such as `reward/LABEL/mean`; empty: the last part of `name`."""
+    weight: PositiveFloat | None = None
+    """Share of the training rows relative to the weights of the other data sets; None in all of them: by their numbers
+    of rows."""
+    columns: dict[str, str] = {}
+    """Columns of this data set in place of the algorithm's: `prompt = "question"` replaces `prompt_column_name`, and so
+    for each key that ends with `_column_name`."""
+    system_prompt: str | None = None
+    """System prompt of this data set; None: that of the algorithm."""
+    reward_function: RewardWeights = {}
+    """Reward functions of this data set; empty: those of the algorithm, or `reasoning_gym` for generated rows if the
+    algorithm's are left out."""
+
+    @property
+    def source(self) -> str:
+        """Return the name of the data set in metrics."""
+        last = generator_of(self.name) or self.name.rstrip("/").rpartition("/")[2]
+        last = last.removesuffix(data_suffix(last)).rpartition(":")[2]
+        return self.label or re.sub(r"[^\w.-]+", "-", last)
+
+    @model_validator(mode="after")
+    def _is_named(self) -> Self:
+        if not self.name.strip():
+            raise ValueError("name is empty; give a file, a folder or a Hub id")
+        if re.fullmatch(r"[\w.-]*", self.label) is None:
+            raise ValueError(f"label = {self.label!r} must consist of letters, digits, '.', '_' and '-'")
+        return self

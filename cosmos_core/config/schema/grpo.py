@@ -178,6 +178,10 @@ class GrpoConfig(RlConfig):
                 "rollout_correction excludes use_decoupled_loss and use_rollout_logprobs_for_loss: each says what the "
                 "log-probabilities of the rollouts are for; set one of them"
             )
+        if self.algo == "gdpo" and any(each.reward_function for each in self.datasets):
+            raise ValueError(
+                "algo = 'gdpo' compares the same rewards in all groups; leave reward_function of datasets out"
+            )
         low, high = self.rollout_correction_low, self.rollout_correction_high
         if low > high:
             raise ValueError(

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from cosmos_core.config.schema.clean import BENCHMARKS
-from cosmos_core.config.schema.dataset import DatasetConfig
+from cosmos_core.config.schema.dataset import RowsConfig
 from cosmos_core.config.schema.diffusion_sft import DiffusionSftConfig
 from cosmos_core.config.schema.distillation import DistillationConfig
 from cosmos_core.config.schema.evaluate import EvaluateConfig
@@ -100,14 +100,14 @@ class Recipe(Table):
         return mesh.world_size * mesh.n_init_replicas + engines * self.rollout.parallelism.tp_size
 
     @property
-    def datasets(self) -> dict[str, DatasetConfig]:
+    def datasets(self) -> dict[str, RowsConfig]:
         """Return the data sets of training rows, supervised rows, held-out rows and benchmarks, by the key of their
         table."""
         policy = self.train.train_policy
         benchmarks = policy.clean.decontaminate_against if policy.clean else ()
         supervised = {"train.train_policy.data_term": policy.real_rows.dataset} if policy.real_rows else {}
         return {
-            "train.train_policy.dataset": policy.dataset,
+            **{key: source.dataset for key, source in policy.sources.items()},
             **supervised,
             "validation.dataset": self.validation.dataset,
             **{f"{BENCHMARKS}.{number}": each.dataset for number, each in enumerate(benchmarks)},
@@ -218,6 +218,12 @@ class Recipe(Table):
         mesh, policy = self.policy.parallelism, self.policy
         excludes = (mesh.cp_size > 1, False) if policy.is_diffusers else (mesh.tp_size > 1, policy.lora is not None)
         return not (excludes[0] or (excludes[1] and isinstance(self.train.train_policy, RlConfig)))
+
+    @model_validator(mode="after")
+    def _mixes_text(self) -> Self:
+        if self.train.train_policy.datasets and self.policy.is_diffusers:
+            raise ValueError("train.train_policy.datasets mixes rows of text; name one data set of media in dataset")
+        return self
 
     @model_validator(mode="after")
     def _lora_in_rl(self) -> Self:

@@ -1,5 +1,6 @@
 """Reward functions in TOML: one name, a list of names, or names with weights."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator
@@ -24,3 +25,22 @@ RewardWeights = Annotated[
 ]
 """Weight of each reward function by its name or import path `module:function`; a string or a list of strings means
 weight 1."""
+
+
+class SourceWeights(dict[str, float]):
+    """Weights of the reward functions of all sources together, with those of each source; the source "" has the weights
+    of rows of no source."""
+
+    def __init__(self, by_source: Mapping[str, Mapping[str, float]]) -> None:
+        super().__init__({name: weight for weights in by_source.values() for name, weight in weights.items()})
+        self.by_source = by_source
+
+    def __repr__(self) -> str:
+        return repr(self.by_source)
+
+
+def weights_of(weights: Mapping[str, float], source: str) -> Mapping[str, float]:
+    """Return the weights of the reward functions that score rows of a source."""
+    if not isinstance(weights, SourceWeights):
+        return weights
+    return weights.by_source.get(source, weights.by_source[""])

@@ -11,13 +11,19 @@ from cosmos_core.config.schema.dataset import generator_of
 from cosmos_core.config.schema.marks import Needs, NoResult, Unit
 from cosmos_core.config.schema.overlong_reward import OverlongRewardConfig
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
-from cosmos_core.config.schema.rewards import RewardWeights
+from cosmos_core.config.schema.rewards import RewardWeights, SourceWeights
 from cosmos_core.config.schema.table import InStage, say
 from cosmos_core.config.schema.values import Completions, Names, NonNegativeInt, PositiveFloat, PositiveInt, Tokens
 
 DAPO_FETCH = 128
 GENERATED_REWARD = "reasoning_gym"
 """Reward function of rows that a generator of `reasoning-gym` makes."""
+
+
+def _is_generated(dataset: Any) -> bool:
+    """Return whether a data set, as given in a recipe, is a generator of `reasoning-gym`."""
+    name = dataset.get("name") if isinstance(dataset, dict) else getattr(dataset, "name", "")
+    return bool(generator_of(str(name or "")))
 
 
 class RlConfig(AlgorithmConfig):
@@ -102,7 +108,12 @@ class RlConfig(AlgorithmConfig):
 
     @property
     def rewards(self) -> dict[str, float]:
-        return {} if self.bypass_reward or self.use_remote_reward else self.reward_function
+        if self.bypass_reward or self.use_remote_reward or not self.datasets:
+            return {} if self.bypass_reward or self.use_remote_reward else self.reward_function
+        of_sources = zip(self.datasets, self.sources.values(), strict=True)
+        return SourceWeights(
+            {"": self.reward_function} | {each.source: policy.reward_function for each, policy in of_sources}
+        )
 
     @property
     def held_out_rewards(self) -> dict[str, float]:
@@ -168,9 +179,17 @@ class RlConfig(AlgorithmConfig):
     @classmethod
     def _reward_of_generated_rows(cls, values: Any) -> Any:
         """Score rows of `reasoning-gym` by its own reward unless the recipe names another."""
-        dataset = values.get("dataset") if isinstance(values, dict) and "reward_function" not in values else None
-        name = dataset.get("name") if isinstance(dataset, dict) else getattr(dataset, "name", "")
-        return {**values, "reward_function": GENERATED_REWARD} if generator_of(str(name or "")) else values
+        if not isinstance(values, dict) or "reward_function" in values:
+            return values
+        datasets, added = values.get("datasets") or (), {}
+        is_generated = [_is_generated(each) for each in datasets or (values.get("dataset"),)]
+        if any(is_generated) and datasets:
+            own = {"reward_function": GENERATED_REWARD}
+            added["datasets"] = [
+                {**own, **each} if is_one and isinstance(each, dict) else each
+                for each, is_one in zip(datasets, is_generated, strict=True)
+            ]
+        return {**values, **added, **({"reward_function": GENERATED_REWARD} if all(is_generated) else {})}
 
     @field_validator("reward_function")
     @classmethod

@@ -184,6 +184,9 @@ def set_fields(table: Table, prefix: str = "") -> Iterator[tuple[str, FieldInfo,
     for name, field, value in _live_fields(table):
         if isinstance(value, Table) and status(field) == _USED:
             yield from set_fields(value, f"{prefix}{name}.")
+        elif _are_tables(value):
+            for i, each in enumerate(value):
+                yield from set_fields(each, f"{prefix}{name}.{i}.")
         else:
             yield prefix + name, field, value, table.is_given(name)
 
@@ -194,14 +197,26 @@ def _same(value: Any, default: Any) -> bool:
     return bool(value == default) or (default is None and value is False)
 
 
+def _are_tables(value: Any) -> bool:
+    return isinstance(value, tuple) and bool(value) and isinstance(value[0], Table)
+
+
 def result_values(table: Table) -> dict[str, Any]:
     """Return the values of a table that can change results, nested tables included, JSON types only."""
     values: dict[str, Any] = {}
     for name, field in type(table).model_fields.items():
         value = getattr(table, name)
-        if not affects_result(field) or (not value and getattr(mark(field, AffectsResult), "if_set", False)):
+        is_left_out_if_empty = getattr(mark(field, AffectsResult), "if_set", False)
+        if not affects_result(field) or (not value and is_left_out_if_empty):
             continue
-        if not isinstance(value, Table):
+        if is_left_out_if_empty and _are_tables(
+            value
+        ):  # by key, so that a kind of stages reads some keys of all tables
+            rows = [result_values(each) for each in value]
+            values[name] = {
+                key: [row.get(key) for row in rows] for key in dict.fromkeys(k for row in rows for k in row)
+            }
+        elif not isinstance(value, Table):
             values[name] = list(value) if isinstance(value, tuple) else value
         elif inner := result_values(value):
             values[name] = inner
@@ -216,6 +231,8 @@ def with_located(table: TableT, placed: Callable[[Where, str], str]) -> TableT:
         value, where = getattr(table, name), mark(field, Where)
         if isinstance(value, Table):
             changed[name] = with_located(value, placed)
+        elif _are_tables(value):
+            changed[name] = tuple(with_located(each, placed) for each in value)
         elif where and isinstance(value, str):
             changed[name] = placed(where, value)
         elif where and isinstance(value, tuple):

@@ -20,6 +20,7 @@ from cosmos_core.config.schema.algorithm import AlgorithmConfig
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.config.schema.supervised import SupervisedConfig
 from cosmos_core.data.messages import ReadRow, Row
+from cosmos_core.data.order import Mixture
 from cosmos_core.types import Outcome, Prompt
 
 if TYPE_CHECKING:
@@ -53,6 +54,12 @@ class LearnedRows(ABC):
     needs no reference policy."""
     path: Path
     """Path of the file with the prepared rows."""
+    mixture: Mixture | None = None
+    """Data sets of the rows; None: the rows are of one data set."""
+
+    def source(self, row: int) -> str:
+        """Return the name of the data set of a row in a mixture; empty if there is one data set."""
+        return self.mixture.label_of(row) if self.mixture else ""
 
     @abstractmethod
     def __len__(self) -> int:

@@ -17,7 +17,7 @@ from cosmos_core.data.kinds.registry import row_kind
 from cosmos_core.data.kinds.sequences import Sequences
 from cosmos_core.data.messages import Message, Row, SkippedRow, plain_texts
 from cosmos_core.data.preferences import Preference, read_preference
-from cosmos_core.data.prepared import open_table, split_path
+from cosmos_core.data.prepared import mixture_of, open_table, split_path
 from cosmos_core.data.records import Job, Record, Ref, check_characters, processor_for, read_images, tokenise_turns
 from cosmos_core.data.sample import Sample
 from cosmos_core.data.tool_calls import read_tools
@@ -31,7 +31,7 @@ class Pairs(LearnedRows):
     is_compared = True
 
     def __init__(self, table: pa.Table, path: Path) -> None:
-        self.path = path
+        self.path, self.mixture = path, mixture_of(path)
         self.chosen = Sequences(table, path, "chosen_ids", "chosen_mask")
         self.rejected = Sequences(table, path, "rejected_ids", "rejected_mask")
 
@@ -63,7 +63,8 @@ class Pairs(LearnedRows):
             logprobs = (0.0, 0.0) if self.reference is None else self.reference[i].tolist()
             images = self.chosen.images(i)  # both responses share the prompt, which has all images
             for side, logprob in zip((self.chosen, self.rejected), logprobs, strict=True):
-                samples.append(Sample(*side[i], reference_logprob=logprob, images=images, micro_batch=micro_batch))
+                settings: dict[str, Any] = {"micro_batch": micro_batch, "source": self.source(i)}
+                samples.append(Sample(*side[i], reference_logprob=logprob, images=images, **settings))
         return samples
 
 

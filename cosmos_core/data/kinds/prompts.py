@@ -19,7 +19,16 @@ from cosmos_core.data.kinds.registry import row_kind
 from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.data.lazy import LazySequence
 from cosmos_core.data.messages import Message, ReadRow, Row, columns_for_rewards, read_held_out, read_prompt
-from cosmos_core.data.prepared import LEARNED_HELD_OUT, RowImages, has_split, open_table, rows_kind
+from cosmos_core.data.order import Mixture
+from cosmos_core.data.prepared import (
+    LEARNED_HELD_OUT,
+    RowImages,
+    has_split,
+    mixture_of,
+    open_table,
+    rows_kind,
+    split_path,
+)
 from cosmos_core.data.records import Job, Record, check_characters, processor_for, read_images, tokenise_turns
 from cosmos_core.data.tool_calls import read_tools
 from cosmos_core.data.user_dataset import RENDERED
@@ -32,8 +41,8 @@ _COLUMNS = ("prompt_ids", "prompt_text", "reference", "metadata")
 class Prompts(LazySequence[Prompt]):
     """Prompts to complete; the id of a prompt is its row number."""
 
-    def __init__(self, table: pa.Table) -> None:
-        self._table = table
+    def __init__(self, table: pa.Table, mixture: Mixture | None = None) -> None:
+        self._table, self.mixture = table, mixture
         self._images = RowImages(table)
 
     def __len__(self) -> int:
@@ -41,7 +50,9 @@ class Prompts(LazySequence[Prompt]):
 
     def item(self, index: int) -> Prompt:
         ids, text, reference, columns = (self._table[name][index].as_py() for name in _COLUMNS)
-        return Prompt(index, tuple(ids), text, reference, self._images[index], metadata=json.loads(columns))
+        source = self.mixture.label_of(index) if self.mixture else ""
+        values = json.loads(columns)
+        return Prompt(index, tuple(ids), text, reference, self._images[index], metadata=values, source=source)
 
 
 def open_prompts(folder: Path, split: str) -> Prompts:
@@ -50,7 +61,7 @@ def open_prompts(folder: Path, split: str) -> Prompts:
     Raises:
         DataError: the split does not exist, its file is damaged, or it holds rows of another kind.
     """
-    return Prompts(open_table(folder, split, row_kind("prompts")))
+    return Prompts(open_table(folder, split, row_kind("prompts")), mixture_of(split_path(folder, split)))
 
 
 def find_prompts(folder: Path, split: str) -> Prompts | None:

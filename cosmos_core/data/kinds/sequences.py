@@ -15,7 +15,7 @@ from cosmos_core.data.images import placed_images
 from cosmos_core.data.kinds.base import IDS, MASK, VALIDATION, LearnedRows, TokenisedKind
 from cosmos_core.data.kinds.registry import row_kind
 from cosmos_core.data.messages import Message, Row, SkippedRow, leaves_out_response, plain_texts, read_conversation
-from cosmos_core.data.prepared import LEARNED_HELD_OUT, RowImages, damaged, open_table, split_path
+from cosmos_core.data.prepared import LEARNED_HELD_OUT, RowImages, damaged, mixture_of, open_table, split_path
 from cosmos_core.data.records import Job, Record, check_characters, processor_for, read_images, tokenise_turns
 from cosmos_core.data.sample import Sample
 from cosmos_core.data.tool_calls import read_tools
@@ -30,7 +30,7 @@ class Sequences(LearnedRows):
 
     def __init__(self, table: pa.Table, path: Path, ids: str = "input_ids", mask: str = "loss_mask") -> None:
         """Wrap a table; `ids` and `mask` are the names of its columns with token ids and loss masks."""
-        self.path = path
+        self.path, self.mixture = path, mixture_of(path)
         self._ids, self._masks = table[ids], table[mask]
         self.lengths: np.ndarray = pc.list_value_length(self._ids).to_numpy().astype(np.int64)
         """Number of tokens of each row, int64."""
@@ -58,7 +58,9 @@ class Sequences(LearnedRows):
         self, positions: Sequence[int], seed: tuple[int, int] | None = None, micro_batch: int | None = None
     ) -> list[Sample]:
         """Return a sample for each sequence."""
-        return [Sample(*self[i], images=self.images(i), micro_batch=micro_batch) for i in positions]
+        return [
+            Sample(*self[i], images=self.images(i), micro_batch=micro_batch, source=self.source(i)) for i in positions
+        ]
 
 
 def open_sequences(folder: Path, split: str) -> Sequences:

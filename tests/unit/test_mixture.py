@@ -1,0 +1,226 @@
+"""Mixtures of data sets: the order of rows, what each data set is prepared and scored by, stop and resume."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from configs.demo import arithmetic
+from cosmos_core.config.compose import load_pipeline
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.data import look, prepare
+from cosmos_core.data.kinds.prompts import open_prompts
+from cosmos_core.data.order import Mixture, batch_positions
+from cosmos_core.data.prepared import mixture_of, split_path
+from cosmos_core.errors import DataError, Preempted
+from cosmos_core.run.hub import changed
+from cosmos_core.train.setup import train
+from tasks.kinds import all_kinds
+from tests.unit.run_folder import fingerprint_of
+from tests.unit.test_train import SAVED, StopsAt, curve, make_stage, recipe
+
+SIZES = st.lists(st.integers(1, 12), min_size=1, max_size=4)
+
+
+@given(SIZES, st.data(), st.booleans())
+def test_epochs_have_each_data_set_by_weight_and_each_row_before_any_again(
+    sizes: list[int], data: st.DataObject, shuffle: bool
+) -> None:
+    weights = [data.draw(st.sampled_from([0.5, 1.0, 2.0, 7.0])) for _ in sizes]
+    mixture = Mixture(tuple(map(str, range(len(sizes)))), tuple(sizes), tuple(weights))
+    num_rows, total = sum(sizes), sum(weights)
+    stream = np.concatenate([mixture.order(3, epoch, shuffle) for epoch in range(4)])
+    labels = [mixture.label_of(int(row)) for row in stream]
+    for epoch in range(4):
+        counts = Counter(labels[epoch * num_rows : (epoch + 1) * num_rows])
+        assert sum(counts.values()) == num_rows
+        for i, weight in enumerate(weights):
+            assert abs(counts[str(i)] - num_rows * weight / total) < 1
+    start = 0
+    for i, size in enumerate(sizes):
+        own = [int(row) - start for row, label in zip(stream, labels, strict=True) if label == str(i)]
+        for first in range(0, len(own) - size + 1, size):
+            assert sorted(own[first : first + size]) == list(range(size))  # a pass over the data set
+        start += size
+
+
+def test_rows_of_two_are_spread_and_a_repeated_one_gets_another_order_and_steps_follow_from_their_number() -> None:
+    mixture = Mixture(("a", "b"), (40, 8), (1.0, 1.0))
+    order = mixture.order(5, 0, True)
+    taken = np.cumsum(order < 40)
+    assert np.abs(taken - np.arange(1, 49) / 2).max() <= 1
+    passes = [tuple(each) for each in order[order >= 40].reshape(3, 8)]
+    assert len(set(passes)) == 3
+    steps = [batch_positions(5, step, 6, mixture, True).tolist() for step in range(16)]
+    assert steps[9] == batch_positions(5, 9, 6, mixture, True).tolist()
+    assert [row for rows in steps for row in rows] == [*order.tolist(), *mixture.order(5, 1, True).tolist()]
+
+
+def test_without_weights_an_epoch_is_each_row_once() -> None:
+    mixture = Mixture(("a", "b", "c"), (7, 11, 2), (7, 11, 2))
+    assert all(sorted(mixture.order(0, epoch, True)) == list(range(20)) for epoch in range(3))
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of additions, and rows of two forms."""
+    folder = tmp_path_factory.mktemp("mixture")
+    stage = make_stage(folder / "task", "custom", recipe({"type": "sft"}))
+    arithmetic.make(stage, train_rows=24, heldout_rows=4, hidden_size=32, layers=1)
+    write(folder / "few.jsonl", [{"ask": f"{i}+1=", "truth": str(i + 1)} for i in range(8)])
+    (folder / "mine.py").write_text("def always(completion, reference):\n    return 0.25\n")
+    return folder
+
+
+def datasets(task: Path, **few: Any) -> list[dict[str, Any]]:
+    many = {"name": str(task / "task/data"), "weight": 1.0, "test_size": 4, "label": "many"}
+    columns = {"prompt": "ask", "response": "truth"}
+    return [many, {"name": str(task / "few.jsonl"), "weight": 3.0, "test_size": 2, "columns": columns, **few}]
+
+
+def mixed(task: Path, kind: str, **policy: Any) -> Recipe:
+    policy = {"type": kind, "mini_batch": 4, **policy}
+    given: dict[str, Any] = {"train_batch_per_replica": 8, "max_num_steps": 5, "ckpt": SAVED}
+    if kind == "grpo":
+        policy |= {
+            "datasets": datasets(task, reward_function=f"{task}/mine.py:always"),
+            "reward_function": "exact_match",
+        }
+    else:
+        policy |= {"datasets": datasets(task)}
+    values = recipe(policy, **given)
+    return Recipe.model_validate(
+        values.model_dump(exclude_unset=True) | {"validation": {"enable": True, "freq": 5, "max_response_length": 4}}
+    )
+
+
+@pytest.mark.parametrize("kind", ["sft", "rl"])
+def test_stopped_and_resumed_ends_with_the_same_bits_and_metrics_by_data_set(
+    task: Path, tmp_path: Path, kind: str
+) -> None:
+    config = mixed(task, "grpo" if kind == "rl" else kind)
+    prepared = make_stage(tmp_path / "data", "prepare", config, task / "task/model")
+    prepare.run(prepared)
+    data = prepared.path / "data"
+    held_out = mixture_of(split_path(data, "validation"))
+    assert held_out is not None and (held_out.labels, held_out.sizes) == (("many", "few"), (4, 2))
+    whole = make_stage(tmp_path / "whole", kind, config, task / "task/model", data)
+    expected = train(whole)
+    cut = make_stage(tmp_path / "cut", kind, config, task / "task/model", data)
+    stage = StopsAt(cut.path, cut.config, cut.recipe, cut.model, cut.data, {}, cut.fingerprint, cut.kind)
+    stage.stop_at = 3
+    with pytest.raises(Preempted, match="checkpoint saved"):
+        train(stage)
+    found = train(make_stage(tmp_path / "cut", kind, config, task / "task/model", data))
+    weights = expected.adapter.model.state_dict()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in found.adapter.model.state_dict().items())
+    assert curve(whole) == curve(stage)
+    last = curve(whole)[-1]
+    if kind == "rl":
+        assert last["reward/few/mean"] == last["reward/always"] == last["validation/reward/few/mean"] == 0.25
+        assert {"reward/many/mean", "reward/exact_match", "validation/accuracy"} <= last.keys()
+        (prompts, sources) = open_prompts(data, "train"), Counter[str]()
+        for row in batch_positions(config.train.order_seed, 0, 26, prompts.mixture or 0, True):
+            sources[prompts[int(row)].source] += 1
+        assert sources == {"few": 19, "many": 7}  # three quarters of 26, less than a row off
+    else:
+        assert {"loss/many", "loss/few", "validation/loss/many", "validation/loss/few"} <= last.keys()
+        losses = [last[f"validation/loss{name}"] for name in ("/many", "/few", "")]
+        assert min(losses[:2]) < losses[2] < max(losses[:2])
+
+
+def test_pairs_are_mixed_with_columns_of_their_own(task: Path, tmp_path: Path) -> None:
+    pair = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+    names = write(tmp_path / "a.jsonl", [pair] * 4), write(tmp_path / "b.jsonl", [{**pair, "good": "4"}] * 2)
+    policy = {
+        "trainer_type": "dpo",
+        "datasets": [{"name": names[0]}, {"name": names[1], "columns": {"chosen": "good"}}],
+    }
+    stage = make_stage(tmp_path / "s", "prepare", recipe({"type": "sft", **policy}), task / "task/model")
+    prepare.run(stage)
+    mixture = mixture_of(split_path(stage.path / "data", "train"))
+    assert mixture == Mixture(("a", "b"), (4, 2), (4, 2))
+
+
+def test_a_wrong_row_of_any_data_set_is_found_before_the_run(task: Path, tmp_path: Path) -> None:
+    bad = write(tmp_path / "bad.jsonl", [{"ask": 3}])
+    for program in (look.run, prepare.run):
+        with pytest.raises(DataError, match=r"bad\.jsonl:1: "):
+            config = changed(mixed(task, "grpo"), "train.train_policy.datasets.1.name", bad)
+            program(make_stage(tmp_path / "s", "prepare", config, task / "task/model"))
+    with pytest.raises(DataError, match=r"datasets\.0\.name = .*does not exist"):
+        config = changed(mixed(task, "grpo"), "train.train_policy.datasets.0.name", str(tmp_path / "no.jsonl"))
+        look.run(make_stage(tmp_path / "s", "prepare", config, task / "task/model"))
+
+
+@pytest.mark.parametrize(("policy", "message"), [
+    ({"dataset": {"name": "a"}, "datasets": [{"name": "b"}]}, "datasets takes the place of dataset"),
+    ({"datasets": [{"name": "x/a.jsonl"}, {"name": "y/a.csv"}]}, "two are called 'a' in metrics"),
+    ({"datasets": [{"name": "a", "weight": 1.0}, {"name": "b"}]}, "give each a weight, or none"),
+    ({"datasets": [{"name": "a", "columns": {"chosen": "x"}}]}, r"datasets\.0: sft has no chosen_column_name"),
+    ({"datasets": [{"name": "a", "columns": {"prompt": "x"}}]}, r"datasets\.0: .*name both columns, or neither"),
+    ({"datasets": [{"name": "a", "reward_function": "gsm8k"}]}, r"datasets\.0: sft has no reward_function"),
+    ({"datasets": [{"name": " "}]}, "name is empty"),
+])  # fmt: skip
+def test_mistakes_are_one_line(policy: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        recipe({"type": "sft", **policy})
+
+
+def test_generated_rows_bring_their_reward_and_others_keep_theirs() -> None:
+    given = [{"name": "reasoning-gym:chain_sum"}, {"name": "a"}]
+    policy = recipe({"type": "grpo", "datasets": given}).train.train_policy
+    assert policy.rewards == {"reasoning_gym": 1.0, "single_choice": 1.0}
+    assert recipe({"type": "grpo", "datasets": given[:1]}).train.train_policy.rewards == {"reasoning_gym": 1.0}
+    assert recipe({"type": "grpo", "datasets": given, "reward_function": "format"}).train.train_policy.rewards == {
+        "format": 1.0
+    }
+
+
+def test_each_stage_is_made_again_for_the_keys_that_it_reads(task: Path, tmp_path: Path) -> None:
+    def stages(**few: Any) -> dict[str, str]:
+        tables = "\n".join(f"[[train.train_policy.datasets]]\n{toml(each)}" for each in datasets(task, **few))
+        (tmp_path / "r.toml").write_text(
+            f'[policy]\nmodel_name_or_path = "{task}/task/model"\n[train.train_policy]\ntype = "grpo"\n{tables}\n'
+        )
+        pipeline = load_pipeline(tmp_path / "r.toml", [], all_kinds())
+        return {stage.name: fingerprint_of(pipeline, stage.name).value for stage in pipeline.stages}
+
+    before = stages()
+    made_again = {
+        key: {name for name, value in stages(**{key: value}).items() if value != before[name]}
+        for key, value in {
+            "weight": 2.0,
+            "system_prompt": "Add.",
+            "reward_function": ["gsm8k"],
+            "split": ["train[:4]"],
+        }.items()
+    }
+    assert made_again == {
+        "weight": {"prepare"}, "system_prompt": {"prepare"}, "split": {"prepare"}, "reward_function": {"rl"}
+    }  # fmt: skip
+    (task / "few.jsonl").write_text((task / "few.jsonl").read_text() + '{"ask": "9+1=", "truth": "10"}\n')
+    assert stages()["prepare"] != before["prepare"]
+
+
+def toml(values: dict[str, Any]) -> str:
+    def text(value: Any) -> str:
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{key} = {text(each)}" for key, each in value.items()) + "}"
+        return json.dumps(value)
+
+    return "\n".join(f"{key} = {text(value)}" for key, value in values.items())
