@@ -81,6 +81,11 @@ def tokenise(stage: Stage) -> Outcome:
         split: [replace(_job(stage, split, source), end_ids=ends) for source in sources]
         for split, sources in splits.items()
     }
+    if any(len({job.root for job in of_split}) > 1 for of_split in jobs.values()):
+        raise DataError(
+            "train.train_policy.datasets are in different folders, and the model reads images; set "
+            "custom.dataset.media_path, the folder of all images"
+        )
     jobs, tool_notices = _rendered_jobs(stage, jobs, tokenizer)
     statistics: dict[str, dict[str, Any]] = {}
     notices: list[JsonValue] = [f"{key} has no effect: videos are not read" for key in media_of(stage.recipe).ignored]
