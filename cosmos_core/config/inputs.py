@@ -149,7 +149,7 @@ def _rows(stage: StageConfig, recipe: Recipe, kind: StageKind, model: Input | No
         if table not in of_training or not stage.data:
             key = "local_dir" if getattr(dataset, "local_dir", "") else "name"
             names[f"{table}.{key}"] = getattr(dataset, key)
-        names[f"{table}.pass_rates"] = getattr(dataset, "pass_rates", "")
+        names[f"{table}.pass_rates"] = dataset.pass_rates
     is_named = any(each.dataset.name or getattr(each.dataset, "local_dir", "") for each in of_training.values())
     if is_source and not (stage.data or media.annotation_path or is_named):
         yield Input(f"{_TRAIN_ROWS}.name", "data", "", "folder")

@@ -294,7 +294,7 @@ def _job(stage: Stage, split: str, source: _Source) -> Job:
     media = media_of(recipe)
     root: Path | None = Path(os.path.expanduser(media.media_path)).absolute() if media.media_path else rows.folder
     revision = recipe.policy.model_revision
-    keep, rates_file = (getattr(source.dataset, name, "") for name in ("keep", "pass_rates"))
+    keep, rates_file = source.dataset.keep, source.dataset.pass_rates
     rates = read_pass_rates(Path(rates_file)) if rates_file else None
     named = (revision, media.pixels, recipe.policy.chat_template)
     if not processor_files(stage.model, revision) or processor_of(stage.model, *named) is None:

@@ -18,8 +18,8 @@ from cosmos_core.types import Prompt, ScoredGroup
 
 
 class PassRates:
-    """Counts of sampled groups and of rewards by prompt; `full` is the full reward, None if there is none, or a function
-    that returns it for the data set of a prompt."""
+    """Counts of sampled groups and of rewards by prompt; `full` is the full reward, None if there is none, or a
+    function that returns it for the data set of a prompt."""
 
     def __init__(self, full: float | Callable[[str], float | None] | None) -> None:
         self._full = full

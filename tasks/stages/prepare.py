@@ -5,7 +5,7 @@ from cosmos_core.types import StageKind
 
 OF_SOURCES = (
     "name", "label", "weight", "arguments", "subset", "revision", "split", "test_size", "max_skipped_fraction",
-    "columns", "system_prompt",
+    "columns", "system_prompt", "keep", "pass_rates",
 )  # fmt: skip
 """Keys of `train.train_policy.datasets` that determine the rows."""
 ROWS_BESIDE = ("name", "subset", "revision", "split", "max_skipped_fraction", "conversation_column_name")

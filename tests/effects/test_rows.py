@@ -216,6 +216,9 @@ def test_it_bounds_the_rows_that_are_left_out(change: Change, folder: Path) -> N
     (Change("train.train_policy.dataset.keep", "0.25 <= pass_rate <= 0.5", GRPO_ROWS), ("train", 3)),
     (Change("validation.dataset.keep", "0.25 < pass_rate", HELD_OUT), ("validation", 5)),
     (Change("train.train_policy.dataset.pass_rates", "rates.jsonl", KEPT), ("train", 3)),
+    (Change(f"{MIX}.keep", "pass_rate < 0.5", MIXED), ("train", 4)),
+    (Change(f"{MIX}.pass_rates", "rates.jsonl",
+            {**MIXED_PROMPTS, MIX: [{"name": "rows", "keep": KEPT["train.train_policy.dataset.keep"]}]}), ("train", 3)),
     (Change("validation.dataset.pass_rates", "rates.jsonl", HELD_OUT_KEPT), ("validation", 3)),
 )  # fmt: skip
 def test_it_keeps_rows_by_their_pass_rate(change: Change, expected: tuple[str, int], folder: Path) -> None:

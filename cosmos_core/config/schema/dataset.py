@@ -60,6 +60,27 @@ class RowsConfig(Table):
     max_skipped_fraction: Fraction = 0.01
     """Maximum fraction of rows that may be skipped because they cannot be read or the chat template refuses them; above
     it the `prepare` stage fails and reports the first such row. Rows without trained tokens do not count."""
+    keep: Annotated[str, IfSet] = ""
+    """Range of pass rates of the rows to keep, such as `0.1 <= pass_rate <= 0.9`, from the rows' column `pass_rate` or
+    from `pass_rates`; other rows are skipped and counted, an unknown rate (null) excludes no row. Empty: all rows."""
+    pass_rates: Annotated[str, NoResult, Where.PATH] = ""
+    """File of the pass rates of prompts for `keep`, or `stage:NAME` of a stage that learns from rollouts or samples and
+    renders the same prompts; prompts that it does not have count as rows that cannot be read. Empty: the column."""
+
+    @model_validator(mode="after")
+    def _range_of_pass_rates(self) -> Self:
+        if self.keep:
+            parse_range(self.keep)
+        elif self.pass_rates:
+            raise ValueError("pass_rates needs keep = '0.1 <= pass_rate <= 0.9' or another range; set it")
+        return self
+
+    def refusals(self, stage: InStage) -> Iterator[str]:
+        """Yield errors for rows that have no pass rates."""
+        if self.keep and stage.recipe.policy.is_diffusers:
+            yield "dataset.keep: only prompts of text have pass rates; leave it out for a diffusion model"
+        if self.pass_rates and not stage.recipe.train.train_policy.has_rollouts:
+            yield "dataset.pass_rates: the rates of prompts to complete (RL); rows to learn have a column pass_rate"
 
     @model_validator(mode="after")
     def _arguments_of_a_generator(self) -> Self:
@@ -78,12 +99,6 @@ class RowsConfig(Table):
 class DatasetConfig(RowsConfig):
     """Data set: a local file or folder, or the name of a data set on the Hugging Face Hub."""
 
-    keep: Annotated[str, IfSet] = ""
-    """Range of pass rates of the rows to keep, such as `0.1 <= pass_rate <= 0.9`, from the rows' column `pass_rate` or
-    from `pass_rates`; other rows are skipped and counted, an unknown rate (null) excludes no row. Empty: all rows."""
-    pass_rates: Annotated[str, NoResult, Where.PATH] = ""
-    """File of the pass rates of prompts for `keep`, or `stage:NAME` of a stage that learns from rollouts or samples and
-    renders the same prompts; prompts that it does not have count as rows that cannot be read. Empty: the column."""
     local_dir: Annotated[str, NoResult, Where.PATH] = ""
     """Diffusion models: folder of prompts (`*.json`) and media, in place of `name`; empty: `name`. `name` may also be
     such a folder, a folder with `metas` and `videos`, webdataset shards, rows with a column of images, rows of prompts,
@@ -95,21 +110,6 @@ class DatasetConfig(RowsConfig):
     """Rule that selects `policy.diffusers.train_frames` frames of a longer video: `random` (consecutive frames from a
     start that the content of the video determines), `first` or `middle` (consecutive frames), or `uniform` (frames at
     equal distances over the whole video)."""
-
-    @model_validator(mode="after")
-    def _range_of_pass_rates(self) -> Self:
-        if self.keep:
-            parse_range(self.keep)
-        elif self.pass_rates:
-            raise ValueError("pass_rates needs keep = '0.1 <= pass_rate <= 0.9' or another range; set it")
-        return self
-
-    def refusals(self, stage: InStage) -> Iterator[str]:
-        """Yield errors for rows that have no pass rates."""
-        if self.keep and stage.recipe.policy.is_diffusers:
-            yield "dataset.keep: only prompts of text have pass rates; leave it out for a diffusion model"
-        if self.pass_rates and not stage.recipe.train.train_policy.has_rollouts:
-            yield "dataset.pass_rates: the rates of prompts to complete (RL); rows to learn have a column pass_rate"
 
 
 class SourceConfig(RowsConfig):
