@@ -22,7 +22,8 @@ _READS = ToolAnnotations(read_only_hint=True)
 _STARTS = ToolAnnotations(read_only_hint=False, destructive_hint=False)
 _COMMAND_SECONDS, _START_SECONDS = 600, 120
 _INSTRUCTIONS = """Operate post-training pipelines. Recipes are TOML files; `explain_key` documents their keys.
-`check` and `plan` take a recipe. Runs are named by their id; an empty id names the newest. `start_run` asks the user first."""
+`check` and `plan` take a recipe. Runs are named by their id; an empty id names the newest.
+`start_run` asks the user first."""
 
 
 class Confirmation(BaseModel):
