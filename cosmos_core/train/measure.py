@@ -83,11 +83,11 @@ def completion_metrics(
     lengths = [completion.num_sampled for completion in completions if completion.diffusion_sample is None]
     correctness: dict[str, float] = {}
     valid = [
-        (np.array([s.value for s in group.scores if s.value is not None]), full)
+        ([s.value for s in group.scores if s.value is not None], full)
         for group in groups
         if (full := _full_of(group, full_reward)) is not None
     ]
-    if valid and (rights := [has_full_reward(rewards, full) for rewards, full in valid]):
+    if valid and (rights := [[has_full_reward(reward, full) for reward in rewards] for rewards, full in valid]):
         correctness = {"validation/accuracy": float(np.concatenate(rights).mean()), **_pass_at_each(rights)}
     return {
         **{PREFIX + name.partition("/")[2]: value for name, value in turn_metrics(completions).items()},
@@ -114,10 +114,10 @@ def _full_of(group: ScoredGroup, full_reward: float | dict[str, float | None] | 
     return full_reward.get(group.group.prompt.source, full_reward[""])
 
 
-def _pass_at_each(rights: Sequence[np.ndarray]) -> dict[str, float]:
+def _pass_at_each(rights: Sequence[Sequence[bool]]) -> dict[str, float]:
     """Return pass@k for each power of 2, over the prompts with at least k valid completions; `rights` says for each
     prompt which of its valid completions have the full reward."""
-    counts = [(len(right), int(right.sum())) for right in rights]
+    counts = [(len(right), sum(right)) for right in rights]
     largest = max(count for count, _ in counts)
     metrics = {}
     for k in (2**i for i in range(1, largest.bit_length())):

@@ -320,6 +320,7 @@ def test_the_fields_that_change_no_result_are_these() -> None:
              if status(field).name == "used" and not affects_result(field)}  # fmt: skip
     assert found == {
         "BenchmarkRowsConfig.name", "DatasetConfig.name", "DatasetConfig.local_dir", "HeldOutConfig.name",
+        "SourceConfig.name", "SourceConfig.pass_rates", "DatasetConfig.pass_rates", "HeldOutConfig.pass_rates",
         "DataTermConfig.name", "EvaluateConfig.include_path", "JudgeConfig.cache", "JudgeConfig.key_env",
         "SampleStageConfig.endpoint_key_env", "SampleStageConfig.endpoint_requests",
         "HeldOutConfig.local_dir", "PolicyConfig.model_name_or_path",
