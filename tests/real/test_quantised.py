@@ -19,7 +19,7 @@ from tests.real.rows import write_rows
 
 pytestmark = pytest.mark.full
 MOST_KL = {"int8": 0.3, "fp8": 0.3, "w4a16": 1.5}
-"""Without VNNI, the int8 kernels of oneDNN round weights once more."""
+"""Bounds that only a gross error exceeds: 0.14, 0.10 and 0.80 were measured."""
 PROGRAM = """
 import sys
 from pathlib import Path
