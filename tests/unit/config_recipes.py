@@ -64,6 +64,9 @@ mini_batch = 4
 dataset = { name = "org/rows", split = ["train"], test_size = 0.1 }
 conversation_column_name = "messages"
 
+[train.train_policy.clean]
+decontaminate_against = [{ name = "org/benchmark", split = ["test"] }]
+
 [validation]
 enable = true
 
