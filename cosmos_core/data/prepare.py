@@ -246,7 +246,7 @@ def _own_splits(stage: Stage) -> tuple[list[_Source], list[_Source]]:
         return train, [_Source(rows, recipe, own)]
     if stage.data is not None and has_local_split(stage.data, VALIDATION):
         rows = load_rows(DatasetConfig(name=str(stage.data), split=(VALIDATION,)), f"stage {stage.name!r}: data")
-        return train, [_Source(rows, recipe, train[0].dataset)]
+        return train, [_Source(rows, recipe, _whole(train[0].dataset))]
     held_out = []
     for i, source in enumerate(train):
         policy = source.recipe.train.train_policy
@@ -258,8 +258,14 @@ def _own_splits(stage: Stage) -> tuple[list[_Source], list[_Source]]:
             tokenised_kind(policy.rows).read(row, where, policy)
         rows, rest = split_rows(source.rows, policy.dataset.test_size, stage.seed)
         train[i] = replace(source, rows=rows)
-        held_out.append(replace(source, rows=rest, weight=None))
+        held_out.append(replace(source, rows=rest, dataset=_whole(source.dataset), weight=None))
     return train, held_out
+
+
+def _whole(dataset: RowsConfig) -> RowsConfig:
+    """Return the data set without its range of pass rates, for held-out rows: a stage that trains on a part of the rows
+    is measured on the same ones as before, and its `pass_rates` have only training prompts."""
+    return dataset.derived(keep="", pass_rates="")
 
 
 def _with_policy(recipe: Recipe, policy: AlgorithmConfig) -> Recipe:

@@ -163,12 +163,20 @@ def _check_rate(job: Job, row: Row, record: Record, where: str) -> None:
     rates: Mapping[str, Any]
     if job.rates is None:
         rates, key, holder = row, "pass_rate", "its row"
+    elif record.counts.get("images"):  # the text of a prompt does not tell which images it shows
+        raise DataError(
+            f"{where}: dataset.pass_rates are by the text of prompts without images; use a column pass_rate"
+        )
     else:
         rates, key, holder = job.rates, record.values[list(job.kind.columns).index("prompt_text")], "dataset.pass_rates"
     if key not in rates:
         raise DataError(f"{where}: {holder} has no pass rate, which dataset.keep = {job.keep!r} needs")
-    rate = rates[key]
-    if rate is not None and not parse_range(job.keep)(float(rate)):
+    value = rates[key]
+    try:
+        rate = None if value is None else float(value)
+    except (TypeError, ValueError):
+        raise DataError(f"{where}: the pass rate {value!r} of {holder} is no number or null") from None
+    if rate is not None and not parse_range(job.keep)(rate):
         raise SkippedRow(where, f"with a pass rate outside of {job.keep}")
 
 

@@ -20,7 +20,7 @@ from cosmos_core.data.prepared import has_split, mixture_of, rows_kind
 from cosmos_core.errors import DataError
 from cosmos_core.models.hf import load_tokenizer
 from cosmos_core.run.progress import Progress
-from tests.effects.change import GRPO, SFT, Change, changes, stage_of
+from tests.effects.change import GRPO, SFT, Change, changes, recipe, stage_of
 from tests.unit.data_tokenizers import CHATML, byte_tokenizer
 
 LENGTHS = {"policy.model_max_length": 64, "rollout.max_response_length": 8}
@@ -230,6 +230,34 @@ def test_it_keeps_rows_by_their_pass_rate(change: Change, expected: tuple[str, i
     split, count = expected
     before, after = prepared(change.before, folder)[split], prepared(change.after, folder)[split]
     assert before != after and len(after) == count
+
+
+@pytest.mark.parametrize("key", ["train.train_policy.dataset", MIX])
+def test_held_out_rows_are_the_same_and_need_no_rate_if_training_rows_are_kept_by_theirs(
+    key: str, folder: Path
+) -> None:
+    def of(**more: str) -> dict[str, list[str]]:
+        table = {"name": "rows", "test_size": 2, **more}
+        return prepared(recipe({**GRPO, **LENGTHS, key: [table] if key == MIX else table}), folder)
+
+    before = of()
+    prompts = [text.removesuffix(f"a {text[-1]}").removesuffix("|") for text in before["train"]]
+    lines = [json.dumps({"prompt": prompt, "pass_rate": float(i < 4)}) for i, prompt in enumerate(prompts)]
+    (folder / "rates.jsonl").write_text("\n".join(lines))
+    after = of(keep="pass_rate < 1", pass_rates="rates.jsonl")
+    assert after == {"train": before["train"][4:], "validation": before["validation"]}
+
+
+@pytest.mark.parametrize("rate", ["high", [0.5], {}])
+def test_a_pass_rate_that_is_no_number_is_one_line(rate: Any, folder: Path) -> None:
+    (folder / "other.jsonl").write_text(json.dumps({**row("other", 0), "pass_rate": rate}) + "\n")
+    change = Change(
+        "train.train_policy.dataset.keep",
+        "pass_rate < 1",
+        {**GRPO_ROWS, "train.train_policy.dataset.name": "other.jsonl"},
+    )
+    with pytest.raises(DataError, match=r"^other\.jsonl:1: the pass rate .* of its row is no number or null"):
+        prepared(change.after, folder)
 
 
 @changes(

@@ -11,7 +11,8 @@ from cosmos_core.config.capabilities import check_capabilities
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.config.conditions import parse_range
 from cosmos_core.config.schema.dataset import DatasetConfig
-from cosmos_core.data.records import read_pass_rates
+from cosmos_core.data.kinds.registry import row_kind
+from cosmos_core.data.records import Job, Record, _check_rate, read_pass_rates
 from cosmos_core.errors import ConfigError, DataError
 from cosmos_core.rewards.base import full_value, has_full_reward
 from cosmos_core.run.directory import create_run
@@ -20,6 +21,7 @@ from cosmos_core.run.manifest import commit
 from cosmos_core.types import Outcome
 from tasks.kinds import all_kinds
 from tasks.layout import lay_out
+from tests.effects.change import GRPO, recipe
 from tests.unit.run_folder import fingerprint_of, load_recipe, make_inputs
 
 TWO = """
@@ -62,6 +64,15 @@ def test_a_range_keeps_the_rates_in_it(text: str, kept: str) -> None:
 def test_anything_else_is_no_range(text: str) -> None:
     with pytest.raises(ValueError, match="must be NUMBER <= pass_rate <= NUMBER"):
         parse_range(text)
+
+
+def test_prompts_that_differ_in_their_images_have_no_rates_by_text() -> None:
+    kind = row_kind("prompts")
+    job = Job(recipe(GRPO), kind, 8, "m", None, rates={"look": 0.5}, keep="pass_rate < 1")
+    values = ([1], "look", "", "{}", "rows:1")
+    _check_rate(job, {}, Record(values, False, {}), "rows:1")
+    with pytest.raises(DataError, match=r"rows:1: dataset\.pass_rates are by the text of prompts without images"):
+        _check_rate(job, {}, Record(values, False, {"images": 1, "image_tokens": 4}), "rows:1")
 
 
 def test_a_file_without_a_range_is_refused() -> None:

@@ -62,7 +62,8 @@ class RowsConfig(Table):
     it the `prepare` stage fails and reports the first such row. Rows without trained tokens do not count."""
     keep: Annotated[str, IfSet] = ""
     """Range of pass rates of the rows to keep, such as `0.1 <= pass_rate <= 0.9`, from the rows' column `pass_rate` or
-    from `pass_rates`; other rows are skipped and counted, an unknown rate (null) excludes no row. Empty: all rows."""
+    from `pass_rates`; other rows are skipped and counted, an unknown rate (null) excludes no row. Rows that `test_size`
+    holds out are all kept. Empty: all rows."""
     pass_rates: Annotated[str, NoResult, Where.PATH] = ""
     """File of the pass rates of prompts for `keep`, or `stage:NAME` of a stage that learns from rollouts or samples and
     renders the same prompts; prompts that it does not have count as rows that cannot be read. Empty: the column."""
