@@ -39,8 +39,9 @@ def parsed_channels(texts: Sequence[str]) -> dict[str, str]:
         channel, _, address = text.partition("=")
         scheme = "mailto" if channel == "email" else "http"
         if channel not in CHANNELS or not address.startswith(scheme) or "://" not in address:
+            shown = channel if channel in CHANNELS else "CHANNEL=URL"  # an address without a channel is a secret too
             raise ConfigError(
-                f"--notify {channel}: write slack=https://hooks.slack.com/..., webhook=http://HOST/PATH or "
+                f"--notify {shown}: write slack=https://hooks.slack.com/..., webhook=http://HOST/PATH or "
                 "email=mailtos://USER:PASSWORD@SMTP_HOST?to=ADDRESS"
             )
         if channel in addresses:

@@ -82,8 +82,17 @@ def test_an_address_of_mail_is_one_that_apprise_knows() -> None:
 
 
 @pytest.mark.parametrize(
-    "option", ["pager=https://x", "slack", "slack=xyz", "email=team@example.com", "webhook=ftp://x"]
+    "option",
+    [
+        "pager=https://SECRET",
+        "https://host/SECRET",
+        "slack",
+        "slack=SECRET",
+        "email=team@example.com",
+        "webhook=ftp://x",
+    ],
 )
 def test_another_form_is_one_line(option: str) -> None:
-    with pytest.raises(ConfigError, match=r"^--notify \w+: write slack=https://hooks\.slack\.com/"):
+    with pytest.raises(ConfigError, match=r"^--notify [\w=]+: write slack=https://hooks\.slack\.com/") as info:
         parsed_channels([option])
+    assert "SECRET" not in str(info.value)
