@@ -9,6 +9,7 @@ from typing import Literal
 
 from cosmos_core.config.inputs import inputs_of, source_of
 from cosmos_core.config.schema.dataset import PASS_RATES
+from cosmos_core.config.schema.export import PLAIN
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.launch.worker import sleep_unless_stopping
@@ -108,12 +109,12 @@ def make_room(path: Path, expected: Fingerprint) -> None:
 
 def output_folder(stage: str, key: str, reference: str, inputs: dict[str, Result], model_format: str = "") -> str:
     """Return the folder to which `model = "stage:NAME"` or `data = "stage:NAME"` refers; return any other value
-    unchanged. `model_format` is the format to read of an export; empty: the model without quantisation."""
+    unchanged. `model_format` is the format to read of an export; empty or `bf16`: the model without quantisation."""
     name = source_of(reference)
     if name is None:
         return reference
     info = inputs[name]["info"]
-    output = info.get("formats", {}).get(model_format) if model_format else info.get(key)
+    output = info.get(key) if model_format in {"", PLAIN} else info.get("formats", {}).get(model_format)
     if not output:
         raise ConfigError(
             f"stage {stage!r}: {key} = {reference!r}, but stage {name!r} (kind {inputs[name]['kind']}) makes no {key}"

@@ -46,9 +46,11 @@ def test_it_allows_formats_that_vllm_does_not_run(
     Change("pipeline.stages.format", "int8", {"pipeline.stages.kind": "upload", "pipeline.stages.model": "stage:e"})
 )
 def test_it_changes_which_format_is_read(change: Change) -> None:
-    info = {"model": "safetensors/step_3", "formats": {"int8": "int8/step_3"}}
+    info: dict[str, Any] = {"model": "safetensors/step_3", "formats": {"int8": "int8/step_3"}}
     inputs: Any = {"e": {"path": "run/e", "kind": "export", "info": info}}
     values = {key.removeprefix("pipeline.stages."): value for key, value in change.base.items()}
     stages = [StageConfig.model_validate({"name": "u", **values, "format": name}) for name in ("", change.value)]
     found = [output_folder(each.name, "model", each.model, inputs, each.format) for each in stages]
     assert found == ["run/e/safetensors/step_3", "run/e/int8/step_3"]
+    del info["formats"]  # as of an export with export.formats = ["bf16"]
+    assert output_folder("u", "model", "stage:e", inputs, "bf16") == "run/e/safetensors/step_3"
