@@ -29,11 +29,14 @@ class PassRates:
         """Count groups; completions without a valid reward are left out."""
         for group in groups:
             rewards = [score.value for score in group.scores if score.value is not None]
-            most = self._full(group.group.prompt.source) if callable(self._full) else self._full
+            most = self._full_of(group.group.prompt)
             full = [most is not None and has_full_reward(reward, most) for reward in rewards]
             new = (1, len(rewards), sum(rewards), sum(full))
             counts = self._counts.get(str(group.group.prompt.id), [0.0] * len(new))
             self._counts[str(group.group.prompt.id)] = [old + more for old, more in zip(counts, new, strict=True)]
+
+    def _full_of(self, prompt: Prompt) -> float | None:
+        return self._full(prompt.source) if callable(self._full) else self._full
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts as JSON values."""
@@ -48,7 +51,7 @@ class PassRates:
         lines = []
         for prompt in prompts:
             drawn, valid, total, passed = self._counts.get(str(prompt.id), [0.0] * 4)
-            rate = passed / valid if valid and self._full is not None else None
+            rate = passed / valid if valid and self._full_of(prompt) is not None else None
             line = {"prompt": prompt.text, "pass_rate": rate, "mean_reward": total / valid if valid else None}
             lines.append(
                 json.dumps({**line, "drawn": int(drawn), "completions": int(valid)}, ensure_ascii=False) + "\n"

@@ -23,6 +23,7 @@ from cosmos_core.rollout.groups import FilteredGroupSource, SyncGroupSource
 from cosmos_core.rollout.publish import WeightPublisher, probe_tokens
 from cosmos_core.rollout.registry import make_engine
 from cosmos_core.run.progress import Progress
+from cosmos_core.train.pass_rates import PassRates
 from cosmos_core.train.rollout_feed import RolloutFeed
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Score, ScoredGroup, Segment
 from tests.effects.change import GRPO, recipe
@@ -213,6 +214,17 @@ def test_pass_rates_count_dropped_groups_and_go_on_from_a_checkpoint(tmp_path: P
     with pytest.raises(StageFailed):
         dropped.next()
     assert [each["pass_rate"] for each in rates(dropped, "dropped")] == [1.0] * len(PROMPTS)
+
+
+@pytest.mark.parametrize(("full", "rate"), [(1.0, 1.0), (None, None)])
+def test_without_a_full_reward_no_pass_rate_is_known(full: float | None, rate: float | None, tmp_path: Path) -> None:
+    for number, each in enumerate((full, lambda source: full)):
+        rates = PassRates(each)
+        rates.add([ScoredGroup(Group(PROMPTS[0], (), 0), (Score(1.0),))])
+        (tmp_path / str(number)).mkdir()
+        rates.write(tmp_path / str(number), PROMPTS[:1])
+        line = json.loads((tmp_path / str(number) / "pass_rates.jsonl").read_text())
+        assert (line["pass_rate"], line["mean_reward"], line["completions"]) == (rate, 1.0, 1)
 
 
 def test_dynamic_sampling_goes_on_behind_the_prompts_of_a_training_without_it(tmp_path: Path) -> None:
