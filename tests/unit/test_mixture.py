@@ -181,6 +181,13 @@ def test_mistakes_are_one_line(policy: dict[str, Any], message: str) -> None:
         recipe({"type": "sft", **policy})
 
 
+@pytest.mark.parametrize("datasets", [5, True, 0.5, "a", {"name": "a"}, [3], ["a"], [{"name": 3}], [{"name": None}]])
+@pytest.mark.parametrize("kind", ["grpo", "sft"])
+def test_values_of_another_type_are_errors_of_the_schema(kind: str, datasets: Any) -> None:
+    with pytest.raises(ValidationError, match=r"datasets"):
+        recipe({"type": kind, "datasets": datasets})
+
+
 def test_generated_rows_bring_their_reward_and_others_keep_theirs() -> None:
     given = [{"name": "reasoning-gym:chain_sum"}, {"name": "a"}]
     policy = recipe({"type": "grpo", "datasets": given}).train.train_policy

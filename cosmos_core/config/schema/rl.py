@@ -182,6 +182,8 @@ class RlConfig(AlgorithmConfig):
         if not isinstance(values, dict) or "reward_function" in values:
             return values
         datasets, added = values.get("datasets") or (), {}
+        if not isinstance(datasets, list | tuple):
+            return values
         is_generated = [_is_generated(each) for each in datasets or (values.get("dataset"),)]
         if any(is_generated) and datasets:
             own = {"reward_function": GENERATED_REWARD}
