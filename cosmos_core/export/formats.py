@@ -40,6 +40,7 @@ from cosmos_core.models.fresh import call_in_interpreter, fresh_interpreter
 from cosmos_core.models.hf import load_config, model_without_weights
 from cosmos_core.rollout.vllm_logits import vllm_problem, vllm_version
 from cosmos_core.run.files import read_object, write_json, write_text
+from cosmos_core.run.progress import read_progress
 from cosmos_core.run.stage import Stage, load_stage
 from cosmos_core.types import JsonValue, Outcome
 
@@ -194,8 +195,8 @@ def _prove(stage: Stage, plan: Plan, plain: Outcome, folder: Path, rows: list[Ro
     )
     stage.progress.phase("validate")
     if not reference.exists():
-        _in_fresh_interpreter(save_logprobs, source, not plan.problem, rows, reference)
-    found: Divergence = _in_fresh_interpreter(compare, folder, not plan.problem, rows, reference)
+        _in_fresh_interpreter(stage, save_logprobs, source, not plan.problem, rows, reference)
+    found: Divergence = _in_fresh_interpreter(stage, compare, folder, not plan.problem, rows, reference)
     prefix = f"export/{plan.name}/"
     metrics = {
         "kl": found.kl,
@@ -206,7 +207,7 @@ def _prove(stage: Stage, plan: Plan, plain: Outcome, folder: Path, rows: list[Ro
     evaluated = _evaluated(stage)
     if evaluated is not None and not plan.problem:
         scratch = stage.path / _LOGPROBS / f"{plan.name}-{_BENCHMARKS}"
-        scores = _in_fresh_interpreter(_evaluate, folder, Path(evaluated["path"]), scratch)
+        scores = _in_fresh_interpreter(stage, _evaluate, folder, Path(evaluated["path"]), scratch, followed=scratch)
         for name, score in scores.items():
             metrics[name] = score
             if not name.endswith("_stderr"):
@@ -214,9 +215,31 @@ def _prove(stage: Stage, plan: Plan, plain: Outcome, folder: Path, rows: list[Ro
     return Outcome((), {prefix + name: value for name, value in metrics.items()}, {"tokens": found.num_tokens})
 
 
-def _in_fresh_interpreter(function: Callable[..., Any], folder: Path, *arguments: Any) -> Any:
+def _in_fresh_interpreter(
+    stage: Stage, function: Callable[..., Any], folder: Path, *arguments: Any, followed: Path | None = None
+) -> Any:
+    """Return the result of a function that reads `folder`. If it runs a stage in the folder `followed`, which may take
+    hours, the heartbeats of that stage are those of `stage`; any other function must end within an hour.
+
+    Raises:
+        Preempted: a stop was requested.
+        StageFailed: the function failed.
+    """
+    beats = 0
+
+    def follow() -> None:
+        nonlocal beats
+        if stage.stop_requested:
+            raise Preempted(f"stage {stage.name!r}: stopped while {folder} was compared; what was written is kept")
+        progress = read_progress(followed) if followed else None
+        if progress and progress.beats != beats:
+            beats = progress.beats
+            stage.progress.beat()
+
+    stage.progress.beat()
     with fresh_interpreter() as pool:
-        return call_in_interpreter(pool, function, (folder, *arguments), _SECONDS, folder)
+        seconds = None if followed else _SECONDS
+        return call_in_interpreter(pool, function, (folder, *arguments), seconds, folder, follow)
 
 
 def _evaluated(stage: Stage) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ the imports are fast.
 import gc
 import os
 from collections.abc import Callable
+from concurrent.futures import wait
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ from cosmos_core.observe.logs import configure
 from cosmos_core.parent import die_with_parent
 
 T = TypeVar("T")
+_POLL_SECONDS = 2.0
 
 
 def fresh_interpreter() -> ProcessPool:
@@ -27,17 +29,32 @@ def fresh_interpreter() -> ProcessPool:
 
 
 def call_in_interpreter(
-    pool: ProcessPool, function: Callable[..., T], arguments: tuple[Any, ...], seconds: float, folder: Path
+    pool: ProcessPool,
+    function: Callable[..., T],
+    arguments: tuple[Any, ...],
+    seconds: float | None,
+    folder: Path,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> T:
     """Return the result of `function(*arguments)`, which reads the export in `folder`, called in the interpreter of
     `pool`.
 
+    `meanwhile` is called every few seconds until the function returns; if it raises an error, the interpreter is
+    stopped.
+
     Raises:
-        StageFailed: the function raised an error, or took longer than `seconds`.
+        StageFailed: the function raised an error, or took longer than `seconds`; None: there is no limit.
     """
     failed = f"export {folder} failed the check 'reload'"
+    future = pool.schedule(function, arguments, timeout=seconds)
     try:
-        result: T = pool.schedule(function, arguments, timeout=seconds).result()
+        while not wait([future], _POLL_SECONDS).done:
+            meanwhile()
+    except BaseException:
+        pool.stop()
+        raise
+    try:
+        result: T = future.result()
     except TimeoutError:
         raise StageFailed(f"{failed}: not loaded after {seconds:g} s") from None
     except Exception as error:

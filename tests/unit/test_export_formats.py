@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +24,13 @@ from cosmos_core.data import prepare
 from cosmos_core.errors import ConfigError, ModelError, Preempted, StageFailed
 from cosmos_core.export import program
 from cosmos_core.export.divergence import compare, save_logprobs
-from cosmos_core.export.formats import plans
+from cosmos_core.export.formats import _in_fresh_interpreter, plans
 from cosmos_core.export.quantize import find_layers, quantize_folder, quantize_weight, scheme_of
 from cosmos_core.rollout.vllm_logits import vllm_problem
+from cosmos_core.run.progress import Progress, read_progress
 from cosmos_core.run.stage import Stage
 from tasks.kinds import all_kinds
+from tests.conftest import wait_until
 from tests.effects.change import SFT, recipe, stage_of
 from tests.real.rows import write_rows
 from tests.unit.tiny_families import save_family
@@ -222,6 +226,33 @@ def test_a_stop_leaves_the_written_files(model: Path, tmp_path: Path) -> None:
     with pytest.raises(Preempted):
         program.run(stage)
     assert not (stage.path / "int8").exists()
+
+
+def beat_until_released(folder: Path, scratch: Path) -> str:
+    """A program of a stage that reports one heartbeat, and ends when somebody writes to a pipe."""
+    scratch.mkdir()
+    Progress(scratch / "progress.json")
+    return (folder / "pipe").read_text()
+
+
+def test_a_stage_lives_while_its_benchmarks_do_and_a_stop_ends_them(tmp_path: Path) -> None:
+    stage, pipe = stage_of(tmp_path / "export", recipe(SFT), kind="export"), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    stage.progress.phase("validate")
+
+    def release() -> None:  # the first beat is that before the program
+        wait_until(lambda: read_progress(stage.path).beats >= before + 2, 120, "the heartbeat of the stage")  # type: ignore[union-attr]
+        pipe.write_text("released")
+
+    before = read_progress(stage.path).beats  # type: ignore[union-attr]
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(release)
+        followed = tmp_path / "first"
+        assert _in_fresh_interpreter(stage, beat_until_released, tmp_path, followed, followed=followed) == "released"
+    stage.stop_requested = True
+    followed = tmp_path / "second"
+    with pytest.raises(Preempted, match="stopped while"):
+        _in_fresh_interpreter(stage, beat_until_released, tmp_path, followed, followed=followed)
 
 
 @pytest.mark.parametrize(
