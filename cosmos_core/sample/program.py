@@ -52,12 +52,13 @@ def run(stage: Stage) -> Outcome:
     config, rewards = stage.recipe.sample, trained_rewards(stage.recipe)
     rates = [pass_rate(record, full_value(rewards, prompts[record.id].source)) for record in records]
     passing = [kept(record, config.keep, rate, stage.seed) for record, rate in zip(records, rates, strict=True)]
-    origin, system_prompt = _origin(stage), stage.recipe.train.train_policy.system_prompt
+    origin, policy = _origin(stage), stage.recipe.train.train_policy
     rows: list[dict[str, Any]] = []
     for record, rate, candidates in zip(records, rates, passing, strict=True):
         prompt = prompts[record.id]
         columns = {"prompt_id": record.id, "pass_rate": rate, **tools_of(prompt), **origin}
-        rows += rows_of(record, messages_of(prompt, system_prompt), config, candidates, columns)
+        turns = messages_of(prompt, policy.system_prompt_of(prompt.source))
+        rows += rows_of(record, turns, config, candidates, columns)
     metrics = metrics_of(records, passing, rates, len(rows))
     if not rows:
         raise DataError(_nothing_kept(records, metrics))
@@ -107,8 +108,9 @@ def _completer(stage: Stage, sampling: Sampling, stack: ExitStack) -> Callable[[
         stack.callback(endpoint.close)
 
         def ask(prompts: Sequence[Prompt]) -> list[Group]:
-            system_prompt = stage.recipe.train.train_policy.system_prompt
-            conversations = [(prompt, messages_of(prompt, system_prompt)) for prompt in prompts]
+            policy = stage.recipe.train.train_policy
+            turns = [messages_of(prompt, policy.system_prompt_of(prompt.source)) for prompt in prompts]
+            conversations = list(zip(prompts, turns, strict=True))
             return broadcast_object(endpoint.complete(conversations) if is_first() else [])
 
         return ask

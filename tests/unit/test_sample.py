@@ -144,6 +144,27 @@ def test_the_rows_are_conversations_that_sft_learns(task: Path, tmp_path: Path) 
     assert len(open_sequences(tmp_path / "sft/data", "train")) == 10
 
 
+def test_rows_have_the_system_prompt_of_their_data_set(task: Path, tmp_path: Path) -> None:
+    prompts = {"own": "Add.", "none": "", "common": None}
+    (tmp_path / "few.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=", "answer": "3"}\n')
+    datasets = [
+        {"name": str(tmp_path / "few.jsonl"), "label": label, "weight": 1.0,
+         **({"system_prompt": text} if text is not None else {})}
+        for label, text in prompts.items()
+    ]  # fmt: skip
+    policy = {"type": "grpo", "reward_function": f"{task}/reward.py:first_letter", "system_prompt": "Compute."}
+    made = recipe(task, {**policy, "datasets": datasets}, keep={"finished": False, "best": 1})
+    data = make_stage(tmp_path / "data", "prepare", made, task / "task/model")
+    prepare.run(data)
+    stage = make_stage(tmp_path / "sample", "sample", made, task / "task/model", data.path / "data")
+    program.run(stage)
+    found = [[turn["content"] for turn in row["conversations"] if turn["role"] == "system"] for row in rows(stage.path)]
+    assert found == [["Add."], ["Add."], [], [], ["Compute."], ["Compute."]]
+    [notice] = made.sample.notices(InStage(made, all_kinds()["sample"]))
+    assert notice == "train.train_policy.datasets.weight has no effect here: kind sample completes each prompt once"
+    assert not [*made.sample.notices(InStage(made, all_kinds()["rl"]))]
+
+
 def test_a_row_has_the_tools_of_its_prompt() -> None:
     tools = [{"type": "function", "function": {"name": "add"}}]
     for given in (tools, json.dumps(tools)):

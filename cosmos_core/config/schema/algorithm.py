@@ -90,6 +90,12 @@ class AlgorithmConfig(Table):
             settings["system_prompt"] = source.system_prompt
         return settings | ({"reward_function": source.reward_function} if source.reward_function else {})
 
+    def system_prompt_of(self, source: str) -> str:
+        """Return the system prompt for rows of a data set of a mixture; for other rows that of the algorithm."""
+        own = {each.source: each.system_prompt for each in self.datasets}
+        text = own.get(source)
+        return str(getattr(self, "system_prompt", "")) if text is None else text
+
     @property
     def drops_last(self) -> bool:
         """Return whether the last rows of an epoch are left out if they do not fill a train step."""

@@ -75,6 +75,11 @@ class SampleStageConfig(Table):
                 "chat template and without tools; set it to false, or leave sample.endpoint out"
             )
 
+    def notices(self, stage: InStage) -> Iterator[str]:
+        """Yield a notice about weights of data sets, which have no effect."""
+        if stage.kind.table == "sample" and any(each.weight for each in stage.recipe.train.train_policy.datasets):
+            yield "train.train_policy.datasets.weight has no effect here: kind sample completes each prompt once"
+
     @model_validator(mode="after")
     def _names_a_model(self) -> Self:
         if bool(self.endpoint) != bool(self.endpoint_model):
