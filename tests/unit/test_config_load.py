@@ -323,9 +323,8 @@ def test_the_fields_that_change_no_result_are_these() -> None:
         "SourceConfig.name", "SourceConfig.pass_rates", "DatasetConfig.pass_rates", "HeldOutConfig.pass_rates",
         "DataTermConfig.name", "EvaluateConfig.include_path", "JudgeConfig.cache", "JudgeConfig.key_env",
         "SampleStageConfig.endpoint_key_env", "SampleStageConfig.endpoint_requests",
-        "HeldOutConfig.local_dir", "PolicyConfig.model_name_or_path",
+        "HeldOutConfig.local_dir", "PolicyConfig.model_name_or_path", "DistillationConfig.model_name_or_path",
         "PolicyConfig.model_safetensor_path", "PolicyConfig.chat_template", "LoraConfig.lora_path",
-        "DistillationConfig.model_name_or_path",
         "CheckpointConfig.enable_checkpoint", "CheckpointConfig.save_freq", "CheckpointConfig.save_mode",
         "CheckpointConfig.save_freq_in_epoch", "CheckpointConfig.max_keep", "CheckpointConfig.export_safetensors",
         "TrainConfig.resume",  # of these eight the content counts
