@@ -95,7 +95,7 @@ def _matches(
         compared = ComparedRows(file)
         for number, (where, row) in enumerate(rows):
             if number % 256 == 0:
-                _look_up(stage, number)
+                _beat_or_stop(stage, number)
             try:
                 texts = list(_texts(kind.read(pack(row, where) if pack else row, where, policy)))
             except DataError:  # tokenisation counts the row
@@ -119,7 +119,7 @@ def _matches(
             yield numbers[position], True, match
 
 
-def _look_up(stage: Stage, number: int) -> None:
+def _beat_or_stop(stage: Stage, number: int) -> None:
     stage.progress.beat()
     if stage.stop_requested:
         raise Preempted(f"stopped after {number} rows were compared; preparing starts anew")

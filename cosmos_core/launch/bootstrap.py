@@ -67,7 +67,7 @@ def bootstrap(pools: Sequence[Pool], channels: Mapping[str, str] = MappingProxyT
             raise ConfigError(f"the Prefect server at {url} does not respond: {error}") from error
         for pool in pools:
             yield _pool(client, pool)
-        yield _put(client, _of_dead_flow_runs())
+        yield _put(client, _automation_of_dead_flow_runs())
         for channel, address in channels.items():
             for automation in automations(channel, address):
                 yield _put(client, automation)
@@ -138,7 +138,7 @@ def _limit(limit: int | None) -> str:
     return f", at most {limit} at once" if limit is not None else ""
 
 
-def _of_dead_flow_runs() -> Any:
+def _automation_of_dead_flow_runs() -> Any:
     """Return the automation that detects dead flow runs."""
     from prefect.events.actions import ChangeFlowRunState
     from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture

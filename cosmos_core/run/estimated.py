@@ -1,4 +1,4 @@
-"""Estimates of `cosmos plan --estimate`, kept so that a later run with the same settings shows its cost beside them."""
+"""Estimates of `cosmos plan --estimate`, kept so that a later run with the same settings shows them with its cost."""
 
 from __future__ import annotations
 
