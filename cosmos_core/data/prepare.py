@@ -297,7 +297,7 @@ def _job(stage: Stage, split: str, source: _Source) -> Job:
     is_data_term, policy = split == DATA_TERM, recipe.train.train_policy
     name = "sequences" if is_data_term else _held_out_kinds(recipe).get(split, policy.rows)
     kind = tokenised_kind(name)
-    media = media_of(recipe)
+    media = media_of(stage.recipe)
     root: Path | None = Path(os.path.expanduser(media.media_path)).absolute() if media.media_path else rows.folder
     revision = recipe.policy.model_revision
     keep, rates_file = source.dataset.keep, source.dataset.pass_rates

@@ -224,7 +224,8 @@ def test_nothing_is_right_or_wrong_against_a_reference_that_has_no_answer(name, 
 
 
 def test_known_rewards_are_the_files_that_hold_one():
-    texts = ["boxed_math", "direct_math", "exact_match", "format", "gsm8k", "judge", "overlong", "single_choice"]
+    texts = ["boxed_math", "direct_math", "exact_match", "format", "gsm8k", "judge", "overlong", "reasoning_gym"]
+    texts.append("single_choice")
     images = ["aesthetic", "clip_score", "jpeg_size", "ocr", "pickscore"]
     served = ["cosmos_reason1", "dance_grpo", "gen_eval", "hpsv2", "hpsv3", "image_reward", "unified_reward"]
     assert offered_names("cosmos_core.rewards") == sorted(texts + images)
@@ -234,7 +235,7 @@ def test_known_rewards_are_the_files_that_hold_one():
 def test_an_unknown_reward_names_the_key_and_the_nearest_name():
     with pytest.raises(RewardError, match=r"train\.train_policy\.reward_function: .*'gsm8'; .*did you mean 'gsm8k'"):
         load_reward("gsm8")
-    with pytest.raises(RewardError, match=r"known: aesthetic, boxed_math, .*, pickscore, single_choice"):
+    with pytest.raises(RewardError, match=r"known: aesthetic, boxed_math, .*, pickscore, reasoning_gym, single_choice"):
         load_reward("zzzz")
     with pytest.raises(RewardError, match="there is no reward 'runner'"):
         load_reward("runner")
