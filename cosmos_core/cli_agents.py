@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import Any
 
 import typer
 
@@ -28,11 +30,18 @@ def agent_docs(context: typer.Context) -> None:
     from tasks.kinds import all_kinds
 
     typer.echo(f"# cosmos: post-training as a pipeline\n\n{_EXIT_CODES}\n\n# Commands\n")
-    for name, command in vars(context.find_root().command)["commands"].items():
-        typer.echo(f"## cosmos {name}\n\n{command.help}\n")
+    for name, command in _commands("cosmos", context.find_root().command):
+        typer.echo(f"## {name}\n\n{command.help}\n")
         for parameter in command.params:
             is_option = parameter.param_type_name == "option"
             words = parameter.opts if is_option else [parameter.name.upper()]
             typer.echo(f"- `{' '.join(words)}`: {getattr(parameter, 'help', None) or ''}")
         typer.echo("")
     typer.echo(reference(all_kinds()), nl=False)
+
+
+def _commands(name: str, group: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the full name of each command below a group of commands, with the command."""
+    for own, command in vars(group)["commands"].items():
+        inner = "commands" in vars(command)
+        yield from _commands(f"{name} {own}", command) if inner else [(f"{name} {own}", command)]

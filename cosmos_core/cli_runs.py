@@ -37,7 +37,7 @@ def status(run_name: RunName = "", output_dir: OutputDir = Path("outputs")) -> N
 def runs(
     output_dir: OutputDir = Path("outputs"),
     most: Annotated[int, typer.Option(min=1, help="Newest runs that are shown.")] = 20,
-    cost: Annotated[bool, typer.Option("--cost", help="GPU hours and costs, beside estimate and budget.")] = False,
+    cost: Annotated[bool, typer.Option("--cost", help="GPU hours and costs, with estimate and budget.")] = False,
 ) -> None:
     """List the runs of a folder, the newest last."""
     from rich.console import Console
@@ -115,10 +115,16 @@ def watch(run_name: RunName = "", output_dir: OutputDir = Path("outputs")) -> No
     print_status(path)
 
 
-def lineage(path: Annotated[Path, typer.Argument(help="A run, a stage, an exported or a published model.")]) -> None:
+def lineage(
+    name: Annotated[str, typer.Argument(help="Run id (empty: the newest), or path of a run, a stage or a model.")] = "",
+    output_dir: OutputDir = Path("outputs"),
+) -> None:
     """Walk from a model back to its data; every step is verified."""
+    from cosmos_core.run.directory import find_run
     from cosmos_core.run.lineage import lineage_of
 
+    is_path = os.sep in name or (bool(name) and os.path.exists(name))
+    path = Path(name) if is_path else find_run(name, output_dir)
     links = lineage_of(path)
     for link in links:
         kind = f"({link.kind}) " if link.kind else ""

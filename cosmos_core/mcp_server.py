@@ -139,14 +139,15 @@ async def _start_if_confirmed(response: ElicitationResult[Confirmation], *comman
 
 
 def _arguments(*words: str) -> list[str]:
-    """Return the command line of a `cosmos` command.
+    """Return the command line of a `cosmos` command, without empty words at its end.
 
     Raises:
         ToolError: a value would be read as an option.
     """
     if wrong := [word for word in words if word.startswith("-")]:
         raise ToolError(f"{wrong[0]!r} begins with a hyphen, as an option does; give a name or a path")
-    return [sys.executable, "-m", "cosmos_core", *(word for word in words if word)]
+    count = max((number for number, word in enumerate(words, start=1) if word), default=0)
+    return [sys.executable, "-m", "cosmos_core", *words[:count]]
 
 
 async def _cosmos(*words: str) -> str:
