@@ -233,11 +233,10 @@ def _own_splits(stage: Stage) -> tuple[list[_Source], list[_Source]]:
     recipe, validation = stage.recipe, stage.recipe.validation
     train: list[_Source] = []
     for key, policy in training_sources(stage).items():
-        of_source = _with_policy(recipe, policy)
+        of_source, mixed = recipe, dict[str, Any]()
         dataset: RowsConfig = policy.dataset
-        mixed: dict[str, Any] = {}
         if isinstance(dataset, SourceConfig):
-            mixed = {"label": dataset.source, "weight": dataset.weight}
+            of_source, mixed = _with_policy(recipe, policy), {"label": dataset.source, "weight": dataset.weight}
         rows = load_rows(dataset, key, None if stage.data is not None else _opener(stage, of_source))
         train.append(_Source(rows, of_source, dataset, **mixed))
     own: RowsConfig | None = validation.dataset if validation.dataset.name else None
@@ -297,7 +296,7 @@ def _job(stage: Stage, split: str, source: _Source) -> Job:
     is_data_term, policy = split == DATA_TERM, recipe.train.train_policy
     name = "sequences" if is_data_term else _held_out_kinds(recipe).get(split, policy.rows)
     kind = tokenised_kind(name)
-    media = media_of(stage.recipe)
+    media = media_of(recipe)
     root: Path | None = Path(os.path.expanduser(media.media_path)).absolute() if media.media_path else rows.folder
     revision = recipe.policy.model_revision
     keep, rates_file = source.dataset.keep, source.dataset.pass_rates

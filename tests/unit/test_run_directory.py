@@ -183,7 +183,8 @@ WRONG_INPUTS = [
      "reward 'exact_macth'; one of your own is module:function or path/file.py:function; did you mean 'exact_match'?"),
     ("validation.reward_function=runner", RewardError, "stage 'sft': validation.reward_function: there is no "
      "reward 'runner'; one of your own is module:function or path/file.py:function; known: aesthetic, boxed_math, "
-     "clip_score, direct_math, exact_match, format, gsm8k, jpeg_size, judge, ocr, overlong, pickscore, reasoning_gym, single_choice"),
+     "clip_score, direct_math, exact_match, format, gsm8k, jpeg_size, judge, ocr, overlong, pickscore, reasoning_gym, "
+     "single_choice"),
     ("validation.reward_function='none.py:f'", RewardError, "stage 'sft': validation.reward_function: 'none.py:f':"
      " file none.py does not exist"),
     ("validation.reward_function='no_such_module:f'", RewardError, "stage 'sft': validation.reward_function: "
