@@ -65,8 +65,8 @@ def gpu_seconds_of_run(run_path: Path) -> float:
 
 def note_in_result(stage_path: Path) -> Result:
     """Add the GPU seconds of a finished stage to its `result.json`, in total as `gpu_seconds` and by attempt as
-    `attempts`; return the manifest. They are no part of its digest."""
-    result = read_result(stage_path)
+    `attempts`; return the manifest. They are no part of its digest, and may be missing after a full disk."""
+    result, path = read_result(stage_path), stage_path / RESULT
     assert result is not None
     by_attempt: dict[int, list[Hold]] = {}
     for hold in closed_holds(stage_path):
@@ -76,5 +76,8 @@ def note_in_result(stage_path: Path) -> Result:
         for attempt, holds in by_attempt.items()
     ]
     result["gpu_seconds"] = sum(entry["gpu_seconds"] for entry in result["attempts"])
-    write_json(stage_path / RESULT, result)
+    with room_may_be_missing(f"the GPU seconds of {stage_path.name}"):
+        mode = path.stat().st_mode
+        write_json(path, result)
+        path.chmod(mode)  # the worker that wrote the file may be private
     return result

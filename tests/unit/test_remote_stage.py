@@ -43,10 +43,13 @@ class Server:
         raise self.error
 
 
+BUDGET: Any = SimpleNamespace(check=lambda: None, excess=lambda: "")
+
+
 def test_a_flow_run_that_somebody_deleted_is_one_failed_attempt() -> None:
     server: Any = Server(ObjectNotFound(Exception()))
     with pytest.raises(StageFailed, match=r"stage 'first' on 'gpu': its flow run .* is gone from the server"):
-        remote_stage._follow(server, STAGE, uuid.uuid4(), lambda: None, server)
+        remote_stage._follow(server, STAGE, uuid.uuid4(), lambda: None, server, BUDGET)
 
 
 @pytest.mark.parametrize("error", [ObjectNotFound(Exception()), httpx.ConnectError("away")])
