@@ -51,13 +51,13 @@ def test_lineage_shows_a_shared_stage_once_and_ends_with_an_error_over_an_altere
     run = create_run(load_pipeline(tmp_path / "counting.toml", (), all_kinds()))
     stages = {name: finish(run, name) for name in ("first", "second", "beside", "last")}
     assert [name for _, name, _ in notes(stages["last"])] == ["last", "second", "first", "beside"]
-    show_lineage(stages["last"])
+    show_lineage(str(stages["last"]))
     assert len(capsys.readouterr().out.splitlines()) == 4
     (stages["first"] / "out" / "a.txt").write_text("own")
     with pytest.raises(
         CosmosError, match=r"does not come from what its manifests name: first: out/a.txt has 3 bytes instead of 6$"
     ):
-        show_lineage(stages["last"])
+        show_lineage(str(stages["last"]))
     assert len(capsys.readouterr().out.splitlines()) == 4
 
 
@@ -88,16 +88,16 @@ def test_the_files_of_a_published_model_are_hashed_before_its_run(
     record = {"metrics": {}, "stage": str(first), "files": {"model.safetensors": sha256(model / "model.safetensors")}}
     FileTarget(str(tmp_path / "published")).publish(model, "v1", record)
     latest = tmp_path / "published" / "latest"
-    show_lineage(latest)
+    show_lineage(str(latest))
     delivered, stage = capsys.readouterr().out.splitlines()
     assert delivered.startswith("v1 (published) ") and delivered.endswith(f"  {latest}  verified")
     assert stage.startswith("  first (custom) ") and stage.endswith("  verified")
     (latest / "model.safetensors").write_text("altered")
     with pytest.raises(CosmosError, match=r"manifests name: v1: model.safetensors was altered$"):
-        show_lineage(latest)
+        show_lineage(str(latest))
     (latest / "model.safetensors").unlink()
     with pytest.raises(CosmosError, match=r"manifests name: v1: model.safetensors is gone$") as caught:
-        show_lineage(latest)
+        show_lineage(str(latest))
     assert caught.value.exit_code == 1
 
 
