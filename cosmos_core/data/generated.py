@@ -1,4 +1,4 @@
-"""Rows of the generators of the package `reasoning-gym`: questions with answers that its own functions score.
+"""Rows of the generators of the package `reasoning-gym`: questions with references, scored by functions of the package.
 
     train.train_policy.dataset.name = "reasoning-gym:chain_sum"
     train.train_policy.dataset.arguments = { size = 2000, seed = 1, max_terms = 4 }

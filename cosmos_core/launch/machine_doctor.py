@@ -36,7 +36,9 @@ def machine_findings(output_dir: Path) -> Iterator[Finding]:
     yield from gpu_findings(facts, _output_of(_CUDA_OF_TORCH))
     yield vllm_finding(facts)
     remedy = "; install it, or set train.compile = false"
-    yield Finding("compiler", f"no {facts.lacks}{remedy}" if facts.lacks else "torch.compile works", not facts.lacks)
+    yield Finding(
+        "compiler", f"missing: {facts.lacks}{remedy}" if facts.lacks else "torch.compile works", not facts.lacks
+    )
     yield Finding("memory", f"{psutil.virtual_memory().total / 2**30:.0f} GiB, {facts.threads} CPU threads")
     if _SHARED_MEMORY.is_dir():
         yield shared_memory_finding(shutil.disk_usage(_SHARED_MEMORY).free)
@@ -81,7 +83,10 @@ def gpu_findings(facts: Facts, cuda_of_torch: str) -> Iterator[Finding]:
         yield Finding("GPU", "no NVIDIA GPU is visible: stages run on the CPU")
         return
     yield Finding("GPU", f"{len(facts.gpus)} visible: {facts.device}; driver {_driver()}")
-    *built_for, sees_gpu, torch_version = cuda_of_torch.split() or ("False", "which cannot be imported")
+    if not cuda_of_torch:
+        yield Finding("torch", "it cannot be imported; install it again", is_well=False)
+        return
+    *built_for, sees_gpu, torch_version = cuda_of_torch.split()
     if sees_gpu == "True":
         yield Finding("torch", f"{torch_version} for CUDA {built_for[0]} sees the GPUs")
         return

@@ -53,6 +53,7 @@ def test_packages_that_do_not_fit_are_named_with_their_requirement(requirement: 
     [
         ("13.0 True 2.13.0", "2.13.0 for CUDA 13.0 sees the GPUs"),
         ("13.0 False 2.13.0", "2.13.0 is built for CUDA 13.0, which the driver is too old for; update the driver, or"),
+        ("", "it cannot be imported"),
         (" False 2.13.0+cpu", "2.13.0+cpu is a CPU build; update the driver, or install the build of torch for its"),
     ],
 )
