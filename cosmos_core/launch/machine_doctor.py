@@ -33,7 +33,7 @@ def machine_findings(output_dir: Path) -> Iterator[Finding]:
     facts = measure(ENGINES)
     yield Finding("python", f"{sys.version.split()[0]} in {sys.prefix}")
     yield from package_findings(distribution("cosmos-posttrain").requires or ())
-    yield from gpu_findings(facts, _output_of(_CUDA_OF_TORCH))
+    yield from gpu_findings(facts, _output_of(_CUDA_OF_TORCH) if facts.gpus else "")
     yield vllm_finding(facts)
     remedy = "; install it, or set train.compile = false"
     yield Finding(

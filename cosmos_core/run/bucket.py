@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from cosmos_core.errors import ConfigError, CosmosError, UploadError
 
@@ -72,6 +72,58 @@ def split_url(url: str) -> tuple[str, str]:
     return name, prefix.strip("/")
 
 
+class _Settings(NamedTuple):
+    """Endpoint, credentials and timeout of a boto3 client."""
+
+    endpoint: str | None
+    region: str
+    key: str | None
+    secret: str | None
+    token: str | None
+    read_seconds: float
+
+
+def _new_client(settings: _Settings) -> Any:
+    """Return a new boto3 client; None without credentials."""
+    import boto3
+    from botocore.config import Config
+    from botocore.exceptions import BotoCoreError
+
+    endpoint = settings.endpoint
+    session = boto3.session.Session(
+        aws_access_key_id=settings.key,
+        aws_secret_access_key=settings.secret,
+        aws_session_token=settings.token,
+        region_name=settings.region,
+    )
+    if session.get_credentials() is None:
+        return None
+    config = Config(
+        connect_timeout=_CONNECT_SECONDS,
+        read_timeout=settings.read_seconds,
+        retries={"total_max_attempts": _ATTEMPTS, "mode": "standard"},
+        max_pool_connections=32,
+        s3={"addressing_style": "path" if endpoint else "auto"},
+        # Not every compatible store supports these checksums; the digest of the received bytes is compared instead.
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+    )
+    try:
+        return session.client("s3", endpoint_url=endpoint, config=config)
+    except BotoCoreError:  # some subclasses are also a ValueError
+        raise
+    except ValueError as error:
+        variable = next(name for name in _ENDPOINTS if os.environ.get(name) == endpoint)
+        raise ConfigError(f"{variable} = {endpoint!r} is no URL; write http://HOST:PORT or https://HOST") from error
+
+
+@lru_cache(maxsize=8)
+def _shared_client(settings: _Settings, pid: int) -> Any:
+    """Return the client of a process; creating one takes a tenth of a second, and a child must not use its parent's
+    connections."""
+    return _new_client(settings)
+
+
 class Bucket:
     """Client for one bucket; its methods are thread-safe."""
 
@@ -87,41 +139,21 @@ class Bucket:
         Raises:
             ConfigError: there are no credentials, or the endpoint is no URL.
         """
-        import boto3
-        from botocore.config import Config
-        from botocore.exceptions import BotoCoreError
-
-        endpoint = _variable("ENDPOINT_URL", *_ENDPOINTS[1:])
-        key, secret = _variable("ACCESS_KEY_ID", "AWS_ACCESS_KEY_ID"), _variable(
-            "SECRET_ACCESS_KEY", "AWS_SECRET_ACCESS_KEY"
-        )  # fmt: skip
-        session = boto3.session.Session(
-            aws_access_key_id=key,
-            aws_secret_access_key=secret,
-            aws_session_token=None
-            if os.environ.get(f"{_PREFIX}ACCESS_KEY_ID")
-            else os.environ.get("AWS_SESSION_TOKEN"),
-            region_name=_variable("REGION_NAME", "AWS_REGION", "AWS_DEFAULT_REGION") or "us-east-1",
+        key = _variable("ACCESS_KEY_ID", "AWS_ACCESS_KEY_ID")
+        token = None if os.environ.get(f"{_PREFIX}ACCESS_KEY_ID") else os.environ.get("AWS_SESSION_TOKEN")
+        settings = _Settings(
+            _variable("ENDPOINT_URL", *_ENDPOINTS[1:]),
+            _variable("REGION_NAME", "AWS_REGION", "AWS_DEFAULT_REGION") or "us-east-1",
+            key,
+            _variable("SECRET_ACCESS_KEY", "AWS_SECRET_ACCESS_KEY"),
+            token,
+            self._read_seconds,
         )
-        if session.get_credentials() is None:
+        # Credentials of other sources, such as files and roles, may change while the process runs.
+        client = _shared_client(settings, os.getpid()) if key else _new_client(settings)
+        if client is None:
             raise ConfigError(f"{SCHEME}{self.name}: no credentials; set {CREDENTIALS}")
-        config = Config(
-            connect_timeout=_CONNECT_SECONDS,
-            read_timeout=self._read_seconds,
-            retries={"total_max_attempts": _ATTEMPTS, "mode": "standard"},
-            max_pool_connections=32,
-            s3={"addressing_style": "path" if endpoint else "auto"},
-            # Not every compatible store supports these checksums; the digest of the received bytes is compared instead.
-            request_checksum_calculation="when_required",
-            response_checksum_validation="when_required",
-        )
-        try:
-            return session.client("s3", endpoint_url=endpoint, config=config)
-        except BotoCoreError:  # some subclasses are also a ValueError
-            raise
-        except ValueError as error:
-            variable = next(name for name in _ENDPOINTS if os.environ.get(name) == endpoint)
-            raise ConfigError(f"{variable} = {endpoint!r} is no URL; write http://HOST:PORT or https://HOST") from error
+        return client
 
     def check(self) -> None:
         """Check that the bucket exists and that the store accepts the credentials.

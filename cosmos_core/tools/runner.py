@@ -10,6 +10,7 @@ import inspect
 import json
 import logging
 import os
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
@@ -156,12 +157,14 @@ def _tool(path: str) -> Callable[..., Any]:
 
 def _schemas(paths: Sequence[str]) -> list[dict[str, Any]]:
     # Imported here, because the import takes half a second and only one process needs it.
-    from transformers.utils.chat_template_utils import get_json_schema
+    from transformers.utils import chat_template_utils
 
+    # transformers imports torch to know its tensors; a tool that takes one has imported torch already.
+    chat_template_utils.is_torch_available = lambda: "torch" in sys.modules
     schemas = []
     for path in paths:
         try:
-            schemas.append(get_json_schema(_tool(path)))
+            schemas.append(chat_template_utils.get_json_schema(_tool(path)))
         except Exception as error:  # the error names the missing type or description
             raise ConfigError(f"{KEY}: {path!r} cannot be described: {one_line(error)}") from error
     return schemas

@@ -15,6 +15,7 @@ from cosmos_core.data import prepare
 from cosmos_core.run.stage import Stage
 from tests.effects.change import recipe, stage_of
 from tests.reference import plain_diffusion_nft, plain_diffusion_sft
+from tests.reference.redness import redness
 
 WORDS = ("red", "green", "blue", "yellow", "black", "white")
 _COMMON: dict[str, Any] = {
@@ -22,11 +23,6 @@ _COMMON: dict[str, Any] = {
     "train.ckpt.enable_checkpoint": False, "train.train_policy.dataloader_shuffle": False,
     "policy.is_diffusers": True, "policy.model_gradient_checkpointing": False, "policy.diffusers.offload": False,
 }  # fmt: skip
-
-
-def redness(to_be_evaluated: str, reference: str, *, media: Any) -> float:
-    """Return how red an image is: a reward."""
-    return float(np.asarray(media)[..., 0].mean()) / 255
 
 
 def write_images(folder: Path, count: int, size: int, suffix: str = ".png") -> list[tuple[str, Path]]:
@@ -82,7 +78,7 @@ def nft(
     whole = recipe({
         **_COMMON, "train.train_policy.type": "grpo", "train.train_policy.trainer_type": "diffusion_nft",
         "train.train_policy.dataset.name": str(folder / "prompts"), "train.train_policy.mini_batch": settings.batch,
-        "train.train_policy.reward_function": "tests.reference.diffusion_runs:redness",
+        "train.train_policy.reward_function": "tests.reference.redness:redness",
         "train.train_policy.batch_size_per_optimize": settings.per_update,
         "train.train_policy.kl_beta": settings.kl_beta, "train.seed": settings.seed, "train.max_num_steps": steps,
         "train.train_policy.dataloader_seed": settings.seed,

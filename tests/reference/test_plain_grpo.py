@@ -122,7 +122,14 @@ def test_grpo_ends_with_the_weights_of_the_plain_loop(
 
 
 @pytest.mark.parametrize(
-    "change", [{"kl_beta": 0.06}, {"epsilon_high": 0.16}, {"weight_decay": 0.02}, {"clip_norm": 0.9}]
+    "change",
+    [
+        {"kl_beta": 0.06},
+        *(
+            pytest.param(change, marks=pytest.mark.full)
+            for change in ({"epsilon_high": 0.16}, {"weight_decay": 0.02}, {"clip_norm": 0.9})
+        ),
+    ],
 )
 def test_the_comparison_would_see_another_setting(change: dict[str, float], task: Path, one: Path) -> None:
     weights, _ = plain(task, replace(SETTINGS, **change))

@@ -116,6 +116,8 @@ def in_text(path: str, text: str) -> Iterator[Found]:
     tree = ast.parse(text)
     skipped = {id(node) for node in _prose(tree)}
     for node in ast.walk(tree):
+        if not isinstance(node, ast.Constant | ast.Attribute | ast.ImportFrom):
+            continue
         for thing, (names, folders, modules, attributes) in THINGS.items():
             if path.startswith(folders):
                 continue

@@ -6,6 +6,7 @@ Nesting, arguments, formatting, types and the import contracts are held by `make
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -35,8 +36,13 @@ def sources() -> list[Path]:
     return sorted(path for top in ("cosmos_core", "flows", "tasks", "tests") for path in (ROOT / top).rglob("*.py"))
 
 
+@functools.cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
 def functions(file: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    tree = ast.parse(file.read_text(encoding="utf-8"))
+    tree = parsed(file)
     return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
@@ -61,7 +67,7 @@ def test_no_file_and_no_function_is_longer_than_its_ceiling() -> None:
 
 def test_every_module_says_what_it_is_for() -> None:
     silent = [file for file in sources() if file.name != "__init__.py"
-              and not ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))]  # fmt: skip
+              and not ast.get_docstring(parsed(file))]  # fmt: skip
     assert silent == []
     of_packages = {file for file in sources() if file.name == "__init__.py"} - {
         ROOT / "cosmos_core/__init__.py",
@@ -70,12 +76,13 @@ def test_every_module_says_what_it_is_for() -> None:
     assert not [file for file in of_packages if file.read_text(encoding="utf-8").strip()]
 
 
+@functools.cache
 def class_definitions() -> dict[str, list[ast.ClassDef]]:
     """Return the classes of the product by name."""
     classes: dict[str, list[ast.ClassDef]] = {}
     for file in sources():
         if not file.is_relative_to(ROOT / "tests"):
-            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            for node in ast.walk(parsed(file)):
                 if isinstance(node, ast.ClassDef):
                     classes.setdefault(node.name, []).append(node)
     return classes
@@ -115,8 +122,7 @@ def test_every_public_function_of_ours_has_a_sentence() -> None:
     for file in sources():
         if file.is_relative_to(ROOT / "tests"):
             continue
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        for node in tree.body:
+        for node in parsed(file).body:
             is_class = isinstance(node, ast.ClassDef) and node.name[0] != "_"
             names = [
                 member.name

@@ -189,6 +189,7 @@ def test_dropped_rows_are_not_prepared(tmp_path: Path) -> None:
     assert (made.path / "data" / FILE).is_file() and outcome.info["notices"]
 
 
+@pytest.mark.full
 def test_no_row_of_gsm8k_is_dropped_for_its_test_rows(test_data: Path, tmp_path: Path) -> None:
     names = {name: str(test_data / f"gsm8k/{name}.jsonl") for name in ("train", "test")}
     settings = {"decontaminate_against": [names["test"]], "action": "drop"}

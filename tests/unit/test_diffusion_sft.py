@@ -214,7 +214,7 @@ def test_what_is_drawn_for_a_row_is_a_function_of_the_seed_and_the_recipe() -> N
 def test_a_training_falls_and_its_export_draws_what_the_policy_draws(
     inputs: Inputs, tmp_path: Path, name: str, lora: dict[str, Any]
 ) -> None:
-    settings = {"train.epoch": 8, "train.ema_enable": True, "train.optm_lr": 3e-3 if lora else 1e-3}
+    settings = {"train.epoch": 4, "train.ema_enable": True, "train.optm_lr": 6e-3 if lora else 2e-3}
     stage = inputs.stage(tmp_path / "sft", name, **lora, **settings)
     trained = train(stage)
     outcome = hand_over(stage, trained)
@@ -226,7 +226,7 @@ def test_a_training_falls_and_its_export_draws_what_the_policy_draws(
     checks = ["tensors", "copies", "images: bit-identical", *(["adapter: bit-identical"] if lora else [])]
     assert outcome.info["checks"] == checks
     if name == "sd3":
-        check_what_a_user_loads(inputs.model("sd3"), stage.path / "safetensors/step_16", has_adapter=bool(lora))
+        check_what_a_user_loads(inputs.model("sd3"), stage.path / "safetensors/step_8", has_adapter=bool(lora))
 
 
 def check_what_a_user_loads(start: Path, folder: Path, *, has_adapter: bool) -> None:
@@ -250,7 +250,7 @@ def check_what_a_user_loads(start: Path, folder: Path, *, has_adapter: bool) -> 
         assert layer.scaling == {base.get_active_adapters()[0]: 2.0}
 
 
-@pytest.mark.parametrize("lora", [{}, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("lora", [pytest.param({}, marks=pytest.mark.full), LORA], ids=["full", "lora"])
 def test_a_training_that_stopped_ends_with_the_same_bits(
     inputs: Inputs, tmp_path: Path, lora: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -287,7 +287,7 @@ def test_the_reward_rises(trainer_type: str, tmp_path: Path) -> None:
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.005, rewards
 
 
-@pytest.mark.parametrize("trainer_type", ["diffusion_nft", "flow_grpo"])
+@pytest.mark.parametrize("trainer_type", ["diffusion_nft", pytest.param("flow_grpo", marks=pytest.mark.full)])
 def test_a_step_is_a_function_of_weights_and_state(trainer_type: str, tmp_path: Path) -> None:
     def made() -> Run:
         solver = {"diffusion_nft": "dpm2", "flow_grpo": "flow"}[trainer_type]

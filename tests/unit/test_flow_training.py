@@ -88,8 +88,9 @@ def metrics_of(stage: Stage) -> list[dict[str, Any]]:
     return [line for line in read_metrics(stage.path / "metrics.jsonl") if "loss" in line]
 
 
-@pytest.mark.parametrize("weights", [pytest.param({}, marks=pytest.mark.full), LORA], ids=["full", "lora"])
-@pytest.mark.parametrize("name", ["flow_grpo", pytest.param("nft", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("weights", [{}, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("name", ["flow_grpo", "nft"])
 def test_a_training_raises_its_reward_and_is_exported(
     inputs: Inputs, name: str, weights: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -105,7 +106,13 @@ def test_a_training_raises_its_reward_and_is_exported(
 
 
 @pytest.mark.parametrize(
-    ("name", "weights"), [pytest.param("nft", LORA, marks=pytest.mark.full), ("nft", {}), ("flow_grpo", LORA)], ids=str
+    ("name", "weights"),
+    [
+        pytest.param("nft", LORA, marks=pytest.mark.full),
+        ("nft", {}),
+        pytest.param("flow_grpo", LORA, marks=pytest.mark.full),
+    ],
+    ids=str,
 )
 def test_a_training_that_stopped_ends_with_the_same_bits(
     inputs: Inputs, name: str, weights: dict[str, Any], tmp_path: Path
@@ -142,8 +149,14 @@ def tensors_of(stage: Stage, step: int) -> dict[str, torch.Tensor]:
     return {name: tensor for part in parts for name, tensor in load_file(part).items()}
 
 
-@pytest.mark.parametrize("family", ["sana", "sana_video", "cosmos_predict"])
-@pytest.mark.parametrize("name", list(TRAININGS))
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        pytest.param(family, name, marks=[pytest.mark.full] * (name != of_family))
+        for family, of_family in (("sana", "flow_grpo"), ("sana_video", "nft"), ("cosmos_predict", "flow_grpo"))
+        for name in TRAININGS
+    ],
+)
 def test_every_family_is_trained(inputs: Inputs, family: str, name: str, tmp_path: Path) -> None:
     reward = {"train.train_policy.reward_function": f"{inputs.folder / 'reward.py'}:bright"}
     stage = inputs.stage(
@@ -154,7 +167,7 @@ def test_every_family_is_trained(inputs: Inputs, family: str, name: str, tmp_pat
     assert [line["reward/invalid"] for line in metrics_of(stage)] == [0, 0]
 
 
-@pytest.mark.parametrize("name", ["nft", "ddrl"])
+@pytest.mark.parametrize("name", [pytest.param("nft", marks=pytest.mark.full), "ddrl"])
 def test_real_images_are_learned_beside_rollouts(inputs: Inputs, name: str, tmp_path: Path) -> None:
     folder = tmp_path / "media"
     folder.mkdir()

@@ -226,7 +226,7 @@ def test_muon_takes_the_matrices_of_the_layers_and_adamw_all_else_whatever_is_re
         torch.testing.assert_close(parameter, named[name], rtol=0, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW"])
+@pytest.mark.parametrize("name", [pytest.param("AdamW8bit", marks=pytest.mark.full), "AdamW"])
 def test_what_an_optimizer_has_gathered_can_be_forgotten(name: str) -> None:
     pytest.importorskip("torchao", reason="needs the package torchao")
     model = torch.nn.Linear(64, 64)

@@ -16,14 +16,23 @@ from tests.unit.tiny_model import save_tiny_model
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
 
-@pytest.fixture(scope="module", params=[True, pytest.param(False, marks=pytest.mark.full)], ids=["tied", "untied"])
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    work = tmp_path_factory.mktemp("vllm")
-    folder = save_tiny_model(work / "tiny", tied=request.param)
+def results(work: Path, is_tied: bool, *, further_engines: bool = False) -> dict[str, Any]:
+    folder = save_tiny_model(work / "tiny", tied=is_tied)
     command = [sys.executable, "-m", "tests.unit.vllm_program", str(folder), str(work / "found.json")]
+    command += ["--further-engines"] * further_engines
     ended = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
     assert ended.returncode == 0, ended.stderr[-4000:]
     return json.loads((work / "found.json").read_text())
+
+
+@pytest.fixture(scope="module", params=[True, pytest.param(False, marks=pytest.mark.full)], ids=["tied", "untied"])
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return results(tmp_path_factory.mktemp("vllm"), request.param)
+
+
+@pytest.fixture(scope="module")
+def further(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return results(tmp_path_factory.mktemp("vllm"), is_tied=True, further_engines=True)
 
 
 def test_logprobs_agree_with_the_trainer(found: dict[str, Any]) -> None:
@@ -108,10 +117,9 @@ def test_an_adapter_comes_alone_and_the_engine_computes_what_the_trainer_does(fo
     assert adapted["partial"].startswith("StageFailed: weight sync: 1 tensors did not come, such as model.layers.0")
 
 
-def test_an_engine_apart_may_have_ranks_of_its_own_which_end_with_it(found: dict[str, Any]) -> None:
-    if "spread" not in found:
-        pytest.skip("once is enough")
-    spread = found["spread"]
+@pytest.mark.full
+def test_an_engine_apart_may_have_ranks_of_its_own_which_end_with_it(further: dict[str, Any]) -> None:
+    spread = further["spread"]
     assert max(spread["difference"]) < 1e-4 and set(spread["versions"]) == {5}
     assert spread["interrupted"] == "StageFailed: weight sync: the trainer has gone"
     ranks = ["VLLM::Worker_TP0", "VLLM::Worker_TP1"]
@@ -121,8 +129,9 @@ def test_an_engine_apart_may_have_ranks_of_its_own_which_end_with_it(found: dict
     assert {name for name in before if before[name] != created[name]} == {"children"}
 
 
-def test_an_engine_started_anew_gives_the_same_tokens(found: dict[str, Any]) -> None:
-    assert found["closed"] and found["second"] == found["synced"]["last"]
+@pytest.mark.full
+def test_an_engine_started_anew_gives_the_same_tokens(further: dict[str, Any]) -> None:
+    assert further["closed"] and further["second"] == further["synced"]["last"]
 
 
 def test_creating_and_using_an_engine_leaves_the_process_as_it_was(found: dict[str, Any]) -> None:

@@ -89,7 +89,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, *words: str) -> str:
     return stream.read()
 
 
-@pytest.mark.parametrize("num_directories", [50, pytest.param(300, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_directories", [20, pytest.param(300, marks=pytest.mark.full)])
 def test_no_damage_to_a_run_directory_ends_in_a_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_directories: int
 ) -> None:

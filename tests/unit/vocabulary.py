@@ -11,6 +11,7 @@ documents; where a word has a plain meaning too, `EXCEPTIONS` says which and why
 from __future__ import annotations
 
 import argparse
+import functools
 import io
 import re
 import sys
@@ -169,7 +170,13 @@ def _in_document(path: str, text: str) -> Iterator[Found]:
         yield from _in_prose(path, number, line)
 
 
+_ANY_PROSE = re.compile(rf"\b(?:{'|'.join(rule.prose for rule in RULES.values() if rule.prose)})\b", re.IGNORECASE)
+"""Most lines match no rule, and one search tells so."""
+
+
 def _in_prose(path: str, number: int, line: str) -> Iterator[Found]:
+    if not _ANY_PROSE.search(line):
+        return
     for word, rule in RULES.items():
         if rule.prose and path.startswith(rule.within):
             for match in re.finditer(rf"\b(?:{rule.prose})\b", line, re.IGNORECASE):
@@ -177,12 +184,20 @@ def _in_prose(path: str, number: int, line: str) -> Iterator[Found]:
                     yield Found(path, number, word, line.strip())
 
 
+@functools.cache
+def _words_of(name: str) -> tuple[str, ...]:
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+    return tuple(
+        word
+        for word, rule in RULES.items()
+        if (rule.part and re.search(rf"(?:^|_){rule.part}(?:_|$)", snake))
+        or (rule.name and re.fullmatch(rule.name, name))
+    )
+
+
 def _in_name(path: str, token: tokenize.TokenInfo) -> Iterator[Found]:
-    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", token.string).lower()
-    for word, rule in RULES.items():
-        is_part = rule.part and re.search(rf"(?:^|_){rule.part}(?:_|$)", snake)
-        is_name = rule.name and re.fullmatch(rule.name, token.string)
-        if (is_part or is_name) and path.startswith(rule.within):
+    for word in _words_of(token.string):
+        if path.startswith(RULES[word].within):
             begin, end = token.start[1], token.end[1]
             if not _is_excepted(word, path, token.line.rstrip(), (begin, end)):
                 yield Found(path, token.start[0], word, token.line.strip())
