@@ -73,6 +73,8 @@ class Update:
 
     They are computed before the outputs of the policy. A micro-batch has them as `NAME/OUTPUT`, such as `old/velocity`.
     """
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Metrics that do not depend on the model's outputs."""
     data: Update | None = None
     """Supervised loss on data rows in the same optimizer step (the data term), as an update; None: no such loss."""
 
@@ -118,6 +120,9 @@ class Algorithm:
     """Maximum number of tokens in a sequence (`policy.model_max_length`)."""
     diffusers: DiffusersConfig = DiffusersConfig()
     """Settings for sampling from and training a diffusion model."""
+    has_separate_gradients: bool = False
+    """Whether the gradient of a sample depends on no other sample of the update and on no random number, so that a
+    sample without a gradient may be left out; False with dropout, or if the model adds a loss of its own (routers)."""
     null_text: Mapping[str, Tensor] | None = None
     """Embedding of the empty prompt, as tensors by name, for guidance of a diffusion model; None for text models."""
     data_term: Callable[[int, int], Update] | None = None

@@ -22,6 +22,7 @@ from cosmos_core.algorithms.base import Algorithm, Loss, Update, View, align_row
 from cosmos_core.algorithms.correction import Correction, importance_weights, self_normalise
 from cosmos_core.algorithms.distillation import TeacherTerms, score_with_teacher, teacher_terms, train_on_prompt
 from cosmos_core.algorithms.high_entropy import high_entropy_masks
+from cosmos_core.algorithms.idle import follows_advantage, without_idle
 from cosmos_core.algorithms.objectives.base import PolicySettings, probability_ratio
 from cosmos_core.algorithms.policy_loss import PolicyInputs, policy_loss, positive_nll
 from cosmos_core.algorithms.prefixes import shared_prefixes
@@ -44,6 +45,8 @@ class _UpdateInputs:
     """Inputs of one optimizer step (update); each sequence has one element per sample."""
 
     samples: Sequence[Sample]
+    whole: Sequence[Sample]
+    """All samples of the optimizer step, with those that are not run, for the denominators of the loss."""
     old: Sequence[Tensor] | None
     """Log-probabilities before the first update of the train step; None if there is only one update."""
     reference: Sequence[Tensor] | None
@@ -158,7 +161,12 @@ class Grpo(Algorithm):
 
     def updates(self, samples: Sequence[Sample], view: View) -> Iterator[Update]:
         """Yield the optimizer steps of `mu_iterations` passes over the samples."""
-        batches = equal_batches(len(samples), self.config.batch_size_per_optimize)
+        whole = [samples[batch] for batch in equal_batches(len(samples), self.config.batch_size_per_optimize)]
+        may_be_idle = (
+            self.has_separate_gradients and not self.teacher and follows_advantage(self.config, self._settings)
+        )
+        samples, batches, metrics = without_idle(whole, may_be_idle=may_be_idle)
+        samples = within_budget(samples, self.config.max_token_len_per_mini_batch)
         # In the only update of a train step pi equals pi_old, so pi_old needs no forward pass of its own.
         is_single = len(batches) == 1 and self.config.mu_iterations == 1 and not self.config.self_normalised_weights
         old = None
@@ -178,10 +186,11 @@ class Grpo(Algorithm):
         teacher = None
         if self.teacher is not None:
             samples, teacher = score_with_teacher(self.teacher, samples, view, self._wants)
-        for number, batch in enumerate(batches * self.config.mu_iterations):
+        for number, (batch, of_step) in enumerate([*zip(batches, whole, strict=True)] * self.config.mu_iterations):
             inputs = (old and old[batch], reference and reference[batch], teacher and teacher[batch])
             further = (returns and returns[batch], self._high_entropy(samples[batch], view), correction)
-            yield self._update(_UpdateInputs(samples[batch], *inputs, *further, is_first=number == 0))
+            update = self._update(_UpdateInputs(samples[batch], of_step, *inputs, *further, is_first=number == 0))
+            yield replace(update, metrics=metrics)
         self._num_steps += 1
         if self.config.reference_reset_interval and self._num_steps % self.config.reference_reset_interval == 0:
             view.reset("reference", optimizer=self.config.reset_optimizer_with_reference)
@@ -199,9 +208,9 @@ class Grpo(Algorithm):
         self._num_steps = int(state.get("num_steps", 0))
 
     def _update(self, inputs: _UpdateInputs) -> Update:
-        config, samples = self.config, inputs.samples
-        total = denominator(config.loss_type, [s.num_learned for s in samples], config.unbiased_loss_max_tokens)
-        positive_tokens = float(max(1, sum(s.num_learned for s in samples if s.reward > 0)))
+        config, whole = self.config, inputs.whole
+        total = denominator(config.loss_type, [s.num_learned for s in whole], config.unbiased_loss_max_tokens)
+        positive_tokens = float(max(1, sum(s.num_learned for s in whole if s.reward > 0)))
 
         def loss(micro: MicroBatch) -> Loss:
             references = _reference_logprobs(micro, inputs.old)
@@ -226,7 +235,7 @@ class Grpo(Algorithm):
         entropy: Literal["", "value", "gradient"] = "value" if config.log_entropy else ""
         top_k = self.teacher.top_k if self.teacher else 0
         wants = Wants(config.temperature, entropy="gradient" if config.entropy_coeff else entropy, top_k=top_k)
-        return Update(samples, loss, wants, has_constant_gradient=self._is_constant(inputs))
+        return Update(inputs.samples, loss, wants, has_constant_gradient=self._is_constant(inputs))
 
     def _is_constant(self, inputs: _UpdateInputs) -> bool:
         """Return True if the derivative of the loss with respect to the log-probabilities is independent of them."""

@@ -8,6 +8,7 @@ Shapes: B sequences, T tokens.
 
 import importlib
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -69,8 +70,7 @@ def policy_loss(inputs: PolicyInputs, settings: PolicySettings) -> PolicyLoss:
         advantages_B1 = advantages_B1 + apply_mask(inputs.token_advantages_BT, mask_BT)
     terms = Terms(logprobs_BT, log_ratio_BT, rollout_log_ratio_BT, advantages_B1, mask_BT)
 
-    module = importlib.import_module(f"cosmos_core.algorithms.objectives.{settings.objective}")
-    loss_BT, metrics = getattr(module, settings.objective)(terms, settings)
+    loss_BT, metrics = getattr(_objective_module(settings), settings.objective)(terms, settings)
     if inputs.weights_BT is not None:
         loss_BT = loss_BT * inputs.weights_BT
     if settings.off_policy_masking_delta is not None:
@@ -94,6 +94,19 @@ def policy_loss(inputs: PolicyInputs, settings: PolicySettings) -> PolicyLoss:
     assert inputs.ref_logprobs_BT is not None or not settings.kl_beta, "kl_beta > 0 needs ref_logprobs_BT"
     assert inputs.entropy_BT is not None or not settings.entropy_coeff, "entropy_coeff needs entropy_BT"
     return PolicyLoss(apply_mask(loss_BT, mask_BT), metrics)
+
+
+def scales_with_advantage(settings: PolicySettings) -> bool:
+    """Return True if a token with an advantage of 0 has a loss and a gradient of exactly 0, as its objective declares.
+
+    The KL penalty and the entropy bonus have a gradient at every token.
+    """
+    declared: bool = getattr(_objective_module(settings), "SCALES_WITH_ADVANTAGE", False)
+    return declared and not settings.kl_beta and not settings.entropy_coeff
+
+
+def _objective_module(settings: PolicySettings) -> ModuleType:
+    return importlib.import_module(f"cosmos_core.algorithms.objectives.{settings.objective}")
 
 
 def _off_policy(terms: Terms, delta: float) -> Tensor:

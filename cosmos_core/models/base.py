@@ -12,9 +12,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cosmos_core.parallel.mesh import Mesh
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Return whether a model in training mode sets random activations or attention weights to zero."""
+    rates = (
+        module.p if isinstance(module, nn.Dropout) else module.__dict__.get("attention_dropout")
+        for module in model.modules()
+    )  # fmt: skip
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +133,8 @@ class ModelAdapter(Protocol):
     """Device of the model inputs; weights may be on another device."""
     whole: Any
     """Unsharded copy of the model on the meta device, if `model` is sharded; None: `model` is not sharded."""
+    has_model_loss: bool
+    """Whether the model adds a loss of its own to each update (`MicroBatch.model_loss`)."""
 
     @property
     def runner(self) -> Runner:

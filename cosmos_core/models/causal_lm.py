@@ -94,7 +94,7 @@ class CausalLM:
         `balance` has the settings of the load-balancing loss of experts, which is added to each update; None: no loss.
         """
         self.model = model
-        self._has_balance = balance is not None
+        self.has_model_loss = balance is not None
         self.mesh = mesh
         self.device = torch.device(mesh.data.device_type) if mesh else model.device
         self.whole = copy_without_weights(model) if mesh else None
@@ -162,7 +162,7 @@ class CausalLM:
             del inputs["position_ids"]  # the model computes them, in some families as 2-D positions of image tokens
             image_inputs = self._reading.vision.inputs(samples_or_filler, rows.inputs["input_ids"])
             inputs |= {name: tensor.to(device, self._image_dtype(tensor)) for name, tensor in image_inputs.items()}
-        if self._has_balance:
+        if self.has_model_loss:
             inputs |= to_device(sequences_of(rows.inputs, [len(each) for each in ids]), device)
         chosen = torch.from_numpy(positions).to(device)
         top_ids_NK = _top_ids(samples_or_filler, device)

@@ -60,7 +60,7 @@ class Denoiser:
         self.device = torch.device(mesh.data.device_type) if mesh else next(model.parameters()).device
         self.dtype: torch.dtype = next(model.parameters()).dtype
         self.whole = copy_without_weights(model) if mesh else None
-        self._train = train
+        self.has_model_loss, self._train = False, train
         if mesh and mesh.context:
             family.shard_tokens(model, mesh.context)
         root = FsdpRoot(model)

@@ -95,8 +95,10 @@ def train(stage: Stage) -> Trained:
     """Train the model of a stage to its last step."""
     recipe, policy = stage.recipe, stage.recipe.train.train_policy
     has_rollouts = policy.has_rollouts
-    algorithm = _with_data_term(make_algorithm(recipe, training_sampling(recipe) if has_rollouts else None), stage)
+    algorithm = make_algorithm(recipe, training_sampling(recipe) if has_rollouts else None)
     trainer = open_trainer(stage)
+    algorithm.has_separate_gradients = trainer.has_separate_gradients
+    algorithm = _with_data_term(algorithm, stage)
     with ExitStack() as stack:
         generation = Generation(stage, trainer, stack)
         async_validation = _async_validation(stage, generation)

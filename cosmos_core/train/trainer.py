@@ -11,13 +11,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cosmos_core.algorithms.aggregate import Metrics, add_metrics, means
 from cosmos_core.algorithms.base import Loss, Update
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.errors import ConfigError, ProgramError
-from cosmos_core.models.base import MicroBatch, ModelAdapter, Wants
+from cosmos_core.models.base import MicroBatch, ModelAdapter, Wants, has_dropout
 from cosmos_core.parallel.mesh import all_gather_object
 from cosmos_core.parallel.pipeline import clip_over_stages, sum_tied_gradients
 from cosmos_core.run.progress import Progress
@@ -48,6 +48,12 @@ class Trainer:
         self.optimizer = build_optimizer(adapter.model, train, whole=adapter.whole)
         self._models: dict[str, ModelAdapter] = {}
         self._train, self._progress = train, progress
+
+    @property
+    def has_separate_gradients(self) -> bool:
+        """Return whether the gradient of a sample depends on no other sample of the update and on no random number."""
+        adapter = self.adapter  # a pipeline rank has only some modules of the model
+        return not adapter.has_model_loss and not has_dropout(adapter.whole if adapter.mesh else adapter.model)
 
     def add_model(self, name: str, adapter: ModelAdapter) -> None:
         """Add another model, such as a teacher with another architecture, that `evaluate` can run by name."""
@@ -93,7 +99,7 @@ class Trainer:
                 f"loss = {loss}, gradient norm = {norm}: not finite; lower train.optm_lr or look at the data"
             )
         self.optimizer.step()
-        return {"loss": loss, "grad_norm": norm, **means(total), **_quantiles(values)}
+        return {"loss": loss, "grad_norm": norm, **means(total), **_quantiles(values), **update.metrics}
 
     def drop_gradients(self) -> None:
         """Free the memory of the gradients after the last update of a train step."""
@@ -138,7 +144,7 @@ class Trainer:
 
         With dropout no outputs are equal, so the list is empty.
         """
-        if not names or any(isinstance(module, nn.Dropout) and module.p for module in self.adapter.model.modules()):
+        if not names or has_dropout(self.adapter.model):
             return []
         equal = [name for name in names if self.named.equals_policy(name)]
         of_ranks = all_gather_object(equal)

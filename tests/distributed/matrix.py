@@ -60,6 +60,8 @@ class Case:
     algorithm: str = "sft"
     masked: int = 0
     """That many of the longest samples, dealt to the first ranks, have nothing to learn."""
+    idle: int = 0
+    """That many of the longest samples have an advantage of 0, and need not be run through the model."""
     dtype: str = "float64"
     checkpointing: bool = False
     model: str = "tied"
@@ -80,20 +82,23 @@ class Case:
         flags += [f"{key} = {value}" for key, value in self.train]
         flags += ["balanced"] if self.balance else []
         masked = [f"{self.masked} masked"] if self.masked else []
+        masked += [f"{self.idle} idle"] if self.idle else []
         return ", ".join([mesh, f"{self.mini_batch} rows", self.algorithm, *flags, *masked, self.dtype])
 
 
-def samples(masked: int) -> list[Sample]:
+def samples(masked: int, idle: int = 0) -> list[Sample]:
     """Sequences of different lengths; prompts of three tokens and more."""
     random = np.random.default_rng(0)
-    longest = sorted(range(len(LENGTHS)), key=lambda i: -LENGTHS[i])[:masked]
+    by_length = sorted(range(len(LENGTHS)), key=lambda i: -LENGTHS[i])
+    longest = by_length[:masked]
     found = []
     for i, length in enumerate(LENGTHS):
         mask = np.zeros(length, dtype=np.uint8)
         mask[3 + i % 2 :] = i not in longest
         ids = random.integers(1, VOCABULARY - 1, length)
         logprobs = -random.random(int(mask.sum())).astype(np.float32)
-        found.append(Sample(ids, mask, float(random.normal()), float(i % 2), logprobs))
+        advantage = float(random.normal()) * (i not in by_length[:idle])
+        found.append(Sample(ids, mask, advantage, float(i % 2), logprobs))
     return found
 
 
@@ -114,7 +119,7 @@ def recipe(case: Case) -> Recipe:
         policy |= {"type": "sft", "trainer_type": "kto"}
     if case.algorithm in {"grpo", "taught"}:
         policy |= {"type": "grpo"}
-        policy |= {"mu_iterations": 1, "batch_size_per_optimize": 4}
+        policy |= {"mu_iterations": 1, "batch_size_per_optimize": None if case.idle else 4}
     train = {
         "param_dtype": "float32", "compile": False, "train_batch_per_replica": 8, "optm_grad_norm_clip": 0.0,
         "train_policy": policy, "sequence_packing": case.packed, **dict(case.train),
@@ -149,8 +154,9 @@ def computed(case: Case, models: Path, scratch: Path) -> dict[str, Any]:
     score_in(rank, getattr(torch, case.dtype))
     rank.adapter.prove()
     policy = config.train_policy
-    batch = samples(case.masked)
+    batch = samples(case.masked, case.idle)
     algorithm = make_algorithm(recipe(case))
+    algorithm.has_separate_gradients = bool(case.idle)
     algorithm.teacher = recipe(case).teacher
     if algorithm.teacher:
         add_teacher(rank, load(str(models / "deep"), dtype=torch.float32, device=torch.device("cpu")), case, config)

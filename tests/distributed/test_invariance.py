@@ -30,6 +30,7 @@ TWO = [
     Case(DP2, 4, masked=3),
     Case(DP2, 8, masked=3, packed=True),
     Case(DP2, 2, algorithm="grpo"),
+    Case(DP2, 2, algorithm="grpo", idle=5),
     Case(DP2, 2, algorithm="taught"),
     Case(DP2, 1, algorithm="dpo"),
     Case(DP2, 2, algorithm="dpo", packed=True),

@@ -5,6 +5,8 @@ from torch import Tensor
 from cosmos_core.algorithms.aggregate import Metrics
 from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, capped_fraction, probability_ratio
 
+SCALES_WITH_ADVANTAGE = True
+
 
 def aipo(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
     """Return the AIPO loss per token, -sg[min(pi / mu, ratio_cap)] A log pi; sg stops the gradient.

@@ -5,6 +5,8 @@ from torch import Tensor
 from cosmos_core.algorithms.aggregate import Metrics
 from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, capped_fraction, probability_ratio
 
+SCALES_WITH_ADVANTAGE = True
+
 
 def aipo_clamped(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
     """Return the clamped AIPO loss per token, -min(rho, ratio_cap) A, with rho = pi / pi_old and advantage A."""

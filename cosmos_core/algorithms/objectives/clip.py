@@ -8,6 +8,8 @@ from torch import Tensor
 from cosmos_core.algorithms.aggregate import Metrics, token_metric
 from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, probability_ratio
 
+SCALES_WITH_ADVANTAGE = True
+
 
 def clip(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
     """Return the clipped PPO loss per token, -min(rho A, clip(rho, 1 - epsilon_low, 1 + epsilon_high) A).

@@ -11,6 +11,8 @@ from cosmos_core.algorithms.objectives.dppo_tv import probabilities, within_regi
 _EPSILON = 1e-8
 """Value added to the total probability of all tokens other than the sampled one before the logarithm, as in verl."""
 
+SCALES_WITH_ADVANTAGE = True
+
 
 def dppo_kl(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
     """Return `within_region` with the trust region of tokens with a KL(old policy || policy) of at most epsilon.

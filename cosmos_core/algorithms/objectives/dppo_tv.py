@@ -7,6 +7,8 @@ from torch import Tensor
 from cosmos_core.algorithms.aggregate import Metrics, token_metric
 from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, probability_ratio
 
+SCALES_WITH_ADVANTAGE = True
+
 
 def dppo_tv(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
     """Return `within_region` with the trust region of tokens whose probability has changed by at most epsilon.

@@ -6,6 +6,8 @@ from cosmos_core.algorithms.aggregate import Metrics
 from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, probability_ratio
 from cosmos_core.algorithms.objectives.clip import clipped_loss
 
+SCALES_WITH_ADVANTAGE = True
+
 
 def gspo(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
     """Return the GSPO loss per token, -min(s A, clip(s) A), where s is exp of the mean log-ratio of the sequence.

@@ -6,6 +6,8 @@ from torch import Tensor
 from cosmos_core.algorithms.aggregate import Metrics
 from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, probability_ratio
 
+SCALES_WITH_ADVANTAGE = True
+
 
 def sapo(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
     """Return the SAPO loss per token, -(4 / t) sigmoid(t (rho - 1)) A, with rho = pi / pi_old and advantage A.

@@ -1,0 +1,62 @@
+"""Completions whose loss has a gradient of exactly 0, such as those of groups with equal rewards, are not run.
+
+They still count in the denominators of the loss. A few are run, so that engine and trainer are compared in every step,
+and so that the same weights have a gradient, which may be 0: optimizers treat a missing gradient differently.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, chain, pairwise
+
+from cosmos_core.algorithms.objectives.base import PolicySettings
+from cosmos_core.algorithms.policy_loss import scales_with_advantage
+from cosmos_core.config.schema.grpo import GrpoConfig
+from cosmos_core.data.sample import Sample
+
+METRIC = "train/completions_without_gradient"
+"""Metric: number of completions of the train step whose gradient is exactly 0."""
+NUM_COMPARED = 4
+"""Minimum number of completions that an optimizer step runs, although their gradient may be 0."""
+
+
+def follows_advantage(config: GrpoConfig, settings: PolicySettings) -> bool:
+    """Return whether a completion with an advantage of 0 has no gradient and changes the loss of no other completion.
+
+    Terms of the loss without the advantage have a gradient. A reference adds such a term or changes the advantages of
+    tokens; quantiles of the entropy and normalised weights are computed over the completions of the whole step.
+    """
+    return (
+        scales_with_advantage(settings)
+        and "reference" not in config.named_weights
+        and not config.positive_nll_coef
+        and not config.self_normalised_weights
+        and config.top_entropy_quantile == 1
+    )
+
+
+def without_idle(
+    steps: Sequence[Sequence[Sample]], *, may_be_idle: bool
+) -> tuple[list[Sample], list[slice], dict[str, float]]:
+    """Return the samples to run, the slice of each optimizer step in them, and the metric `METRIC`.
+
+    `steps` are the samples of each optimizer step; `may_be_idle`: whether an advantage of 0 means that there is no
+    gradient.
+    """
+
+    def is_idle(sample: Sample) -> bool:
+        return may_be_idle and sample.advantage == 0
+
+    kept = [_kept(samples, is_idle) for samples in steps]
+    slices = [slice(*ends) for ends in pairwise(accumulate(map(len, kept), initial=0))]
+    return list(chain(*kept)), slices, {METRIC: float(sum(map(is_idle, chain(*steps))))}
+
+
+def _kept(samples: Sequence[Sample], is_idle: Callable[[Sample], bool]) -> list[Sample]:
+    """Return the samples with a gradient, and idle ones until `NUM_COMPARED` samples with images, and as many without
+    images, are kept; fewer if there are not so many."""
+    kept = {i for i, sample in enumerate(samples) if not is_idle(sample)}
+    for has_images in (False, True):
+        same_kind = [i for i, sample in enumerate(samples) if bool(sample.images) == has_images]
+        idle = [i for i in same_kind if i not in kept]
+        missing = max(0, NUM_COMPARED - len(same_kind) + len(idle))
+        kept.update(idle[:: max(1, len(idle) // max(1, missing))][:missing])
+    return [samples[i] for i in sorted(kept)]
