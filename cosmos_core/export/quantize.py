@@ -30,7 +30,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from cosmos_core.checkpoint.parts import safetensors_blocks
 from cosmos_core.errors import ModelError
 from cosmos_core.models.first_layers import layers_path
-from cosmos_core.models.sharded_load import weight_files
+from cosmos_core.models.source import weight_files
 from cosmos_core.run.files import sync_folder, write_json
 
 _PRESETS = {

@@ -36,14 +36,12 @@ from transformers.core_model_loading import (
 )
 from transformers.initialization import meta_device_safe_creation_ops
 from transformers.modeling_utils import LoadStateDictInfo, str_to_torch_dtype
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
-from transformers.utils.hub import get_checkpoint_shard_files
 
 from cosmos_core.errors import ModelError
 from cosmos_core.models.generation_config import load_generation_config
 from cosmos_core.models.hf import audit, describe_nonfinite, load_model, model_without_weights
 from cosmos_core.models.recompute import Recompute
-from cosmos_core.models.source import KEY, check_weights, merge_error, source_of, translate_load_errors
+from cosmos_core.models.source import KEY, merge_error, translate_load_errors, weight_files
 from cosmos_core.parallel.fsdp import local_shard, names_in_one, shard_bounds
 from cosmos_core.parallel.mesh import first_problem
 from cosmos_core.transient import is_of_machine
@@ -52,6 +50,10 @@ logger = logging.getLogger(__name__)
 
 _ADAPTED = re.compile(r"\.(base_layer|original_module|modules_to_save\.default)(?=\.)")
 """Name components that an adapter inserts into the names of weights in the files."""
+
+_MOST_READ_BYTES = 64 << 30
+"""Size of the weight files whose values are read before a run."""
+_WEIGHT_SUFFIXES = (".safetensors", ".bin")
 
 _Transform = WeightRenaming | WeightConverter
 _Source = tuple[str, str, Any]
@@ -110,18 +112,47 @@ def init_on_meta(
     return built
 
 
-def audit_files(built: PreTrainedModel, model: str, revision: str | None = None) -> None:
-    """Compare names and shapes of the tensors in a local model folder with those of `built`, on the meta device.
-
-    Only safetensors files are compared, and no values are read.
+def audit_files(
+    built: PreTrainedModel, model: str, revision: str | None = None, beat: Callable[[], None] = lambda: None
+) -> str:
+    """Compare the tensors in a local model folder with those of `built`, on the meta device, and read their values one
+    group at a time, with a call of `beat` after each; return a notice if the files are too large to read.
 
     Raises:
-        ModelError: a file is damaged, or a tensor is missing, unexpected or of the wrong shape.
+        ModelError: what would fail in `load_model` or `load_sharded`.
     """
-    if Path(model).expanduser().is_dir():
-        files, reason = weight_files(model, revision)
-        if not reason:
-            _start(built, model, revision, built.dtype, torch.device("meta"), files)
+    if not Path(model).expanduser().is_dir():
+        return ""
+    files, reason = weight_files(model, revision)
+    reason = reason or _start(built, model, revision, built.dtype, torch.device("meta"), files)
+    size = sum(file.stat().st_size for file in Path(model).expanduser().glob("*") if file.suffix in _WEIGHT_SUFFIXES)
+    if size > _MOST_READ_BYTES:
+        return f"the values of {size / 1e9:,.0f} GB of weights are not looked at before the model is loaded"
+    if not reason:
+        _audit_values(built, beat)
+    elif not getattr(built.config, "quantization_config", None):
+        load_model(model, revision=revision, dtype=built.dtype)
+    return ""
+
+
+def _audit_values(built: PreTrainedModel, beat: Callable[[], None]) -> None:
+    """Read the weights of a model whose reading is planned; weights that are tied stay in memory to be compared."""
+    unread, state, tied = _UNREAD.pop(built), built.state_dict(keep_vars=True), dict[int, Tensor]()
+    num_names = Counter(id(state[name]) for group in unread.groups for name in group.shapes)
+    for group in unread.groups:
+        targets, done = dict[str, list[Tensor]](), set(tied.values())
+        for name in group.shapes:
+            key = id(state[name])
+            targets[name] = [tied[key] if key in tied else torch.empty_like(state[name], device="cpu").detach()]
+            if num_names[key] > 1:
+                tied[key] = targets[name][0]
+        try:
+            _read_group(group, targets, built, done)
+        except (ModelError, SafetensorError, OSError) as error:
+            if is_of_machine(error):
+                raise
+            raise ModelError(f"{KEY} = {unread.model!r}: {error}") from error
+        beat()
 
 
 def load_sharded(model: PreTrainedModel) -> None:
@@ -181,22 +212,6 @@ def _start(
     built.config._commit_hash = getattr(built.config, "_commit_hash", None) or revision
     _UNREAD[built] = _Unread(model, device, groups)
     return ""
-
-
-def weight_files(model: str, revision: str | None) -> tuple[list[str], str]:
-    """Return the safetensors files of a model and an empty string, or no files and the reason."""
-    source, options = source_of(model, revision)
-    check_weights(model)
-    options |= {"_raise_exceptions_for_missing_entries": False}
-    with translate_load_errors("weights", model):
-        single = cached_file(str(source), SAFE_WEIGHTS_NAME, **options)
-        if single:
-            return [single], ""
-        index = cached_file(str(source), SAFE_WEIGHTS_INDEX_NAME, **options)
-        if index is None:
-            return [], f"it has no {SAFE_WEIGHTS_NAME}"
-        options.pop("_raise_exceptions_for_missing_entries")
-        return get_checkpoint_shard_files(str(source), index, **options)[0], ""
 
 
 def _open_files(files: Sequence[str]) -> Iterator[Any]:

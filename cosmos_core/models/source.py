@@ -14,7 +14,14 @@ import torch
 from huggingface_hub import constants
 from safetensors import SafetensorError, safe_open
 from transformers.modeling_utils import load_state_dict
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    cached_file,
+)
+from transformers.utils.hub import get_checkpoint_shard_files
 
 from cosmos_core.config.load import printable
 from cosmos_core.errors import CosmosError, ModelError
@@ -86,7 +93,7 @@ def check_weights(model: str) -> None:
     folder = Path(model).expanduser()
     if not folder.is_dir():
         return
-    for file in _weight_files(folder, model):
+    for file in _local_files(folder, model):
         if not file.is_file():
             raise ModelError(f"{KEY} = {model!r}: {file} is no file, or a link to none; copy it again")
         if file.suffix == ".safetensors":
@@ -95,7 +102,23 @@ def check_weights(model: str) -> None:
             _check_pickled(file, model)
 
 
-def _weight_files(folder: Path, model: str) -> list[Path]:
+def weight_files(model: str, revision: str | None) -> tuple[list[str], str]:
+    """Return the safetensors files of a model and an empty string, or no files and the reason."""
+    source, options = source_of(model, revision)
+    check_weights(model)
+    options |= {"_raise_exceptions_for_missing_entries": False}
+    with translate_load_errors("weights", model):
+        single = cached_file(str(source), SAFE_WEIGHTS_NAME, **options)
+        if single:
+            return [single], ""
+        index = cached_file(str(source), SAFE_WEIGHTS_INDEX_NAME, **options)
+        if index is None:
+            return [], f"it has no {SAFE_WEIGHTS_NAME}"
+        options.pop("_raise_exceptions_for_missing_entries")
+        return get_checkpoint_shard_files(str(source), index, **options)[0], ""
+
+
+def _local_files(folder: Path, model: str) -> list[Path]:
     """Return the files in a model's folder from which transformers reads the weights."""
     for single, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
         if os.path.lexists(folder / single):  # a broken link has to be reported, not skipped

@@ -74,7 +74,7 @@ def run(stage: Stage) -> Outcome:
         info["prompts"] = first_prompts(stage.path / "data")
         info["shown"] = cast(list[JsonValue], shown_rows(stage.path / "data", tokenizer, _MOST_SHOWN))
     else:
-        audit_files(_empty(stage), stage.model, revision)
+        lines += filter(None, [audit_files(_empty(stage), stage.model, revision, stage.progress.beat)])
         lines += _check_model(stage)
         invalid = refused_settings(stage.model, revision)
         if invalid and stage.kind.feed == "rollouts" and stage.recipe.rollout.checks_generation_config:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from cosmos_core.errors import EXIT_USAGE, ModelError
@@ -171,6 +173,50 @@ def test_what_is_wrong_with_a_model_is_one_line_and_the_same_everywhere(
     assert f"policy.model_name_or_path = '{folder}': " in next(iter(found))
     with pytest.raises(ModelError, match=message):
         load_model(str(folder), dtype=torch.float32)
+
+
+def valued(change: Callable[[dict[str, torch.Tensor]], Any]) -> Damage:
+    """The weights with other values."""
+
+    def damage(folder: Path) -> None:
+        for file in folder.glob("*.safetensors"):
+            weights = load_file(file)
+            change(weights)
+            save_file(weights, file, {"format": "pt"})
+
+    return damage
+
+
+def first_value(value: float) -> Damage:
+    def change(weights: dict[str, torch.Tensor]) -> None:
+        for name in {"model.layers.1.mlp.up_proj.weight"} & weights.keys():
+            weights[name][0, 0] = value
+
+    return valued(change)
+
+
+def own_head(weights: dict[str, torch.Tensor]) -> None:
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1
+
+
+VALUES: dict[str, tuple[str, Damage, str]] = {
+    "NaN": ("single", first_value(math.nan), "tensor model.layers.1.mlp.up_proj.weight holds NaN"),
+    "infinity": ("single", first_value(-math.inf), "tensor model.layers.1.mlp.up_proj.weight holds NaN or inf"),
+    "NaN in a shard": ("sharded", first_value(math.nan), "tensor model.layers.1.mlp.up_proj.weight holds NaN"),
+    "a head of its own": ("single", valued(own_head), "ties (to others, but|.*weight to a tensor that has other)"),
+    "NaN of torch": ("single", pickled(lambda weights: {k: v * math.nan for k, v in weights.items()}), "holds NaN"),
+    "a lost tensor of torch": ("single", pickled(lambda weights: dict(list(weights.items())[1:])), "1 tensors missing"),
+}
+
+
+@pytest.mark.parametrize("case", VALUES)
+def test_wrong_values_are_told_by_the_check_as_by_a_load(folders: Path, tmp_path: Path, case: str) -> None:
+    kind, damage, message = VALUES[case]
+    folder = Path(shutil.copytree(folders / kind, tmp_path / "model"))
+    damage(folder)
+    stage = make_stage(tmp_path / "stage", "sft", recipe(SFT), folder)
+    for call in (lambda: check.run(stage), lambda: load_model(str(folder), dtype=torch.float32)):
+        assert re.search(message, line(call))
 
 
 @pytest.mark.parametrize("kind", ["single", "sharded"])
