@@ -50,20 +50,30 @@ def runs(
 
 
 def compare(
-    first: Annotated[str, typer.Argument(help="Run id or path.")],
-    second: Annotated[str, typer.Argument(help="Run id or path; empty: the newest.")] = "",
+    names: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run ids or paths; of one, beside the newest.")],
+    html: Annotated[Path | None, typer.Option(help="Write a page with the curves of all runs, up to 8.")] = None,
     output_dir: OutputDir = Path("outputs"),
 ) -> None:
-    """Show how two runs differ: settings, metrics and times."""
+    """Show how runs differ from the first: settings, metrics and times; with `--html`, their curves in one page."""
     from rich.console import Console
 
+    from cosmos_core.observe import overlay
     from cosmos_core.observe.runs import compared
     from cosmos_core.run.directory import find_run
+    from cosmos_core.run.files import write_text
     from tasks.kinds import all_kinds
 
+    paths = [find_run(name, output_dir) for name in (names if len(names) > 1 else [*names, ""])]
+    if html is not None:
+        page = overlay.build(paths)
+        html.parent.mkdir(parents=True, exist_ok=True)
+        write_text(html, page)
+        typer.echo(html)
+        return
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
-    for part in compared(find_run(first, output_dir), find_run(second, output_dir), all_kinds()):
-        console.print(part, markup=False, highlight=False)
+    for path in paths[1:]:
+        for part in compared(paths[0], path, all_kinds()):
+            console.print(part, markup=False, highlight=False)
 
 
 def report(run_name: RunName = "", output_dir: OutputDir = Path("outputs")) -> None:

@@ -40,6 +40,7 @@ _MARKS = {
     "died": "✗",
 }  # fmt: skip
 _BARS = "▁▂▃▄▅▆▇█"
+_MEMORY = {"GPU": "memory/gpu_gib", "memory": "memory/host_gib"}
 _SPARKS = 12  # number of characters of a sparkline
 # Phases that are not shown next to a step number, which implies them.
 _STEPPING = frozenset({"step", "generate", "score"})
@@ -191,7 +192,7 @@ class Display:
                     Text(self._doing(line), style=style),
                     bar,
                     _steps(line).removeprefix("step "),
-                    Text("  ".join([*_numbers(line), *_seconds(line)] if wide else _numbers(line))),
+                    Text("  ".join([*_numbers(line), *_seconds(line), *_memory(line)] if wide else _numbers(line))),
                     Text(sparkline(list(line.history.values())) if wide else "", style=style),
                     Text(clock if elapsed is not None else "", style="dim"),
                 )
@@ -334,6 +335,13 @@ def _seconds(line: _Line) -> list[str]:
     metrics = line.progress.metrics if line.progress and line.state in ACTIVE else {}
     times = [(name, metrics[f"time/{name}"]) for name in ("generate", "score", "train") if f"time/{name}" in metrics]
     return [" ".join(f"{name} {formatting.duration(seconds)}" for name, seconds in times)] if len(times) > 1 else []
+
+
+def _memory(line: _Line) -> list[str]:
+    """Return the memory that the training uses: of the GPU if there is one, otherwise of the host."""
+    metrics = line.progress.metrics if line.progress and line.state in ACTIVE else {}
+    used = [f"{name} {metrics[key]:.1f} GiB" for name, key in _MEMORY.items() if key in metrics]
+    return used[:1]
 
 
 def sparkline(values: Sequence[float]) -> str:

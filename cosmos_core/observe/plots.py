@@ -11,7 +11,7 @@ import io
 import math
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +23,16 @@ if TYPE_CHECKING:
 
 PANELS = ("loss", "reward", "accuracy", "kl", "grad_norm")
 """Families of metrics that are plotted by default, one panel each."""
-REPORT_PANELS = (*PANELS, "entropy", "length", "lr", "time/", "memory/")
-"""Families of metrics that the report plots; a name that ends with a slash stands for every metric with that prefix."""
+REPORT_PANELS = (*PANELS, "reward/", "entropy", "length", "lr", "time/", "memory/")
+"""Families of metrics that the report plots; a name that ends with a slash stands for every metric with that prefix
+that has no panel of its own."""
+_TITLES = {"reward/": "parts of the reward"}
+_NO_PARTS = {f"reward/{name}" for name in ("std", "group_std", "invalid", "constant_groups")}
 
 _INK, _GRID = "#6b7280", "#d4d4d8"
 _LINES = ("#4f6bed", "#e0802f", "#2f9e6e", "#b0569e")
+MOST_LINES = 2 * len(_LINES)
+"""Maximum number of lines in a panel; the second half is dashed."""
 _VARIABLES = {_INK: "var(--ink-soft, #6b7280)", _GRID: "var(--grid, #d4d4d8)"} | {
     colour: f"var(--line-{index}, {colour})" for index, colour in enumerate(_LINES)
 }
@@ -72,15 +77,32 @@ def curves_svg(lines: Sequence[dict[str, Any]], keys: Sequence[str] = PANELS) ->
     Colours are CSS variables of the page, `--ink-soft`, `--grid`, `--line-0` to `--line-3`, with defaults, so that they
     follow its light or dark mode.
     """
+    return _pictures(_panels(lines, keys))
+
+
+def overlay_svg(curves: Mapping[str, Sequence[dict[str, Any]]], keys: Sequence[str] = PANELS) -> str:
+    """Return one `<svg>` for each metric of the families in `keys`, with one line for each run.
+
+    `curves` are the lines of `metrics.jsonl` of each run, by its name.
+    """
+    metrics: dict[str, Series] = {}
+    for run, lines in curves.items():
+        for panel in _panels(lines, keys).values():
+            for key, points in panel.items():
+                metrics.setdefault(key, {})[run] = points
+    return _pictures(metrics)
+
+
+def _pictures(panels: Mapping[str, Series]) -> str:
     import matplotlib
     from matplotlib.figure import Figure
 
     pictures = []
     with _drawing, matplotlib.rc_context(_STYLE):
-        for name, series in _panels(lines, keys).items():
+        for name, series in panels.items():
             figure = Figure(figsize=_SIZE, layout="constrained")
             _draw(figure.add_subplot(), name, series)
-            pictures.append(_inline(figure, f"{name.removesuffix('/')} by step"))
+            pictures.append(_inline(figure, f"{_title(name)} by step"))
     return "\n".join(pictures)
 
 
@@ -91,9 +113,14 @@ def _panels(lines: Sequence[dict[str, Any]], keys: Sequence[str]) -> dict[str, S
         if not isinstance(step, int | float) or math.isnan(_plot_value(step)):
             continue
         for key, value in line.items():
-            prefix = f"{key.partition('/')[0]}/"
-            panel = prefix if prefix in panels else family(key)
-            if panel in panels and isinstance(value, int | float) and not isinstance(value, bool):
+            prefix, slash, _ = key.partition("/")
+            panel = name if (name := family(key)) in panels else prefix + slash  # `time` alone is the clock's
+            if (
+                panel in panels
+                and key not in _NO_PARTS
+                and isinstance(value, int | float)
+                and not isinstance(value, bool)
+            ):
                 steps, values = panels[panel].setdefault(key, ([], []))
                 steps.append(float(step))
                 values.append(_plot_value(value))
@@ -101,7 +128,11 @@ def _panels(lines: Sequence[dict[str, Any]], keys: Sequence[str]) -> dict[str, S
         name: {key: points for key, points in series.items() if any(map(math.isfinite, points[1]))}
         for name, series in panels.items()
     }
-    return {name: series for name, series in finite.items() if series}
+    return {name: series for name, series in finite.items() if len(series) > (name in _TITLES)}
+
+
+def _title(name: str) -> str:
+    return _TITLES.get(name, name.removesuffix("/"))
 
 
 def _plot_value(value: float) -> float:
@@ -113,18 +144,17 @@ def _plot_value(value: float) -> float:
 def _draw(axes: Axes, name: str, series: Series) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    plotted = dict(list(series.items())[: len(_LINES)])
-    for colour, (key, (steps, values)) in zip(_LINES, plotted.items(), strict=False):
-        is_sparse = len(steps) <= 12
-        axes.plot(
-            steps, values, color=colour, linewidth=1.4, marker="o" if is_sparse else "", markersize=2.8, label=key
-        )
+    plotted = dict(list(series.items())[:MOST_LINES])
+    for index, (key, (steps, values)) in enumerate(plotted.items()):
+        colour, style = _LINES[index % len(_LINES)], "-" if index < len(_LINES) else "--"
+        marker = "o" if len(steps) <= 12 else ""
+        axes.plot(steps, values, style, color=colour, linewidth=1.4, marker=marker, markersize=2.8, label=key)
     plotted_steps = {
         x for steps, values in plotted.values() for x, y in zip(steps, values, strict=True) if math.isfinite(y)
     }
     if len(plotted_steps) == 1:
         axes.set_xlim(min(plotted_steps) - 1, max(plotted_steps) + 1)
-    axes.set_title(name.removesuffix("/"), loc="left", fontsize=9, color=_INK)
+    axes.set_title(_title(name), loc="left", fontsize=9, color=_INK)
     axes.tick_params(colors=_INK, labelsize=7, length=0)
     axes.grid(axis="y", color=_GRID, linewidth=0.6)
     axes.set_axisbelow(True)

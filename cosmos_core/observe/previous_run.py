@@ -33,13 +33,13 @@ def before(run: RunRecord) -> Before | None:
     if run.path.name not in ids or ids.index(run.path.name) == 0:
         return None
     previous = read_run(run.path.parent / ids[ids.index(run.path.name) - 1])
-    settings = tuple(_settings(_resolved(previous.path), _resolved(run.path)))
+    settings = tuple(_settings(resolved(previous.path), resolved(run.path)))
     return Before(
         previous, settings[:_MOST_SETTINGS], max(0, len(settings) - _MOST_SETTINGS), tuple(_metrics(previous, run))
     )  # fmt: skip
 
 
-def _resolved(path: Path) -> dict[str, dict[str, Any]]:
+def resolved(path: Path) -> dict[str, dict[str, Any]]:
     """Return the settings of each stage by dotted key; empty for a damaged file, and without stages that have no
     name."""
     stages, settings = read_pipeline(path).get("stages", []), {}
@@ -55,13 +55,14 @@ def _settings(old: dict[str, dict[str, Any]], new: dict[str, dict[str, Any]]) ->
     changes = {}
     for name in (name for name in new if name in old):
         keys = [key for key in {**old[name], **new[name]} if old[name].get(key) != new[name].get(key)]
-        changes[name] = [(key, _shown(old[name].get(key)), _shown(new[name].get(key))) for key in keys]
+        changes[name] = [(key, shown_setting(old[name].get(key)), shown_setting(new[name].get(key))) for key in keys]
     yield from ((f"{name}.{key}" if name else key, was, now) for name, (key, was, now) in by_stage(changes))
     yield from ((name, "–", "new stage") for name in new if name not in old)
     yield from ((name, "a stage", "–") for name in old if name not in new)
 
 
-def _shown(value: Any) -> str:
+def shown_setting(value: Any) -> str:
+    """Return a setting as text, cut to a length that fits a cell of a table; a dash for None."""
     text = "–" if value is None else str(value)
     return text if len(text) <= _LETTERS else f"{text[: _LETTERS - 1]}…"
 

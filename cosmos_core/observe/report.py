@@ -6,6 +6,7 @@ Built from the run directory alone, so that a failed run has a report too. Also 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from cosmos_core.observe.dag import layout
 from cosmos_core.observe.previous_run import before
 from cosmos_core.observe.record import loading_line, read_run
 from cosmos_core.observe.sweeps import sweeps
-from cosmos_core.observe.trained import trained
+from cosmos_core.observe.trained import sample_rows, trained
 from cosmos_core.run.files import write_text
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome
@@ -28,23 +29,25 @@ _MAX_LETTERS = 1200  # maximum number of characters of one prompt or completion 
 
 def run(stage: Stage) -> Outcome:
     """Write the report into the folder of the stage and into the folder of the run, where users look for it."""
-    page = build(stage.run_path)
     for folder in (stage.path, stage.run_path):
-        write_text(folder / PAGE, page)
+        write_text(folder / PAGE, build(stage.run_path, folder))
     return Outcome(outputs=(PAGE,), info={"report": str(stage.run_path / PAGE)})
 
 
-def build(run_path: Path) -> str:
-    """Return the report of the run at `run_path` as HTML, from the files that exist."""
+def build(run_path: Path, folder: Path | None = None) -> str:
+    """Return the report of the run at `run_path` as HTML, from the files that exist; its links to logs are relative to
+    `folder`, by default that of the run."""
     record = read_run(run_path)
     return (
-        _environment()
+        environment()
         .get_template(PAGE)
         .render(
             run=record,
             graph=layout(record),
             cards=sections.cards(record),
             trained=trained(record),
+            sample_rows=sample_rows(record),
+            root="" if folder in {None, run_path} else f"{os.path.relpath(run_path, folder)}/",
             comparison=sections.comparison(record),
             sweeps=sweeps(record),
             before=before(record),
@@ -59,8 +62,9 @@ def build(run_path: Path) -> str:
     )
 
 
-def _environment() -> Environment:
-    environment = Environment(
+def environment() -> Environment:
+    """Return the templates of the report, with their filters."""
+    templates = Environment(
         loader=PackageLoader("cosmos_core.observe"), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     filters: dict[str, Any] = {
@@ -69,10 +73,10 @@ def _environment() -> Environment:
         "cut": _truncate, "label": sections.label, "headline": sections.headline, "times": sections.times,
         "metrics": sections.metrics, "operators": sections.operators, "reward_bins": usage.reward_bins,
         "info": sections.info, "curves": sections.curves, "rollouts": sections.rollouts, "drawings": sections.drawings,
-        "services": sections.services,
+        "services": sections.services, "logs": sections.logs, "outcome_of": sections.outcome_of,
     }  # fmt: skip
-    environment.filters |= filters
-    return environment
+    templates.filters |= filters
+    return templates
 
 
 def _truncate(text: str) -> str:

@@ -5,6 +5,7 @@ Each function takes the record of a run or of one of its stages.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,21 @@ def services(stage: StageRecord) -> list[list[Any]]:
 def curves(stage: StageRecord) -> str:
     """Return the curves of a stage as SVG; empty if fewer than two steps were logged."""
     return curves_svg(stage.curves, REPORT_PANELS) if len(stage.curves) > 1 else ""
+
+
+def logs(stage: StageRecord) -> list[str]:
+    """Return the logs of the attempts of a stage, relative to the folder of the run."""
+    return [f"stages/{stage.name}/logs/{file.name}" for file in sorted((stage.path / "logs").glob("*.log"))]
+
+
+def outcome_of(lines: Sequence[Sample | None]) -> str:
+    """Return the classes by which the page filters completions of one prompt: `good` or `bad` by the last reward, and
+    `changed` if the first and the last reward differ."""
+    scores = [[line.reward, *line.rewards] for line in lines if line is not None]
+    rewards = [max(valid) for each in scores if (valid := [value for value in each if value is not None])]
+    if not rewards:
+        return ""
+    return f"{'good' if rewards[-1] > 0 else 'bad'}{' changed' if rewards[0] != rewards[-1] else ''}"
 
 
 def rollouts(stage: StageRecord) -> list[Sample]:

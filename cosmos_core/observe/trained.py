@@ -1,4 +1,4 @@
-"""Summary of each training of a run: base model, data, learning rate, batch, length.
+"""Summary of each training of a run: base model, data with a sample row, learning rate, batch, length.
 
 It is made from the resolved settings in `pipeline.toml` and the files of the stages; unknown values are left out.
 """
@@ -8,33 +8,79 @@ from typing import Any
 from cosmos_core.config.difference import flat
 from cosmos_core.observe import formatting
 from cosmos_core.observe.record import RunRecord, StageRecord, read_pipeline
+from cosmos_core.observe.sample_row import sample_row
 from cosmos_core.run.files import read_object
 
 _STAGE = "stage:"
+_DIGEST_LETTERS = 12
 
 
 def trained(run: RunRecord) -> list[tuple[StageRecord, list[tuple[str, str]]]]:
     """Return each training stage with its properties as pairs of name and value."""
-    stages = read_pipeline(run.path).get("stages", [])
-    entries = {e["name"]: e for e in stages if isinstance(e, dict) and isinstance(e.get("name"), str)}
+    entries = _entries(run)
     rows = []
     for stage in run.stages:
         entry = entries.get(stage.name)
         if stage.kind.trains and entry and isinstance(entry.get("overrides"), dict):
-            data = _data(run, entries, stage.name)
             model = str(entry.get("model") or flat(entry["overrides"]).get("policy.model_name_or_path", ""))
             base = f"what stage {model.removeprefix(_STAGE)} made" if model.startswith(_STAGE) else model
-            facts = [("base model", base), ("data", data), *_settings(stage, flat(entry["overrides"]))]
+            chain = _chain(entries, stage.name)
+            facts = [
+                ("base model", base), ("digest of the model", _digests(run, chain[:1], "model")),
+                ("data", _data(run, entries, chain)), ("digest of the data", _digests(run, chain, "data")),
+                *_settings(stage, flat(entry["overrides"])),
+            ]  # fmt: skip
             rows.append((stage, [(name, value) for name, value in facts if value]))
     return rows
 
 
-def _data(run: RunRecord, entries: dict[str, dict[str, Any]], name: str) -> str:
+def sample_rows(run: RunRecord) -> list[tuple[StageRecord, list[tuple[str, bool]]]]:
+    """Return each training stage with its first row as runs of text, each with whether it is learned; a data set that
+    several stages use is shown once."""
+    entries = _entries(run)
+    stages = {stage.name: stage for stage in run.stages}
+    shown: dict[str, tuple[StageRecord, list[tuple[str, bool]]]] = {}
+    for stage in run.stages:
+        entry = entries.get(stage.name)
+        if stage.kind.trains and entry:
+            chain = _chain(entries, stage.name)
+            prepared = [name for name in chain if name in stages and (stages[name].path / "data").is_dir()]
+            base = str(entry.get("model") or flat(entry.get("overrides") or {}).get("policy.model_name_or_path", ""))
+            maker = stages.get(base.removeprefix(_STAGE)) if base.startswith(_STAGE) else None
+            models = [each.path / str(each.info["model"]) for each in (stage, maker) if each and each.info.get("model")]
+            for name in prepared[:1]:
+                if name not in shown and (row := sample_row(stages[name].path / "data", [*models, base])):
+                    shown[name] = (stage, row)
+    return list(shown.values())
+
+
+def _entries(run: RunRecord) -> dict[str, dict[str, Any]]:
+    """Return the entries of the stages in `pipeline.toml` by name."""
+    stages = read_pipeline(run.path).get("stages", [])
+    return {e["name"]: e for e in stages if isinstance(e, dict) and isinstance(e.get("name"), str)}
+
+
+def _chain(entries: dict[str, dict[str, Any]], name: str) -> list[str]:
+    """Return a stage and the stages that prepared its rows, from the last to the first."""
+    chain: list[str] = []
+    while name in entries and name not in chain:
+        chain.append(name)
+        name = str(entries[name].get("data") or "").removeprefix(_STAGE)
+    return chain
+
+
+def _digests(run: RunRecord, chain: list[str], kind: str) -> str:
+    """Return the digests of the models or data sets (`kind`) that a chain of stages read from outside the run."""
+    results = [stage.result for stage in run.stages if stage.name in chain and stage.result]
+    sources = [source for result in results for source in result.get("sources", ()) if source["kind"] == kind]
+    digests = [source["digest"] for source in sources]
+    return ", ".join(dict.fromkeys(digest[:_DIGEST_LETTERS] for digest in digests))
+
+
+def _data(run: RunRecord, entries: dict[str, dict[str, Any]], chain: list[str]) -> str:
     """Return the name of the data set, resolved through the stages that prepared its rows, and the number of rows."""
-    seen: list[str] = []
     source = ""
-    while name in entries and name not in seen:
-        seen.append(name)
+    for name in chain:
         settings = flat(entries[name].get("overrides") or {})
         dataset_names = [settings.get(f"train.train_policy.dataset.{key}") for key in ("name", "local_dir")]
         mixed = settings.get("train.train_policy.datasets")
@@ -43,9 +89,8 @@ def _data(run: RunRecord, entries: dict[str, dict[str, Any]], name: str) -> str:
         reference = str(entries[name].get("data") or "")
         if not reference.startswith(_STAGE):
             source = source or reference
-        name = reference.removeprefix(_STAGE)
-    source = source or (f"what stage {seen[-1]} made" if len(seen) > 1 else "")
-    paths = [stage.path / "data" / "statistics.json" for stage in run.stages if stage.name in seen]
+    source = source or (f"what stage {chain[-1]} made" if len(chain) > 1 else "")
+    paths = [stage.path / "data" / "statistics.json" for stage in run.stages if stage.name in chain]
     statistics_of_rows = next((statistics for path in paths if (statistics := read_object(path))), {})
     rows = [
         f"{formatting.number(part['rows'])} rows{' held out' if split == 'validation' else ''}"

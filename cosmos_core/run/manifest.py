@@ -113,9 +113,10 @@ def commit(
 
 
 def digest_of(result: Result) -> str:
-    """Return one digest over everything that later stages may read: files, info, and metrics except timings."""
+    """Return one digest over everything that later stages may read: files, info, and metrics except time and memory."""
     files = sorted(f"{file['path']}\0{file['sha256']}" for file in result["outputs"])
-    metrics = {key: value for key, value in result["metrics"].items() if not key.startswith(("time/", "throughput/"))}
+    varying = ("time/", "throughput/", "memory/")
+    metrics = {key: value for key, value in result["metrics"].items() if not key.startswith(varying)}
     text = json.dumps([files, metrics, result["info"]], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 

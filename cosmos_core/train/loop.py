@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+import torch
+
 from cosmos_core.algorithms.base import Algorithm
 from cosmos_core.checkpoint.best import Best
 from cosmos_core.checkpoint.resume import load_from
@@ -205,6 +208,7 @@ class Loop:
             "time/train": seconds,
             **({"time/compile": compiling} if compiling else {}),
             "throughput/tokens_per_second": num_tokens / max(1e-9, seconds),
+            **_memory(),
         }
 
     def _preempted(self) -> Preempted:
@@ -299,9 +303,9 @@ class Loop:
         self._last = metrics | {name: max(value, metrics.get(name, value)) for name, value in largest.items()}
         self.stage.metrics.log(step, metrics)
         shown = {"loss": "loss", "reward/mean": "reward", "throughput/tokens_per_second": "tokens_per_second"}
-        self.stage.progress.step(
-            step, self.feed.total_steps, **{name: metrics[key] for key, name in shown.items() if key in metrics}
-        )
+        progress = {name: metrics[key] for key, name in shown.items() if key in metrics}
+        progress |= {key: value for key, value in metrics.items() if key.startswith(("time/", "memory/"))}
+        self.stage.progress.step(step, self.feed.total_steps, **progress)
 
 
 def _over_updates(updates: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -311,6 +315,14 @@ def _over_updates(updates: Sequence[dict[str, float]]) -> dict[str, float]:
         values = [metrics[name] for metrics in updates if name in metrics]
         combined[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
     return combined
+
+
+def _memory() -> dict[str, float]:
+    """Return the resident memory of this process, and the maximum of allocated GPU memory since its start, in GiB."""
+    used = {"memory/host_gib": psutil.Process().memory_info().rss / 2**30}
+    if torch.cuda.is_available():
+        used["memory/gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return used
 
 
 def _table(value: JsonValue) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def curves(workspace: Workspace, stage: str) -> list[dict[str, Any]]:
 def figures(workspace: Workspace, stage: str) -> list[dict[str, Any]]:
     """The same without what a clock measured."""
     return [
-        {key: value for key, value in line.items() if key.partition("/")[0] not in {"time", "throughput"}}
+        {key: value for key, value in line.items() if key.partition("/")[0] not in {"time", "throughput", "memory"}}
         for line in curves(workspace, stage)
     ]
 

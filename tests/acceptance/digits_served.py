@@ -22,7 +22,7 @@ device = "cpu"
 _IN_PROCESS = 'reward_function = "digits.py:likeness"'
 _SERVED = 'use_remote_reward = true\nremote_reward = { reward_fns = [{ name = "likeness" }], batch_size = 12 }'
 _STAGE = 'name = "nft"\n'
-_TIMED = ("time", "throughput")
+_TIMED = ("time", "throughput", "memory")
 
 
 def served(text: str) -> str:

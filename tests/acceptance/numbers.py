@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 Json = dict[str, Any]
 TREE = Path(__file__).parents[2]
 LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "peft", "numpy")
-TIMED = ("time", "throughput")
+TIMED = ("time", "throughput", "memory")
 """Metrics whose name begins with one of these are a clock's."""
 SMALL = 1e-4
 """Metrics nearer to zero than this are compared as if they were this large."""

@@ -112,7 +112,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
 def lines(run: Workspace, stage: str) -> list[dict[str, Any]]:
     """The metrics of a stage but those of a clock."""
     found = read_metrics(run.stage(stage) / "metrics.jsonl")
-    return [{k: v for k, v in line.items() if k.partition("/")[0] not in {"time", "throughput"}} for line in found]
+    return [
+        {k: v for k, v in line.items() if k.partition("/")[0] not in {"time", "throughput", "memory"}} for line in found
+    ]
 
 
 def weights(run: Workspace, stage: str) -> str:

@@ -286,7 +286,7 @@ def figures(path: Path) -> list[dict[str, Any]]:
 def _timeless(values: Any) -> Any:
     if not isinstance(values, dict):
         return values
-    return {name: v for name, v in values.items() if not name.startswith(("time", "throughput"))}
+    return {name: v for name, v in values.items() if not name.startswith(("time", "throughput", "memory"))}
 
 
 def _standing(stage: Stage) -> tuple[int, int]:

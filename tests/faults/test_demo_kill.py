@@ -120,7 +120,9 @@ def kill_after_checkpoint(workspace: Workspace, flow: subprocess.Popen[str], wha
 def figures(stage: Path) -> list[dict[str, Any]]:
     """What a stage measured, without what a clock measured."""
     lines = read_metrics(stage / "metrics.jsonl")
-    return [{k: v for k, v in line.items() if k.partition("/")[0] not in {"time", "throughput"}} for line in lines]
+    return [
+        {k: v for k, v in line.items() if k.partition("/")[0] not in {"time", "throughput", "memory"}} for line in lines
+    ]
 
 
 def steps_kept(stage: Path, killed: float) -> int:

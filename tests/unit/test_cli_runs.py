@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -14,11 +15,14 @@ from typer.testing import CliRunner
 
 from cosmos_core.cli import app
 from cosmos_core.config.compose import load_pipeline
+from cosmos_core.errors import ConfigError
+from cosmos_core.observe import overlay
 from cosmos_core.run.directory import claim, create_run
 from cosmos_core.run.state import read_state, update_state
 from tasks.kinds import all_kinds
 from tasks.stage import perform
 from tests.conftest import PROGRAMS
+from tests.unit.observed_runs import Page, finished_run
 
 PIPELINE = f"""
 [pipeline]
@@ -64,6 +68,30 @@ def test_compare_shows_settings_and_metrics_that_differ(outputs: Path) -> None:
     assert "arguments.steps: 2 -> 4" in text
     assert re.search(r"first\s*│\s*count\s*│\s*2\s*│\s*4\s*│\s*\+2\s*│", text), text
     assert "the settings are the same" in said("compare", "one", "one", "--output-dir", str(outputs))
+
+
+def test_compare_lays_the_curves_of_several_runs_over_each_other_in_one_page(tmp_path: Path) -> None:
+    first = finished_run(tmp_path)
+    text = (first / "pipeline.toml").read_text()
+    for name, rate in (("second", "1e-4"), ("third", "1e-5")):
+        shutil.copytree(first, tmp_path / name)
+        entry = 'kind = "sft"\n'
+        changed = text.replace(entry, f"{entry}overrides.train.optm_lr = {rate}\n")
+        (tmp_path / name / "pipeline.toml").write_text(changed)
+    page = tmp_path / "new/page.html"
+    names = [first.name, "second", "third"]
+    assert said("compare", *names, "--html", str(page), "--output-dir", str(tmp_path)).strip() == str(page)
+    html = page.read_text()
+    shown = Page(html).text
+    assert "sft.train.optm_lr – 0.0001 1e-05" in shown
+    assert {"train/loss", "validation/loss", "reward/mean"} <= set(re.findall(r'aria-label="(\S+) by step"', html))
+    [loss] = re.findall(r'<svg [^>]*aria-label="train/loss by step".*?</svg>', html, re.DOTALL)
+    assert all(name in loss for name in names), "the legend names each run"
+    assert len(set(re.findall(r"var\(--line-\d", loss))) == 3
+    assert not re.search(r"(src|href)=.?(https?:)?//|<script", html)
+    for wrong in ([tmp_path / "second"] * 2, [tmp_path / "second"], [tmp_path / str(i) for i in range(9)]):
+        with pytest.raises(ConfigError, match="2 to 8 different runs"):
+            overlay.build(wrong)
 
 
 def test_report_is_written_at_any_time(outputs: Path) -> None:

@@ -10,6 +10,7 @@ import typer
 import yaml
 
 from cosmos_core.cli import app
+from cosmos_core.data import messages, preferences
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -64,3 +65,29 @@ def test_each_command_and_option_in_the_documents_exists() -> None:
             if command is None or missing:
                 wrong.append(f"{page.relative_to(ROOT)}: cosmos {name}{rest} {missing}")
     assert wrong == []
+
+
+def test_the_readme_is_short_and_each_measured_result_links_to_its_proof() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150
+    prose = re.sub(
+        r"^```.*?^```|^\|.*?$|^#+ .*?$|<img.*?>|!\[.*?\]\(.*?\)", "\n\n", text, flags=re.MULTILINE | re.DOTALL
+    )
+    prose = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", prose)
+    sentences = re.split(r"(?<=[.:;!?])\s|\n\s*\n|^- |·", prose, flags=re.MULTILINE)
+    assert [each for each in sentences if len(each.split()) > 30] == []
+    measured = text.partition("## What was measured")[2].partition("\n## ")[0]
+    rows = [line for line in measured.splitlines() if line.startswith("|")][2:]
+    assert len(rows) == 6 and all(re.search(r"\]\(docs/[\w-]+\.md#[\w-]+\) \|$", row) for row in rows)
+
+
+def test_the_known_names_of_columns_stand_on_one_page_and_are_those_of_the_reader() -> None:
+    page = (DOCS / "reference/columns.md").read_text(encoding="utf-8")
+    names = {*messages._KNOWN, *messages._SYSTEM_COLUMNS, *messages._REFERENCE_COLUMNS, *preferences._PROMPT_COLUMNS}
+    assert names <= set(re.findall(r"`(\w+)`", page))
+    for first, second in messages._PAIR_COLUMNS:
+        assert re.search(rf"`{first}` with (`\w+`(, | or )?)*`{second}`", page), f"{first} and {second}"
+    lists = re.compile("`(instruction|question)`[^|\n]*`(output|problem|response)`")
+    assert [
+        p.name for p in PAGES if p.name not in {"columns.md", "configuration.md"} and lists.search(p.read_text())
+    ] == []

@@ -137,7 +137,10 @@ def test_a_training_that_stopped_ends_with_the_same_bits(
 
 
 def timeless(stage: Stage) -> list[dict[str, Any]]:
-    return [{n: v for n, v in line.items() if not n.startswith(("time", "throughput"))} for line in metrics_of(stage)]
+    return [
+        {n: v for n, v in line.items() if not n.startswith(("time", "throughput", "memory"))}
+        for line in metrics_of(stage)
+    ]
 
 
 def state(trained: Trained) -> dict[str, torch.Tensor]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -23,7 +24,7 @@ from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ConfigError, ModelError, Preempted
 from cosmos_core.models.hf import load_model
 from cosmos_core.run.files import write_json
-from cosmos_core.run.progress import read_metrics
+from cosmos_core.run.progress import read_metrics, read_progress
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.feeds import RowFeed
 from cosmos_core.train.loop import Loop
@@ -239,10 +240,20 @@ def stopped(at: Stage, step: int) -> Stage:
     return at
 
 
+def test_progress_of_a_step_has_its_time_and_the_memory_in_use(inputs: Path, tmp_path: Path) -> None:
+    at = stage(tmp_path / "run/stages/sft", inputs)
+    train_stage(at)
+    shown = read_progress(at.path).metrics  # type: ignore[union-attr]
+    assert shown["time/train"] > 0
+    assert 2**-5 < shown["memory/host_gib"] < psutil.virtual_memory().total / 2**30
+    lines = [line for line in read_metrics(at.path / "metrics.jsonl") if "memory/host_gib" in line]
+    assert shown["memory/host_gib"] == pytest.approx(lines[-1]["memory/host_gib"], rel=1e-3) and len(lines) == 6
+
+
 def curve(at: Stage) -> list[dict[str, float]]:
     """The metrics, without times."""
     lines = read_metrics(at.path / "metrics.jsonl")
-    return [{k: v for k, v in line.items() if not k.startswith(("time", "throughput"))} for line in lines]
+    return [{k: v for k, v in line.items() if not k.startswith(("time", "throughput", "memory"))} for line in lines]
 
 
 def test_resume_true_takes_over_an_interrupted_run_and_ends_as_if_nothing_had_happened(

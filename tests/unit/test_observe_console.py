@@ -110,6 +110,22 @@ def test_compiling_is_shown_with_its_time_and_is_no_part_of_the_pace(clock: Cloc
     assert out.getvalue().splitlines()[-1] == "sft  step 21/41  compiled in 34s  eta 40s"
 
 
+@pytest.mark.parametrize(
+    ("memory", "text"),
+    [({"memory/host_gib": 1.25}, "memory 1.2 GiB"), ({"memory/host_gib": 1.2, "memory/gpu_gib": 61.3}, "GPU 61.3 GiB")],
+)
+def test_a_terminal_shows_memory_the_times_of_a_step_and_the_course_of_the_reward(
+    clock: Clock, out: io.StringIO, memory: dict[str, float], text: str
+) -> None:
+    times = {"time/generate": 12.0, "time/score": 0.5, "time/train": 3.0}
+    with Display(["grpo"], terminal=True, stream=out, clock=clock) as display:
+        display._console.width = 160
+        for step in (1, 2):
+            display.update("grpo", "running", progress(step, 9, step, loss=0.0, reward=step, **times, **memory))
+    shown = out.getvalue()
+    assert f"reward 2.000  generate 12s score 0.5s train 3.0s  {text}" in shown and "▁█" in shown
+
+
 def test_the_pace_starts_again_with_a_new_attempt(clock: Clock, out: io.StringIO) -> None:
     display = Display(["sft"], stream=out, clock=clock)
     display.update("sft", "running", progress(1, 40, 5, loss=2.0))

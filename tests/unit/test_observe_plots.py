@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from cosmos_core.observe.plots import curves, curves_svg
+from cosmos_core.observe.plots import REPORT_PANELS, curves, curves_svg
 
 LINES: list[dict[str, Any]] = [
     {"step": i, "time": 1.0, "loss": float(30 - i), "reward/mean": float(i), "reward/std": 1.0, "time/step": 2.0}
@@ -94,3 +94,15 @@ def test_the_png_is_a_picture_with_something_on_it_also_for_one_point_and_for_no
     for lines in (LINES, [{"step": 3, "loss": 1.0}], []):
         image = Image.open(io.BytesIO(curves(lines))).convert("L")
         assert image.width >= 400 and image.getextrema() != (255, 255)
+
+
+def test_the_parts_of_a_reward_share_a_panel_and_one_part_has_none() -> None:
+    parts = {"reward/format": 0.5, "reward/near": 0.25, "reward/std": 9.0, "reward/invalid": 9.0}
+    lines = [{"step": i, "time": 1.8e9, "reward/mean": 0.75, "time/step": 2.0, **parts} for i in range(3)]
+    svg = curves_svg(lines, REPORT_PANELS)
+    labels = [picture.get("aria-label") for picture in pictures(svg)]
+    assert labels == ["reward by step", "parts of the reward by step", "time by step"]
+    assert "reward/near" in svg and "reward/std" not in svg and "reward/invalid" not in svg
+    assert "1e9" not in svg, "the time panel has durations, not the clock"
+    alone = [{"step": i, "reward/mean": 0.75, "reward/near": 0.75} for i in range(3)]
+    assert [each.get("aria-label") for each in pictures(curves_svg(alone, REPORT_PANELS))] == ["reward by step"]

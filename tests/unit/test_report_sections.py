@@ -7,15 +7,18 @@ import re
 import shutil
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
+from transformers import AutoTokenizer
 
 from cosmos_core.observe import report
 from cosmos_core.observe.previous_run import before
 from cosmos_core.observe.record import read_run
 from cosmos_core.observe.sections import cards, comparison
-from cosmos_core.observe.trained import trained
+from cosmos_core.observe.trained import sample_rows, trained
 from cosmos_core.observe.usage import resources, reward_bins
-from tests.unit.observed_runs import STARTED, finished_run, write, write_lines
+from tests.unit.observed_runs import STARTED, Page, finished_run, write, write_lines
+from tests.unit.tiny_model import save_tiny_model
 
 
 def test_the_page_sets_the_run_beside_the_one_before_it(tmp_path: Path) -> None:
@@ -113,3 +116,66 @@ def test_what_was_measured_before_the_first_step_is_before_what_was_measured_aft
     [loss] = [row for row in rows if row["name"] == "loss"]
     assert loss["values"] == [4.1, 3.1, 0.44, 0.52] and loss["change"] == "-3.580"
     assert loss["verdict"] == "better" and "before sft" in report.build(run)
+
+
+def test_the_page_shows_which_tokens_of_a_row_are_learned(tmp_path: Path) -> None:
+    run = finished_run(tmp_path)
+    text = (run / "pipeline.toml").read_text().replace('kind = "sft"\n', 'kind = "sft"\ndata = "stage:prepare"\n')
+    (run / "pipeline.toml").write_text(text)
+    folder = run / "stages/sft/safetensors/step_40"
+    save_tiny_model(folder)
+    ids = AutoTokenizer.from_pretrained(folder)
+    prompt, response = (ids(part)["input_ids"] for part in ("Two <b> and two?", " Four."))
+    columns = {"input_ids": [prompt + response], "loss_mask": [[0] * len(prompt) + [1] * len(response)]}
+    assert sample_rows(read_run(run)) == [], "there are no rows yet"
+    table = pa.table({**columns, "place": ["rows.csv:1"]})
+    (run / "stages/prepare/data").mkdir()
+    with (
+        pa.OSFile(str(run / "stages/prepare/data/train.arrow"), "wb") as file,
+        pa.ipc.new_file(file, table.schema) as out,
+    ):
+        out.write_table(table)
+    [(stage, row)] = sample_rows(read_run(run))
+    assert (stage.name, row) == ("sft", [("Two <b> and two?", False), (" Four.", True)])
+    page = report.build(run)
+    assert '<span>Two &lt;b&gt; and two?</span><span class="learned"> Four.</span>' in page
+    Page(page)
+    for wrong in ("tokenizer.json", "train.arrow"):
+        [file] = run.rglob(wrong)
+        whole = file.read_bytes()
+        file.write_bytes(whole[:200])
+        assert sample_rows(read_run(run)) == [] and "What is learned of a row" not in report.build(run)
+        file.write_bytes(whole)
+
+
+def test_the_page_names_the_digests_of_data_and_model(tmp_path: Path) -> None:
+    run = finished_run(tmp_path)
+    entry = 'kind = "sft"\n'
+    added = f'{entry}data = "stage:prepare"\noverrides.train.epoch = 1\n'
+    (run / "pipeline.toml").write_text((run / "pipeline.toml").read_text().replace(entry, added))
+    for stage, letters in (("prepare", {"model": "t", "data": "b"}), ("sft", {"model": "a"})):
+        file = run / "stages" / stage / "result.json"
+        sources = [{"kind": kind, "name": kind, "digest": letter * 64} for kind, letter in letters.items()]
+        write(file, {**json.loads(file.read_text()), "sources": sources})
+    [(_, facts)] = trained(read_run(run))
+    assert dict(facts)["digest of the model"] == "a" * 12 and dict(facts)["digest of the data"] == "b" * 12
+
+
+def test_samples_are_filtered_by_their_reward_without_a_script(tmp_path: Path) -> None:
+    page = report.build(finished_run(tmp_path))
+    rows = re.findall(r'<tr class="((?:good|bad)[^"]*)"><td class="prompt">', page)
+    assert rows.count("good changed") == 11, "nothing was right before; of the twelve shown, one has no valid reward"
+    assert re.findall(r'name="samples" class="(\w+)"', page) == ["all", "good", "bad", "changed"]
+    assert re.findall(r'name="rollouts-grpo" class="(\w+)"', page) == ["all", "good", "bad"]
+    assert "<script" not in page and ".filtered:has(input.bad:checked) tbody tr:not(.bad)" in page
+
+
+def test_the_page_links_each_log_from_wherever_it_lies(tmp_path: Path) -> None:
+    run = finished_run(tmp_path)
+    for name in ("attempt_1.log", "attempt_2.log"):
+        (run / "stages/grpo/logs").mkdir(exist_ok=True)
+        (run / "stages/grpo/logs" / name).write_text("a line\n")
+    for folder in (run, run / "stages/report"):
+        links = [attributes["href"] for tag, attributes in Page(report.build(run, folder)).tags if tag == "a"]
+        assert [(folder / str(link)).resolve().name for link in links] == ["attempt_1.log", "attempt_2.log"]
+        assert all((folder / str(link)).is_file() for link in links)

@@ -56,7 +56,13 @@ def digest(folder: Path, content: str, metrics: dict[str, float], info: dict[str
 def test_the_digest_is_over_what_a_stage_behind_may_read_but_not_over_how_long_it_took(tmp_path: Path) -> None:
     base = digest(tmp_path / "base", "x", {"loss": 1.0, "time/total": 3.0}, {"model": "a"})
     assert (
-        digest(tmp_path / "again", "x", {"loss": 1.0, "time/total": 9.0, "throughput/x": 1.0}, {"model": "a"}) == base
+        digest(
+            tmp_path / "again",
+            "x",
+            {"loss": 1.0, "time/total": 9.0, "throughput/x": 1.0, "memory/host_gib": 2.0},
+            {"model": "a"},
+        )
+        == base
     )
     others = [
         digest(tmp_path / "file", "y", {"loss": 1.0}, {"model": "a"}),

@@ -197,7 +197,8 @@ def curve(stage: Stage) -> list[dict[str, float]]:
     """The metrics, without times."""
     lines = read_metrics(stage.path / "metrics.jsonl")
     return [
-        {k: v for k, v in line.items() if k != "time" and not k.startswith(("time/", "throughput/"))} for line in lines
+        {k: v for k, v in line.items() if k != "time" and not k.startswith(("time/", "throughput/", "memory/"))}
+        for line in lines
     ]
 
 

@@ -25,8 +25,8 @@ class DataTermConfig(Table):
     max_skipped_fraction: Fraction = 0.01
     """Maximum fraction of rows that may be skipped because they cannot be read or the chat template refuses them."""
     conversation_column_name: str = "conversations"
-    """Column of the conversation; rows without it may have `messages`, `conversation`, `text`, `prompt` + `response`,
-    or `instruction` + `input` + `output`. `system_prompt` is added to conversations without a system turn."""
+    """Column of the conversation; rows without it may have columns of other known names, which
+    docs/reference/columns.md lists. `system_prompt` is added to conversations without a system turn."""
     weight: NonNegativeFloat = 0.0
     """Weight of the mean SFT loss per token relative to the loss of the rollouts; 0: no SFT loss."""
     batch_size: Rows = 8

@@ -18,8 +18,8 @@ class SupervisedConfig(AlgorithmConfig):
     """Leave out the rows of an epoch that do not fill a batch, and use them in another epoch; False: the last batch of
     an epoch may be smaller."""
     conversation_column_name: str = "conversations"
-    """Column of the conversation; rows without it may have `messages`, `conversation`, `text`, `prompt` + `response`,
-    or `instruction` + `input` + `output`. In rows of pairs the column of the prompt (or `prompt`), next to `chosen` and
+    """Column of the conversation; rows without it may have columns of other known names, which
+    docs/reference/columns.md lists. In rows of pairs the column of the prompt (or `prompt`), next to `chosen` and
     `rejected`. An assistant turn with `weight = 0`, or `loss`, `train`, `trainable` or `loss_mask` = 0, is not trained
     on."""
     system_prompt: str = ""

@@ -1,0 +1,71 @@
+"""Build one HTML page that compares several runs: changed settings, metrics, and curves in shared panels.
+
+Built from the run directories and from the templates of the report; the page has no external resources.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cosmos_core.config.difference import by_stage
+from cosmos_core.errors import ConfigError
+from cosmos_core.observe import formatting
+from cosmos_core.observe.plots import MOST_LINES, REPORT_PANELS, overlay_svg
+from cosmos_core.observe.previous_run import resolved, shown_setting
+from cosmos_core.observe.record import RunRecord, read_run
+from cosmos_core.observe.report import environment
+
+_PAGE = "compare.html"
+
+
+def build(paths: Sequence[Path]) -> str:
+    """Return the page that compares the runs at `paths`, whose stages are matched by name.
+
+    Raises:
+        ConfigError: there is one run only, one is named twice, or there are more than the panels can distinguish.
+    """
+    names = [path.name for path in paths]
+    if len(set(names)) < len(names) or not 2 <= len(names) <= MOST_LINES:
+        raise ConfigError(f"cosmos compare --html takes 2 to {MOST_LINES} different runs; these are {', '.join(names)}")
+    runs = [read_run(path) for path in paths]
+    stages = list(dict.fromkeys(stage.name for run in runs for stage in run.stages))
+    return (
+        environment()
+        .get_template(_PAGE)
+        .render(
+            runs=runs,
+            settings=_settings(runs),
+            metrics=_metrics(runs, stages),
+            curves=[(name, svg) for name in stages if (svg := _curves(runs, name))],
+        )
+    )
+
+
+def _settings(runs: Sequence[RunRecord]) -> list[tuple[str, ...]]:
+    """Return the settings that differ, each as its key and one value per run; one that all stages share is one row."""
+    settings = [resolved(run.path) for run in runs]
+    changes: dict[str, list[tuple[str, ...]]] = {}
+    for name in dict.fromkeys(name for each in settings for name in each):
+        stages = [each.get(name, {}) for each in settings]
+        keys = dict.fromkeys(key for stage in stages for key in stage)
+        rows = [(key, *(shown_setting(stage.get(key)) for stage in stages)) for key in keys]
+        changes[name] = [row for row in rows if len(set(row[1:])) > 1]
+    return [(f"{name}.{row[0]}" if name else row[0], *row[1:]) for name, row in by_stage(changes)]
+
+
+def _metrics(runs: Sequence[RunRecord], stages: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the most important metrics of each stage with one value per run, and the change from first to last run."""
+    rows = []
+    for name in stages:
+        metrics = [next((stage.metrics for stage in run.stages if stage.name == name), {}) for run in runs]
+        for key in dict.fromkeys(key for each in metrics for key in formatting.key_metrics(each)):
+            values = [each.get(key) for each in metrics]
+            numbers = [value for value in (values[0], values[-1]) if isinstance(value, int | float)]
+            verdict = formatting.verdict(key, numbers[1] - numbers[0]) if len(numbers) == 2 else ""
+            rows.append({"stage": name, "key": key, "values": values, "verdict": verdict})
+    return rows
+
+
+def _curves(runs: Sequence[RunRecord], name: str) -> str:
+    curves = {run.path.name: stage.curves for run in runs for stage in run.stages if stage.name == name}
+    return overlay_svg(curves, REPORT_PANELS)

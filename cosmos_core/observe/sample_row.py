@@ -1,0 +1,53 @@
+"""Read the first prepared row of a training for the report, as text with its loss mask.
+
+Only rows of text whose tokenizer has a `tokenizer.json` are shown. Neither torch nor transformers is imported.
+"""
+
+from collections.abc import Iterable
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+_MOST_TOKENS = 400
+
+
+def sample_row(data: Path, models: Iterable[str | Path]) -> list[tuple[str, bool]]:
+    """Return the first training row in `data` as runs of text, each with whether its tokens are learned.
+
+    `models` are folders that may have the tokenizer; the first that has one decodes the row. The result is empty if no
+    folder has one, or if the rows cannot be read or are no text.
+    """
+    tokenizer = next((file for name in models if (file := Path(name) / "tokenizer.json").is_file()), None)
+    if tokenizer is None or not (row := _first_row(data / "train.arrow")):
+        return []
+    from tokenizers import Tokenizer
+
+    try:
+        decode = Tokenizer.from_file(str(tokenizer)).decode
+    except Exception:  # noqa: BLE001 - tokenizers raises Exception itself for a damaged file
+        return []
+    runs: list[tuple[str, bool]] = []
+    for name in [name for name in row if name.endswith("_ids") and row[name]]:
+        side = name.removesuffix("_ids")
+        mask = row.get("loss_mask" if side == "input" else f"{side}_mask") or [0] * len(row[name])
+        runs += [(f"\n{side}: " if runs else f"{side}: ", False)] if side != "input" else []
+        tokens = list(zip(mask, row[name], strict=False))[:_MOST_TOKENS]
+        for is_learned, run in groupby(tokens, key=itemgetter(0)):
+            runs.append((decode([token for _, token in run], skip_special_tokens=False), bool(is_learned)))
+        runs += [("…", False)] if len(row[name]) > _MOST_TOKENS else []
+    return runs
+
+
+def _first_row(file: Path) -> dict[str, Any]:
+    """Return the columns of token ids and masks in the first row of a file; empty if there are none."""
+    import pyarrow as pa
+
+    try:
+        with pa.memory_map(str(file)) as source:
+            table = pa.ipc.open_file(source).get_batch(0).slice(0, 1)
+            names = [name for name in table.schema.names if name.endswith(("_ids", "_mask"))]
+            rows: list[dict[str, Any]] = table.select(names).to_pylist()
+    except (OSError, pa.ArrowException, IndexError):
+        return {}
+    return rows[0] if rows else {}
