@@ -23,7 +23,6 @@ from prefect.client.schemas.filters import (
     TaskRunFilterTags,
 )
 from prefect.client.schemas.objects import FlowRun, State
-from prefect.server.events.schemas.automations import EventTrigger
 from prefect.states import Cancelling
 
 from cosmos_core.config.schema.pipeline import PipelineConfig
@@ -64,6 +63,8 @@ def test_bootstrap_updates_the_automation_of_an_older_version_and_keeps_whether_
 def test_a_flow_run_that_has_no_process_is_not_taken_for_a_dead_one() -> None:
     list(bootstrap([]))
     [found] = automations()
+    from prefect.server.events.schemas.automations import EventTrigger
+
     trigger = EventTrigger.model_validate(found["trigger"])
     quiet = ("Suspended", "Paused", "Resuming", "Scheduled", "AwaitingRetry", "Completed", "TimedOut", *OUTCOMES)
     assert [name for name in quiet if not trigger.expects(f"prefect.flow-run.{name}")] == []

@@ -29,8 +29,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
-from trl.trainer.grpo_trainer import GRPOTrainer
-from trl.trainer.utils import add_fused_lm_head, entropy_from_logits, nanstd, selective_log_softmax
 
 from cosmos_core.algorithms.advantages import STD_EPSILON, advantages
 from cosmos_core.algorithms.aggregate import add_metrics, denominator, means, weighted_sum
@@ -62,6 +60,8 @@ def random_batch(seed=0):
 
 def trl_loss(inputs, loss_type, settings, accumulation=1, num_tokens=0, **others):
     """GRPOTrainer's loss of one micro-batch, and its metrics."""
+    from trl.trainer.grpo_trainer import GRPOTrainer  # imported here: it takes eight seconds
+
     accelerator = SimpleNamespace(num_processes=1, reduce=lambda x, reduction: x, gather=lambda x: x)
     trainer = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *_, **__: (inputs.logprobs_BT, inputs.entropy_BT, None),
@@ -180,6 +180,8 @@ def test_sapo_equals_trl(temperatures):
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
 def test_the_mask_of_high_entropy_equals_trl(share):
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
     settings = PolicySettings(0.2, 0.28, 3.0, kl_beta=0.1)
     for seed in range(5):
         logits_BTV, inputs = random_batch(seed)
@@ -266,6 +268,8 @@ def test_on_the_first_update_trl_and_we_take_the_policy_itself_as_the_old_one():
 
 
 def test_advantages_equal_trls_but_for_the_convention_of_the_std():
+    from trl.trainer.utils import nanstd
+
     rewards_G = [0.0, 1.0, float("nan"), 0.25, 1.0, -2.0]
     (values,), counts = advantages([[None if r != r else r for r in rewards_G]], normalise_std=True)
     tensor_G = torch.tensor(rewards_G, dtype=torch.float64)
@@ -277,6 +281,8 @@ def test_advantages_equal_trls_but_for_the_convention_of_the_std():
 
 
 def test_log_probabilities_and_entropy_equal_trls_selective_log_softmax():
+    from trl.trainer.utils import entropy_from_logits, selective_log_softmax
+
     model, ids_BT, _ = sft_batch()
     logits_BSV, labels_BS = model(ids_BT).logits[:, :-1], ids_BT[:, 1:]
     chosen_N = torch.arange(labels_BS.numel())
@@ -315,6 +321,8 @@ def gradients(loss, model):
 
 @pytest.mark.parametrize("peer", ["transformers", "trl"])
 def test_sft_loss_and_gradient_equal_those_of_the_peers_however_the_step_is_split(peer):
+    from trl.trainer.utils import add_fused_lm_head
+
     model, ids_BT, labels_BT = sft_batch()
     num_labels = int((labels_BT[:, 1:] != -100).sum())
     loss = our_sft_loss(model, ids_BT, labels_BT, denominator("token-mean", [num_labels]))

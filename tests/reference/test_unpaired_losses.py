@@ -19,7 +19,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
-from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference, KTOTrainer
 
 from cosmos_core.algorithms.kto import Kto
 from cosmos_core.config.schema.kto import KtoConfig, KtoLossConfig
@@ -59,6 +58,8 @@ def log_probs(model: nn.Module, *, input_ids: Tensor, attention_mask: Tensor, la
 def trl_loss(
     model: nn.Module, reference: nn.Module, rows: Rows, config: KtoLossConfig
 ) -> tuple[Tensor, dict[str, Any]]:
+    from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference, KTOTrainer
+
     has_kl = config.loss_type == "kto"
     if has_kl:
         completions = [row["completion_ids"] for row in rows]

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -129,6 +128,8 @@ def test_the_integers_are_those_of_round_to_nearest() -> None:
     scale = (groups.abs().amax(-1) / 7.5).bfloat16()
     expected = (groups / scale.float().unsqueeze(-1)).nan_to_num().round().clamp(-8, 7).flatten(1)
     assert scheme.weights.group_size == 32 and four["weight_shape"].tolist() == [8, 96]
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
     assert torch.equal(unpack_from_int32(four["weight_packed"], 4, weight.shape).float(), expected)
 
 
