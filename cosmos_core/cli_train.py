@@ -55,9 +55,11 @@ def grpo(  # noqa: PLR0913 - the options of a command
     overrides: Set = [],  # noqa: B006
 ) -> None:  # fmt: skip
     """Train a language model on prompts of your own with a reward, by GRPO."""
-    from cosmos_core.registry import is_code, offered_names, suggestion
+    from cosmos_core.registry import code_file, is_code, offered_names, suggestion
 
-    if not is_code(reward) and reward not in (names := offered_names("cosmos_core.rewards")):
+    if is_code(reward):
+        code_file(reward)
+    elif reward not in (names := offered_names("cosmos_core.rewards")):
         raise ConfigError(f"--reward {reward}: no such reward{suggestion(reward, names)}; your own is file.py:function")
     opts = {
         "method": GRPO.command,
