@@ -1,4 +1,4 @@
-# make install | demo | demo-diffusion | test | test-fast | gpu | lint | docs | acceptance | storm | clean: all but the last set up
+# make install | demo | demo-diffusion | demo-real | test | test-fast | gpu | lint | docs | acceptance | storm | clean: all but the last set up
 # .venv first, on a machine with nothing but Python 3.11.
 VENV ?= .venv
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -6,7 +6,7 @@ PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --c
 INSTALLED := $(VENV)/.installed
 HAS_GPU := $(shell command -v nvidia-smi)
 
-.PHONY: install demo demo-diffusion test test-fast gpu gpu-1 gpu-2 gpu-3 gpu-4 gpu-5 lint docs acceptance storm clean
+.PHONY: install demo demo-diffusion demo-real test test-fast gpu gpu-1 gpu-2 gpu-3 gpu-4 gpu-5 lint docs acceptance storm clean
 
 install: $(INSTALLED)
 
@@ -29,6 +29,9 @@ demo: $(INSTALLED)
 
 demo-diffusion: $(INSTALLED)
 	$(VENV)/bin/cosmos run configs/demo/digits.toml
+
+demo-real: $(INSTALLED)
+	$(VENV)/bin/cosmos run configs/demo/real.toml
 
 # Three at a time, since two of them wait for a fifth of the time; tests/schedule.py says which tests stay together, and
 # tests/README.md what is in which ring.

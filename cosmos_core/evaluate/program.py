@@ -1,10 +1,11 @@
 """Worker program of stage kind `evaluate`: run lm-eval's benchmarks, with the same results as its command line.
 
-Writes `evaluation.json` (metrics, and how each task was run) and `items.parquet` (one row per item of a task, so that
-two models can be compared on the same items). Responses are kept until the end, and a stage that was stopped or killed
-continues after the last of them.
+Writes `evaluation.json` (metrics, and how each task was run), `items.parquet` (one row per item of a task, so that
+two models can be compared on the same items) and `samples.jsonl` (some generated texts, for the report). Responses are
+kept until the end, and a stage that was stopped or killed continues after the last of them.
 """
 
+import json
 import logging
 from importlib.metadata import version
 from typing import Any
@@ -15,14 +16,15 @@ from lm_eval import evaluator
 from cosmos_core.errors import ModelError, Preempted
 from cosmos_core.evaluate.benchmarks import open_benchmarks
 from cosmos_core.evaluate.engines.registry import engine_of, open_model
-from cosmos_core.evaluate.results import facts_of, items_of, metrics_of
+from cosmos_core.evaluate.results import facts_of, items_of, metrics_of, texts_of
 from cosmos_core.models.hf import load_config, load_tokenizer
 from cosmos_core.models.source import check_weights
-from cosmos_core.run.files import write_json
+from cosmos_core.run.files import write_json, write_text
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome
 
-REPORT, ITEMS = "evaluation.json", "items.parquet"
+REPORT, ITEMS, SAMPLES = "evaluation.json", "items.parquet", "samples.jsonl"
+_NUM_SAMPLES = 24
 _RESPONSES = "responses"
 _SEEDS = {"random_seed": 0, "numpy_random_seed": 1234, "torch_random_seed": 1234, "fewshot_random_seed": 1234}
 """Default seeds of lm-eval's command line."""
@@ -88,6 +90,8 @@ def run(stage: Stage) -> Outcome:
     }
     write_json(stage.path / REPORT, report)
     pq.write_table(items_of(results["samples"]), stage.path / ITEMS)
+    lines = (json.dumps(line, ensure_ascii=False) for line in texts_of(results["samples"], _NUM_SAMPLES))
+    write_text(stage.path / SAMPLES, "".join(f"{line}\n" for line in lines))
     for file in stage.path.glob(f"{_RESPONSES}-*"):
         file.unlink()
     return Outcome(outputs=(REPORT, ITEMS), metrics=metrics)

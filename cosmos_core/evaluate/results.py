@@ -58,6 +58,21 @@ def items_of(samples: Mapping[str, list[dict[str, Any]]]) -> pa.Table:
     }).sort_by([("task", "ascending"), ("doc_id", "ascending")])  # fmt: skip
 
 
+def texts_of(samples: Mapping[str, list[dict[str, Any]]], most: int) -> list[dict[str, JsonValue]]:
+    """Return the first `most` generated texts of each task, as lines of `samples.jsonl`: prompt, reference, completion
+    and, as reward, the first metric that is a number."""
+    lines: list[dict[str, JsonValue]] = []
+    for scored in samples.values():
+        texts = [each for each in scored if each["filter"] == scored[0]["filter"] and _is_text(each)]
+        for sample in texts[:most]:
+            values = (sample[metric] for metric in sample["metrics"])
+            reward = next((float(value) for value in values if isinstance(value, Real)), None)
+            prompt = str(next(iter(sample["arguments"]))[0])
+            line = {"prompt": prompt, "reference": str(sample["target"]), "completion": sample["resps"][0][0]}
+            lines.append({"step": 0, **line, "reward": reward})
+    return lines
+
+
 def facts_of(results: Mapping[str, Any]) -> dict[str, JsonValue]:
     """Return facts about each task by name: version, numbers of items and examples, and settings of generation."""
     facts: dict[str, JsonValue] = {}
@@ -75,5 +90,8 @@ def _named(metric: str, filter_: str, first: str) -> str:
 
 def _response(sample: Mapping[str, Any]) -> str:
     responses = [each[0] for each in sample["resps"]]
-    is_text = len(responses) == 1 and isinstance(responses[0], str)
-    return responses[0] if is_text else json.dumps(responses, default=str)
+    return responses[0] if _is_text(sample) else json.dumps(responses, default=str)
+
+
+def _is_text(sample: Mapping[str, Any]) -> bool:
+    return len(sample["resps"]) == 1 and isinstance(sample["resps"][0][0], str)
