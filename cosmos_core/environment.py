@@ -105,7 +105,9 @@ def masked(text: str, names: Iterable[str] = ()) -> str:
 
 def mask_error(error: BaseException) -> None:
     """Mask secrets in the message of an error, which Prefect and the files of a run display."""
-    error.args = tuple(masked(each) if isinstance(each, str) else each for each in error.args)
+    error.args = tuple(each if masked(str(each)) == str(each) else masked(str(each)) for each in error.args)
+    if notes := getattr(error, "__notes__", None):
+        notes[:] = map(masked, notes)
 
 
 def secrets_in(values: Any, name: str = "") -> Iterator[str]:

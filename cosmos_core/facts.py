@@ -153,5 +153,15 @@ def _version(name: str) -> str | None:
         return None
 
 
+@cache
+def git_commit() -> str:
+    """Return the commit of the clone that this process runs; empty outside of a clone."""
+    if shutil.which("git") is None:
+        return ""
+    folder = Path(__file__).parent
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
 if __name__ == "__main__":
     sys.stdout.write(json.dumps(asdict(measure(sys.argv[1:]))) + "\n")

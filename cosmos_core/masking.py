@@ -17,18 +17,33 @@ _FORMS = re.compile(
     r"|A[KS]IA[A-Z0-9]{16}|AIza[\w-]{30,}|ya29\.[\w.-]{16,}|SG\.[\w-]{16,}\.[\w-]{16,}"
     r"|(?<![\w-])eyJ[\w-]{10,}\.[\w-]{8,}(?:\.[\w-]*)?)"
 )
-_LOGIN = re.compile(r"(?<![a-z0-9+.-])[a-z][a-z0-9+.-]*://[^/@\s:]*:([^/@\s]+)@", re.I)
-_NAMED = re.compile(
+_LOGIN = re.compile(
+    r"(?<![a-z0-9+.-])[a-z][a-z0-9+.-]*://[^/@\s:]*:(?!\d+/)([^@\s\"'<>]{1,200})@"
+    r"|(?:^|\s)(?:-u|--user)[ =][\w.@-]{1,100}:(\S{4,})|hooks\.slack\.com/services/(\S+)|/api/webhooks/(\d+/\S+)",
+    re.I,
+)
+_NAME = (
     r"(?:passw(?:or)?d|passphrase|secret|api[_-]?key|access[_-]?key|private[_-]?key|auth[_-]?string|X-Amz-Signature)"
-    r"(?:[_-]?(?:access[_-]?)?key)?[\"']?\s*[=:]\s*[\"']?([^\s\"',;&)\]}$*<][^\s\"',;&)\]}]{5,})",
+    r"(?:[_-]?(?:access[_-]?)?key)?"
+)
+_NAMED = re.compile(
+    rf"{_NAME}(?:\\*[\"'])?\s*[=:]\s*b?\\*(?:\"(?![$*<])([^\"\\\n]{{6,200}})|'(?![$*<])([^'\\\n]{{6,200}})"
+    r"|([^\s\"',;&)\]}$*<\\][^\s\"',;&)\]}\\]{5,}))"
+    rf"|\(b?[\"']{_NAME}[\"'], ?b?[\"']([^\"']{{6,200}})[\"']\)|<{_NAME}>([^<]{{6,200}})<"
+    rf"|--{_NAME}[ =]([^\s\"'$*<-]\S{{5,}})"
+    rf"|{_NAME} (?:is |was )?(?-i:(?=[A-Za-z]*\d|[a-z]+[A-Z]))([^\s\"'=:*][^\s\"'=:]{{5,}})"
+    r"|[?&](?:[a-z_-]{0,20}token|sig|signature|key|auth|code)=([^&\s\"'*]{6,})"
+    r"|authorization(?:[\"'])?\s*[:=,]\s*b?[\"']?(?:Bearer|Basic|Token)\s+([\w.~+/=-]{6,})"
+    r"|(?<![a-z])pwd\s*[=:]\s*[\"']?([^\s\"'/~.$*<;][^\s\"';]{5,})",
     re.I,
 )
 _AFTER = re.compile(
-    r"(?:token|bearer|basic|key|secret|passw(?:or)?d|credentials?|authorization)[\"']?(?:\s*[=:]\s*|\s+(?:is|was)\s+|\s+)"
-    r"[\"']?([\w+/=~-]{12,})",
+    r"(?:token|bearer|basic|login|key|secret|passw(?:or)?d|credentials?|authorization)[\"']?"
+    r"(?:\s*[=:]\s*|\s+(?:is|was)\s+|\s+)[\"']?([\w+/=~-]{12,})",
     re.I,
 )
 _WORD = re.compile(r"[A-Za-z0-9_+-]{20,}={0,2}")
+_GROUPS = re.compile(r"[A-Za-z0-9!#$%&*^~._-]{20,}")
 _SLASHED = re.compile(r"(?<![\w+/.-])(?=[A-Za-z0-9+]+/)[A-Za-z0-9/+]{32,}={0,2}(?![\w+/=-])")
 _PIECE = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
 _DIGESTS = {40, 64}
@@ -38,12 +53,16 @@ def secret_spans(text: str) -> Iterator[tuple[int, int]]:
     """Yield start and end of each part of the text that looks like a secret; the spans may overlap."""
     for form in (_FORMS, _LOGIN, _NAMED):
         for match in form.finditer(text):
-            yield match.span(form.groups)
+            yield match.span(match.lastindex or 0)
     for match in _AFTER.finditer(text):
         if _is_drawn(match[1]) or re.fullmatch(r"[0-9a-fA-F]{16,}", match[1]):
             yield match.span(1)
     for match in _SLASHED.finditer(text):  # base64, such as a secret key of AWS, which has 40 characters
         if _is_mixed(match[0]) and _piece_length(match[0]) < (3.2 if len(match[0]) == 40 else 2.5):
+            yield match.span()
+    for match in _GROUPS.finditer(text):  # groups of random letters between dashes or dots
+        has_word = re.search("[A-Z]?[a-z]{5}|[A-Z]{5}", match[0])
+        if _is_mixed(match[0]) and not has_word and _piece_length(match[0]) < 1.95:
             yield match.span()
     for match in _WORD.finditer(text):
         neighbours = text[max(0, match.start() - 1) : match.start()] + text[match.end() : match.end() + 1]
@@ -74,7 +93,8 @@ def _is_secret_word(word: str, is_alone: bool) -> bool:
         return is_alone and has_digit and not word.isdigit() and len(word) >= 32 and len(word) not in _DIGESTS
     if word.islower() or word.isupper():
         return is_alone and has_digit and len(word) >= 24 and _piece_length(word) < 3.4
-    return _piece_length(word) < (2.2 if not has_digit else 2.8 if len(word) >= 28 else 2.5)
+    is_long = len(word) >= 28
+    return _piece_length(word) < ((2.8 if is_long else 2.5) if has_digit else (2.6 if is_long else 2.2))
 
 
 def _is_mixed(word: str) -> bool:

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +23,9 @@ from cosmos_core.config.capabilities import check_capabilities
 from cosmos_core.config.compose import Kinds, Pipeline, load_pipeline
 from cosmos_core.config.load import parse, read_toml, without_none
 from cosmos_core.config.schema.pipeline import MONEY, PipelineConfig
+from cosmos_core.environment import masked
 from cosmos_core.errors import ConfigError
+from cosmos_core.facts import git_commit
 from cosmos_core.run.digests import Digests, shared_digests
 from cosmos_core.run.estimated import saved_estimate
 from cosmos_core.run.files import (
@@ -133,9 +134,9 @@ def create_run(
     facts = Facts(
         pipeline=pipeline.config.name,
         started=time.time(),
-        command=sys.argv,
+        command=list(map(masked, sys.argv)),
         host=socket.gethostname(),
-        git_commit=_git_commit(),
+        git_commit=git_commit(),
         python=sys.version.split()[0],
         versions=versions,
         seeds=seeds,
@@ -360,14 +361,6 @@ def list_runs(output_dir: Path) -> None:
         lock.acquire()
         keys = {"run_id", "pipeline", "started"}
         write_json(output_dir / RUNS, [facts.model_dump(include=keys) for facts in runs_in(output_dir)])
-
-
-def _git_commit() -> str:
-    if shutil.which("git") is None:
-        return ""
-    folder = Path(__file__).parent
-    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=False)
-    return done.stdout.strip()
 
 
 def differences(run_path: Path, pipeline: Pipeline) -> list[str]:

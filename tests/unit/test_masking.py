@@ -28,7 +28,15 @@ NAMED = [
     "password=correcthorse", "PASSWORD: 'correct horse'", '{"api_key": "abcdefgh"}', "secret_access_key = abcdef",
     "Authorization: Bearer 0123456789abcdef0123456789abcdef01234567", "token is a1b2c3d4e5f6a7b8", "x-api-key: q1w2e3r4",
     "postgresql://user:s3cret-pw@host/db", "https://h/x?X-Amz-Signature=0123456789abcdef0123456789abcdef",
-    "MY_TOKEN=0123456789abcdef0123456789abcdef01234567",
+    "MY_TOKEN=0123456789abcdef0123456789abcdef01234567", "wandb login 0123456789abcdef0123456789abcdef01234567",
+]  # fmt: skip
+FORMS = [
+    "curl -u admin:{}", "pwd: {}", "redis://:{}@host:6379/0", "postgresql://u:a/{}@h/db", "https://h/x?token={}",
+    "https://h/x?v=1&access_token={}", "https://h/c?sv=2022&sig={}%3D", "https://hooks.slack.com/services/T0/B1/{}",
+    "https://discord.com/api/webhooks/12345678/{}", "Authorization: Basic {}", "{{'Authorization': 'Bearer {}'}}",
+    "[(b'authorization', b'Bearer {}')]", "{{b'password': b'{}'}}", "('api_key', '{}')", "cmd --password {}",
+    "<password>{}</password>", r'"{{\"password\": \"{}\"}}"', "passphrase: \"a {} b\"", "client_secret={}&x=1",
+    "Config(api_key='{}', n=3)", "the password is {}", "user u with password {}", "password=\n'{}'",
 ]  # fmt: skip
 PLAIN = [
     "sha256 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08 does not match", "commit 0dc3f4f0e1d2c3b4a5968778695a4b3c2d1e0f00",
@@ -39,6 +47,8 @@ PLAIN = [
     "key transformer_blocks.0.attn1.to_q.weight is missing", "set AWS_SECRET_ACCESS_KEY, REMOTE_REWARD_TOKEN or HF_TOKEN",
     str(uuid.UUID(int=2**127 + 12345)), "s3://bucket/contents/9f86d081884c7d659a2feaa0c55ad015/model-00001-of-00002.safetensors",
     "the reward 'pickscore' needs options.processor_path; password: ask the owner", "https://host:4200/api/flow_runs/filter",
+    "laion/CLIP-ViT-H-14-laion2B-s32B-b79K", "the secret values in a text, the password of the user, password authentication",
+    "git+https://host:443/x@main", "allowed keys: 'api_key', 'base_url'", "pwd: /home/ada/clone", "Basic authentication is",
     "/root/.cache/torchinductor/cab7gkw3pq5z2mx4t6y3r2w5k7j3h2g5f7d3s2a5.py:12", "test_that_is_named_in_a_long_sentence_2_3_4",
 ]  # fmt: skip
 
@@ -55,6 +65,14 @@ def test_what_a_word_names_as_secret_is_masked(text: str) -> None:
     assert masked(masked(text)) == masked(text)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_weak_secret_is_masked_where_something_says_that_it_is_one(form: str) -> None:
+    rng = random.Random(1)
+    for _ in range(20):
+        secret = "".join(rng.choices(string.ascii_letters, k=5)) + "".join(rng.choices(string.digits, k=4))
+        assert secret not in masked(form.format(secret)), masked(form.format(secret))
+
+
 @pytest.mark.parametrize("text", PLAIN)
 def test_names_digests_numbers_and_paths_stay(text: str) -> None:
     assert masked(text) == text
@@ -66,6 +84,7 @@ def test_drawn_strings_are_masked_and_classes_are_not() -> None:
     drawn = [base64.urlsafe_b64encode(rng.randbytes(32)).decode() for _ in range(300)]
     drawn += [base64.b64encode(rng.randbytes(36)).decode() for _ in range(300)]
     drawn += ["".join(rng.choices(letters, k=k)) for k in (24, 32, 40, 64) for _ in range(150)]
+    drawn += ["-".join("".join(rng.choices(letters, k=8)) for _ in range(4)) for _ in range(50)]
     drawn += [rng.randbytes(k).hex() for k in (16, 24, 48) for _ in range(50)]
     kept = [each for each in drawn if each in masked(f"refused: {each}")]
     assert len(kept) / len(drawn) < 0.03, kept
@@ -97,6 +116,10 @@ def test_an_error_and_settings_are_known_by_their_own() -> None:
     error = StageFailed(f"refused: {KNOWN[0]}")
     mask_error(error)
     assert str(error) == "refused: ***"
+    response = RuntimeError({"password": "correcthorse"}, 3, b"token=" + KNOWN[0].encode())
+    response.add_note(f"sent {KNOWN[1]}")
+    mask_error(response)
+    assert response.args == ("{'password': '***'}", 3, "b'token=***'") and response.__notes__ == ["sent ***"]
     settings = {"steps": 3, "api_key": "abc", "deep": [{"password": ["x", "y"], "name": "n"}], "secrets": {"a": "z"}}
     assert sorted(secrets_in(settings)) == ["abc", "x", "y", "z"]
 
