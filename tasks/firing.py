@@ -35,8 +35,8 @@ class Firing:
         """Create the right for a note without acquiring it. `deployment` is the id of the deployment whose schedule
         started the flow run; empty: there is none."""
         self._name = f"cosmos-retraining-{note.stem}-{deployment}".rstrip("-")
-        self._value = {"flow_run": flow_run, "machine": this_machine()}
         self._lock = retraining_lock(note)
+        self._value = {"flow_run": flow_run, "machine": this_machine(), "lock": str(self._lock.path)}
         self._lease: UUID | None = None
 
     def try_acquire(self) -> bool:
@@ -79,9 +79,10 @@ class Firing:
         return True
 
     def _has_expired(self, client: SyncPrefectClient, holder: Any) -> bool:
-        """Return True if the holder of the lease has ended, is an earlier attempt of this flow run, or ran on this
-        machine, where this process holds the file lock."""
-        if holder["flow_run"] == self._value["flow_run"] or holder["machine"] == self._value["machine"]:
+        """Return True if the holder of the lease has ended, is an earlier attempt of this flow run, or needed the file
+        lock that this process holds. Workers with separate folders of runs on one machine have separate locks."""
+        needed_lock = all(holder.get(key) == self._value[key] for key in ("machine", "lock"))
+        if holder["flow_run"] == self._value["flow_run"] or needed_lock:
             return True
         try:
             state = client.read_flow_run(UUID(holder["flow_run"])).state

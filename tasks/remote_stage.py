@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from uuid import UUID, uuid4
@@ -19,7 +20,7 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound
 from prefect.runtime import task_run
-from prefect.states import Cancelling
+from prefect.states import Cancelling, Crashed
 
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.errors import BY_NAME, Cancelled, ConfigError, CosmosError, OverBudget, Preempted, StageFailed
@@ -39,6 +40,7 @@ _POLL_SECONDS = 1.0
 _MIRROR_SECONDS = 5.0
 _WORKERS_SECONDS = 10.0
 _UNHEARD_SECONDS = 600.0
+_PENDING_SECONDS = 600.0
 _MAX_BACKOFF_SECONDS = 60.0
 _FINAL = {StateType.COMPLETED, StateType.FAILED, StateType.CANCELLED, StateType.CRASHED}
 
@@ -207,6 +209,8 @@ def _follow(
             run = client.read_flow_run(flow_run)
             if run.state_type == StateType.SCHEDULED:
                 wait.look()
+            elif run.state_type == StateType.PENDING:
+                _end_if_lost(client, stage, run)
             last_response = time.monotonic()
         except ObjectNotFound as error:  # the flow run was deleted
             where = f"stage {stage.name!r} on {stage.work_pool!r}"
@@ -223,6 +227,16 @@ def _follow(
             return run
         budget.check()  # the child flow run checks too, but sees no stages of machines that share no disk with its own
         sleep_unless_stopping(_POLL_SECONDS)
+
+
+def _end_if_lost(client: SyncPrefectClient, stage: StageConfig, run: FlowRun) -> None:
+    """Mark a flow run as crashed if a worker took it and started no process for ten minutes, because its machine was
+    lost in between. Pools of other types may wait for longer, for example for a node."""
+    taken = run.state.timestamp if run.state else datetime.now(UTC)
+    is_overdue = (datetime.now(UTC) - taken).total_seconds() > _PENDING_SECONDS
+    if is_overdue and client.read_work_pool(stage.work_pool).type == "process":
+        message = f"pending for {_PENDING_SECONDS:.0f} s: its worker is gone"
+        client.set_flow_run_state(run.id, Crashed(message=message), force=True)
 
 
 def _cancel(client: SyncPrefectClient, child: Child, grace_seconds: float) -> None:

@@ -32,7 +32,6 @@ from cosmos_core.run.retrain_state import content_of, note_of, retraining_lock
 from cosmos_core.run.state import read_state
 from cosmos_core.upload.file import FileTarget
 from flows.retrain import retrain, starting_from_published
-from tasks.firing import Firing
 from tasks.kinds import all_kinds
 from tests.conftest import PROGRAMS, wait_until
 from tests.unit.tiny_model import save_tiny_model
@@ -310,16 +309,6 @@ def test_a_firing_on_another_machine_is_told_apart_while_its_flow_run_has_not_en
         late = Asked(nightly)
         assert late.go_on()[0] == "Suspended", "the lease expired with the flow run that held it"
         assert client.read_variable_by_name(here.lease) is None, "nobody holds it while a person is asked"
-
-
-def test_a_flow_run_that_is_tried_again_on_another_machine_has_its_own_lease(tmp_path: Path) -> None:
-    with get_client(sync_client=True) as client:
-        flow_run = str(client.create_flow_run(retrain, parameters={"config": ""}, state=Running()).id)
-        held = {"flow_run": flow_run, "machine": "node-3/boot/pids"}
-        client.create_variable(VariableCreate(name="cosmos-retraining-0a1b", value=held))
-        with Firing(tmp_path / "0a1b.json", flow_run) as firing:
-            assert firing.try_acquire()
-        assert client.read_variable_by_name("cosmos-retraining-0a1b") is None
 
 
 def test_what_a_person_has_said_waits_for_a_firing_that_is_at_work(tmp_path: Path) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 import uuid
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+from prefect.client.schemas.objects import StateType
 from prefect.exceptions import ObjectNotFound
 
 from cosmos_core.config.compose import load_pipeline
@@ -56,6 +58,43 @@ def test_a_flow_run_that_somebody_deleted_is_one_failed_attempt() -> None:
 def test_a_stage_that_is_stopped_is_stopped_whatever_the_server_says(error: Exception) -> None:
     server: Any = Server(error)
     remote_stage._cancel(server, remote_stage.Child(flow_run=str(uuid.uuid4()), attempt=1), 5.0)
+
+
+class Taken:
+    """A flow run that a worker of a pool of this type took so many seconds ago and has not started."""
+
+    def __init__(self, type_: str, seconds: float) -> None:
+        self.type, self.id, self.state_type = type_, uuid.uuid4(), StateType.PENDING
+        self.state = SimpleNamespace(timestamp=datetime.now(UTC) - timedelta(seconds=seconds))
+        self.reads = 0
+
+    def read_flow_run(self, flow_run: uuid.UUID) -> Any:
+        self.reads += 1
+        if self.reads == 3 and self.state_type == StateType.PENDING:
+            raise ObjectNotFound(Exception())  # it would be followed on
+        return self
+
+    def read_work_pool(self, name: str) -> Any:
+        return self
+
+    def set_flow_run_state(self, flow_run: uuid.UUID, state: Any, *, force: bool) -> None:
+        assert (flow_run, state.message, force) == (self.id, "pending for 600 s: its worker is gone", True)
+        self.state_type = state.type
+
+
+@pytest.mark.parametrize(("type_", "seconds", "is_lost"), [
+    ("process", 700.0, True), ("process", 500.0, False), ("kubernetes", 7000.0, False),
+])  # fmt: skip
+def test_a_flow_run_whose_machine_was_lost_before_its_process_began_is_not_followed_for_ever(
+    monkeypatch: pytest.MonkeyPatch, type_: str, seconds: float, is_lost: bool
+) -> None:
+    monkeypatch.setattr(remote_stage, "_POLL_SECONDS", 0.0)
+    server: Any = Taken(type_, seconds)
+    try:
+        ended: Any = remote_stage._follow(server, STAGE, server.id, lambda: None, server, BUDGET)
+    except StageFailed:
+        ended = None
+    assert (ended is not None and ended.state_type == StateType.CRASHED) is is_lost
 
 
 class Deployments:
