@@ -19,7 +19,7 @@ from cosmos_core.cli_doctor import doctor  # noqa: E402
 from cosmos_core.cli_flow import flow_of, is_flow, parameters_of, plan_flow, refuse_parameters, resume_flow, run_flow  # noqa: E402
 from cosmos_core.cli_models import check_model, promote, rollback  # noqa: E402
 from cosmos_core.cli_runs import compare, lineage, report, runs, samples, status, watch  # noqa: E402
-from cosmos_core.cli_server import bootstrap, clean, reap, worker  # noqa: E402
+from cosmos_core.cli_server import bootstrap, clean, reap, serve_reports, worker  # noqa: E402
 from cosmos_core.cli_train import diffusion_sft, dpo, evaluate, grpo, init, sft, try_model  # noqa: E402
 from cosmos_core.environment import masked  # noqa: E402
 from cosmos_core.errors import EXIT_CRASH, EXIT_PREEMPTED, EXIT_USAGE, ConfigError, CosmosError  # noqa: E402
@@ -303,7 +303,7 @@ app.command("try")(try_model)
 app.command("eval")(evaluate)
 for _command in (
     sft, dpo, grpo, diffusion_sft, init, check_model, status, runs, compare, lineage, report, samples, watch, promote,
-    rollback, bootstrap, worker, doctor, reap, clean, mcp, agent_docs,
+    rollback, bootstrap, worker, serve_reports, doctor, reap, clean, mcp, agent_docs,
 ):  # fmt: skip
     app.command()(_command)
 

@@ -1,4 +1,5 @@
-"""`cosmos bootstrap`, `worker`, `reap` and `clean`: maintenance of a shared Prefect server and of the machines."""
+"""`cosmos bootstrap`, `worker`, `serve-reports`, `reap` and `clean`: maintenance of a shared Prefect server and of the
+machines."""
 
 from __future__ import annotations
 
@@ -39,11 +40,35 @@ def worker(
     pool: Annotated[str, typer.Option(help="Work pool whose flow runs it takes.")],
     limit: Annotated[int, typer.Option(min=0, help="Most flow runs at once; 0: no limit.")] = 0,
     name: Annotated[str, typer.Option(help="Name of the worker; empty: Prefect makes one.")] = "",
+    type_: Annotated[str, typer.Option("--type", help="Of the worker, e.g. kubernetes; empty: that of the pool.")] = "",
 ) -> None:
     """Start a Prefect worker whose polling, also for cancelled flow runs, outlasts an outage of the server."""
     arguments = ["worker", "start", "--pool", pool]
     arguments += ["--limit", str(limit)] * bool(limit) + ["--name", name] * bool(name)
+    arguments += ["--type", type_] * bool(type_)
     os.execv(sys.executable, [sys.executable, "-m", "cosmos_core.launch.prefect", *arguments])
+
+
+def serve_reports(
+    output_dir: Annotated[Path, typer.Option(help="Folder of runs.")] = Path("outputs"),
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free port.")] = 8765,
+) -> None:
+    """Serve the reports of all runs to other machines, read-only, until it is stopped.
+
+    The password is the token in COSMOS_REPORTS_TOKEN, or a new one that is printed; the user name may be any. Links to
+    reports use the address in COSMOS_REPORTS_URL. Reports of private runs are not served.
+    """
+    import secrets
+
+    from cosmos_core.observe.report_server import TOKEN, ReportServer
+
+    token = os.environ.get(TOKEN) or secrets.token_urlsafe(24)
+    with ReportServer(output_dir.expanduser(), token, (host, port)) as server:
+        typer.echo(f"reports of {server.output_dir} at http://{host}:{server.server_address[1]}/RUN/report.html")
+        if TOKEN not in os.environ:
+            typer.echo(f"password: {token}")
+        server.serve_forever()
 
 
 def reap(

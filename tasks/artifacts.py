@@ -29,6 +29,7 @@ from cosmos_core.observe.costs import shown_cost
 from cosmos_core.observe.plots import curves
 from cosmos_core.observe.record import Condition, RunRecord, loading_line, read_run
 from cosmos_core.observe.report import PAGE, build
+from cosmos_core.observe.report_server import report_url
 from cosmos_core.run.files import parsed, read_json, write_text
 from cosmos_core.run.manifest import Result
 from cosmos_core.run.progress import MetricsReader, Position
@@ -192,6 +193,8 @@ def _run_card(run: RunRecord) -> str:
     lines = [f"# {run.name} {run.path.name}: {run.outcome}", "", *_stages(run)]
     lines += [line for name, cost in shown_cost(run).items() for line in ("", f"{name}: {cost}")]
     lines += ["", f"run directory `{run.path}`"]
+    if url := report_url(run.path):
+        lines += ["", f"[report]({url})"]
     if run.model is not None:
         lines += ["", f"model `{run.model}`", "", "```python", loading_line(run.model), "```"]
     lines += [line for where in run.published for line in ("", f"published `{where}`")]

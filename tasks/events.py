@@ -13,6 +13,7 @@ from prefect.settings import get_current_settings
 from cosmos_core.errors import CosmosError, GateFailed, Preempted
 from cosmos_core.observe.formatting import as_float
 from cosmos_core.observe.report import PAGE
+from cosmos_core.observe.report_server import report_url
 from cosmos_core.run.directory import Run
 from cosmos_core.run.manifest import Result, read_result
 from cosmos_core.run.state import FINISHED, read_state
@@ -86,7 +87,7 @@ def _emit(event: str, run: Run, stage: str, said: dict[str, Any]) -> None:
         "cosmos.run": run.id,
     } | ({"cosmos.stage": stage} if stage else {})
     address = get_current_settings().ui_url
-    links = {"report": str(run.path / PAGE)} | (
+    links = {"report": report_url(run.path) or str(run.path / PAGE)} | (
         {"card": f"{address}/artifacts/key/{card_key(pipeline)}"} if address else {}
     )
     about = {"run": run.id, "pipeline": pipeline, "path": str(run.path), **links}

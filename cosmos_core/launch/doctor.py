@@ -1,7 +1,7 @@
 """Diagnose a cluster: Prefect server, work pools and their workers, deployments, Ray, reward services, disk.
 
-The checks query the Prefect server, the services that the environment names, and this machine. Properties of the
-machine of a worker, such as its disk and clock, are reported in the logs of stages instead.
+The checks query the Prefect server, the services that the environment names, and this machine. The machines of workers
+that `cosmos worker` started report themselves to the server (`worker_report.py`).
 """
 
 import os
@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.environment import masked
+from cosmos_core.launch.worker_report import DIRECTORY, fresh_reports, versions
 
 _LATE_SECONDS = 60.0
 """Seconds in state Cancelling after which the worker of a flow run counts as unresponsive."""
 _SLOW_SECONDS, _CLOCK_SECONDS, _CONNECT_SECONDS = 1.0, 5.0, 5.0
 _LEAST_ROOM = 20 * 2**30
-_DIRECTORY = "prefect.deployments.steps.set_working_directory"
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,10 @@ Check = Callable[[Any], Iterator[Finding]]
 
 def findings(output_dir: Path, client: Any) -> Iterator[Finding]:
     """Run all checks and yield their results; `client` is a synchronous client of the Prefect server."""
-    for name, check in {"server": _server, "pools": _pools, "cancellation": _cancelling, "deployments": _paths}.items():
+    checks: dict[str, Check] = {
+        "server": _server, "pools": _pools, "workers": _workers, "cancellation": _cancelling, "deployments": _paths,
+    }  # fmt: skip
+    for name, check in checks.items():
         try:
             yield from check(client)
         except Exception as error:  # noqa: BLE001 - any error of a request is the finding
@@ -70,7 +73,7 @@ def _pools(client: Any) -> Iterator[Finding]:
     pool_names = {each.work_pool_name for each in client.read_deployments()}
     for pool in client.read_work_pools():
         workers = client.read_workers_for_work_pool(pool.name)
-        live = sorted(each.name for each in workers if getattr(each.status, "value", each.status) == "ONLINE")
+        live = sorted(each.name for each in workers if _is_online(each))
         needs = "its deployments wait" if pool.name in pool_names else "no deployment needs one"
         message = f"{len(live)} live workers: {', '.join(live)}" if live else f"no live worker, and {needs}"
         if pool.is_paused:
@@ -81,6 +84,29 @@ def _pools(client: Any) -> Iterator[Finding]:
         yield Finding(
             f"pool {name}", "deployments name it, and it is not there; cosmos bootstrap makes it", is_well=False
         )
+
+
+def _workers(client: Any) -> Iterator[Finding]:
+    here, reported_pools = versions(), set()
+    for worker, seconds in fresh_reports(client):
+        reported_pools.add(worker["pool"])
+        differing = [key for key in here if here[key] and worker[key] and worker[key] != here[key]]
+        wrong = [f"{key} {worker[key]} there, {here[key]} here" for key in differing]
+        wrong += [f"{folder} of its deployments is missing" for folder in worker["missing_folders"]]
+        wrong += ["its clock differs from the server's"] * (abs(seconds) > _CLOCK_SECONDS)
+        wrong += ["its disk is full soon"] * (worker["free_bytes"] < _LEAST_ROOM)
+        room = f"{worker['free_bytes'] / 2**30:.0f} GiB are free in {worker['output_dir']}"
+        message = "; ".join([f"{room}, clock {seconds:+.0f} s", *wrong])
+        yield Finding(f"worker of {worker['pool']} on {worker['host']}", message, not wrong)
+    for pool in client.read_work_pools():
+        is_live = any(_is_online(each) for each in client.read_workers_for_work_pool(pool.name))
+        if is_live and pool.type == "process" and pool.name not in reported_pools:
+            message = "none was started by cosmos worker: after an outage of the server they stop no cancelled flow run"
+            yield Finding(f"workers of {pool.name}", message, is_well=False)
+
+
+def _is_online(worker: Any) -> bool:
+    return getattr(worker.status, "value", worker.status) == "ONLINE"
 
 
 def _cancelling(client: Any) -> Iterator[Finding]:
@@ -101,7 +127,7 @@ def _paths(client: Any) -> Iterator[Finding]:
     folders: dict[str, list[str]] = {}
     for each in client.read_deployments():
         for step in each.pull_steps or []:
-            if folder := step.get(_DIRECTORY, {}).get("directory"):
+            if folder := step.get(DIRECTORY, {}).get("directory"):
                 folders.setdefault(folder, []).append(str(each.work_pool_name))
     message = "; ".join(f"{folder} in {', '.join(sorted(set(pools)))}" for folder, pools in folders.items())
     yield Finding("deployments", message or "none is deployed; prefect --no-prompt deploy --all", len(folders) == 1)

@@ -24,6 +24,10 @@ if __name__ == "__main__":
     with without_collection():
         if "worker" in sys.argv:
             keep_polling()
+            if "--pool" in sys.argv[:-1]:
+                from cosmos_core.launch.worker_report import start_reporting
+
+                start_reporting(sys.argv[sys.argv.index("--pool") + 1])
         else:
             importlib.import_module("prefect.server.api.server")
     runpy.run_module("prefect", run_name="__main__", alter_sys=True)

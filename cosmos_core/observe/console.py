@@ -24,6 +24,7 @@ from rich.text import Text
 from cosmos_core.observe import formatting
 from cosmos_core.observe.costs import shown_cost
 from cosmos_core.observe.record import RunRecord, StageRecord, loading_line, overhead, read_run
+from cosmos_core.observe.report_server import report_url
 from cosmos_core.observe.resuming import pause_or_death
 from cosmos_core.run.progress import Position
 from cosmos_core.run.state import ACTIVE
@@ -220,7 +221,7 @@ def print_summary(run_path: Path, *, stream: TextIO | None = None) -> None:
     }
     facts |= shown_cost(run)
     if (run.path / "report.html").is_file():
-        facts["report"] = str(run.path / "report.html")
+        facts["report"] = report_url(run.path) or str(run.path / "report.html")
     if run.outcome in {"failed", "stopped"}:  # in a run that did not complete, run.model may be the base model
         facts |= {f"model of stage {stage.name!r}": str(stage.path / stage.info["model"]) for stage in run.trained}
     elif run.model is not None:

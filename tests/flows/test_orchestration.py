@@ -1,5 +1,5 @@
-"""What a Prefect server is given and shows: the automation, states of flow and task runs, tags, cards; and what a flow
-does when its server says that it was cancelled."""
+"""What a Prefect server is given and shows: the automation, states of flow and task runs, tags, cards, leases, reports
+of workers; and what a flow does when its server says that it was cancelled."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from typing import Any
 from uuid import UUID
 
 import numpy as np
+import prefect
 import pytest
 from prefect import flow
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import VariableCreate, WorkPoolCreate
 from prefect.client.schemas.filters import (
     FlowRunFilter,
     FlowRunFilterId,
@@ -23,15 +25,17 @@ from prefect.client.schemas.filters import (
     TaskRunFilterTags,
 )
 from prefect.client.schemas.objects import FlowRun, State
-from prefect.states import Cancelling
+from prefect.states import Cancelling, Running
 
 from cosmos_core.config.schema.pipeline import PipelineConfig
 from cosmos_core.launch.bootstrap import AUTOMATION, OUTCOMES, bootstrap
+from cosmos_core.launch.worker_report import DIRECTORY, fresh_reports, report
 from cosmos_core.observe import gallery
 from cosmos_core.run.state import read_state
 from flows.post_train import post_train
 from tasks.artifacts import StageArtifacts
 from tasks.ending import REFUSED
+from tasks.firing import Firing
 from tasks.naming import user_name
 from tests.conftest import PROGRAMS, wait_until
 from tests.unit.observed_runs import write_lines
@@ -237,3 +241,44 @@ def test_a_flow_run_that_is_cancelled_and_not_told_so_saves_and_ends_and_publish
     stopped = read_state(stage)
     assert (stopped.state, stopped.failures) == ("stopped", 0) and (stopped.checkpoint_step or 0) >= 3
     assert not (tmp_path / "published").exists()
+
+
+def test_a_worker_reports_its_machine_to_the_server(tmp_path: Path) -> None:
+    step = {DIRECTORY: {"directory": str(tmp_path / "clone")}}
+    pool = WorkPoolCreate(name="reported", type="process")
+    with get_client(sync_client=True) as client:
+        client.create_work_pool(pool)
+        flow_id = client.create_flow(post_train)
+        client.create_deployment(flow_id, "reported", work_pool_name=pool.name, pull_steps=[step])
+        for missing in ([str(tmp_path / "clone")], []):
+            report(client, "reported")
+            [(worker, seconds)] = [each for each in fresh_reports(client) if each[0]["pool"] == "reported"]
+            assert worker["missing_folders"] == missing and worker["prefect"] == prefect.__version__
+            assert abs(seconds) < 60 and worker["free_bytes"] > 0
+            (tmp_path / "clone" / "flows").mkdir(parents=True, exist_ok=True)
+
+
+def test_a_flow_run_that_is_tried_again_on_another_machine_has_its_own_lease(tmp_path: Path) -> None:
+    with get_client(sync_client=True) as client:
+        flow_run = str(client.create_flow_run(post_train, parameters={"config": ""}, state=Running()).id)
+        held = {"flow_run": flow_run, "machine": "node-3/boot/pids"}
+        client.create_variable(VariableCreate(name="cosmos-retraining-0a1b", value=held))
+        with Firing(tmp_path / "0a1b.json", flow_run) as firing:
+            assert firing.try_acquire()
+        assert client.read_variable_by_name("cosmos-retraining-0a1b") is None
+
+
+@pytest.mark.parametrize("is_same_folder", [False, True])
+def test_two_workers_on_one_machine_respect_each_other_whatever_folders_they_have(
+    tmp_path: Path, is_same_folder: bool
+) -> None:
+    """Of one folder the lock is free, so the earlier firing was killed; in another folder it may still work."""
+    with get_client(sync_client=True) as client:
+        ids = [str(client.create_flow_run(post_train, parameters={"config": ""}, state=Running()).id) for _ in range(2)]
+    folders = [tmp_path / "a", tmp_path / ("a" if is_same_folder else "b")]
+    first = Firing(folders[0] / "0a1c.json", ids[0], "both")
+    assert first.try_acquire()
+    first._lock.release()  # as the kernel does for a process that was killed
+    with Firing(folders[1] / "0a1c.json", ids[1], "both") as second:
+        assert second.try_acquire() is is_same_folder
+    first.__exit__()

@@ -232,6 +232,7 @@ def test_workers_serve_the_pools_with_the_credentials_of_the_server_in_their_nam
     ]
     containers = worker["spec"]["template"]["spec"]["containers"]
     assert sorted(c["command"][c["command"].index("--pool") + 1] for c in containers) == sorted(POOLS)
+    assert {" ".join(c["command"][:2]) for c in containers} == {"cosmos worker"}, "whose polling outlasts the server"
     for container in containers:
         env = {each["name"]: each for each in container["env"]}
         secret = env["PREFECT_API_AUTH_STRING"]["valueFrom"]["secretKeyRef"]

@@ -14,6 +14,7 @@ import pytest
 from prefect.client.schemas.objects import WorkerStatus
 
 from cosmos_core.launch.doctor import Finding, findings
+from cosmos_core.launch.worker_report import versions
 from tests.unit.reward_server import serving
 
 STEP = "prefect.deployments.steps.set_working_directory"
@@ -28,6 +29,7 @@ class Server:
         self.paused: set[str] = set()
         self.deployments = [("gpu", "/clone")]
         self.cancelling: list[float] = []
+        self.reports: list[dict[str, Any]] = [{}]
         vars(self).update(given)
 
     def hello(self) -> Any:
@@ -46,7 +48,19 @@ class Server:
         return [SimpleNamespace(name="sft", work_pool_name="gpu", state=SimpleNamespace(timestamp=each)) for each in at]
 
     def read_work_pools(self) -> list[Any]:
-        return [SimpleNamespace(name=name, is_paused=name in self.paused) for name in self.pools]
+        return [SimpleNamespace(name=name, is_paused=name in self.paused, type="process") for name in self.pools]
+
+    def read_variables(self, *, limit: int) -> list[Any]:
+        now = datetime.now(UTC)
+        found = [SimpleNamespace(name="cosmos-retraining-1", value={"pool": "x"}, updated=now)]
+        for changes in self.reports:
+            value = {
+                **versions(), "pool": "gpu", "host": "node-3", "output_dir": "/runs", "free_bytes": 2**40,
+                "missing_folders": [], "time": now.timestamp(), **changes,
+            }  # fmt: skip
+            updated = now - timedelta(seconds=value.pop("age", 0.0))
+            found.append(SimpleNamespace(name=f"cosmos-worker-{value['pool']}-node-3", value=value, updated=updated))
+        return found
 
     def read_workers_for_work_pool(self, name: str) -> list[Any]:
         return [SimpleNamespace(name=each, status=status) for each, status in self.pools[name]]
@@ -84,8 +98,16 @@ def test_a_cluster_that_is_well_has_nothing_wrong(tmp_path: Path) -> None:
         ({"pools": {}}, "pool gpu", "it is not there; cosmos bootstrap"),
         ({"cancelling": [5.0, 300.0]}, "cancellation", "sft has been Cancelling for 300 s: no worker of gpu looks"),
         ({"deployments": [("gpu", "/a"), ("cpu", "/a"), ("gpu", "/b")], "pools": {"gpu": [("w", "ONLINE")],
-          "cpu": [("v", "ONLINE")]}}, "deployments", "/a in cpu, gpu; /b in gpu"),
+          "cpu": [("v", "ONLINE")]}, "reports": [{}, {"pool": "cpu"}]}, "deployments", "/a in cpu, gpu; /b in gpu"),
         ({"deployments": []}, "deployments", "none is deployed"),
+        ({"reports": [{"commit": "0dc3f4f"}]}, "worker of gpu on node-3", "; commit 0dc3f4f there, "),
+        ({"reports": [{"prefect": "3.1.0"}]}, "worker of gpu on node-3", "; prefect 3.1.0 there, "),
+        ({"reports": [{"free_bytes": 2**30}]}, "worker of gpu on node-3", "1 GiB are free in /runs, clock +0 s; its"),
+        ({"reports": [{"time": 0.0}]}, "worker of gpu on node-3", "; its clock differs from the server's"),
+        ({"reports": [{"missing_folders": ["/clone"]}]}, "worker of gpu on node-3", "; /clone of its deployments is"),
+        ({"reports": [{}, {"host": "node-4", "free_bytes": 1}]}, "worker of gpu on node-4", "its disk is full soon"),
+        ({"reports": [{"age": 900.0}]}, "workers of gpu", "none was started by cosmos worker"),
+        ({"reports": []}, "workers of gpu", "after an outage of the server they stop no cancelled flow run"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said(given: dict[str, Any], what: str, told: str, tmp_path: Path) -> None:

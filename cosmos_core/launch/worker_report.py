@@ -1,0 +1,82 @@
+"""Report what only the machine of a worker knows to the Prefect server, for `cosmos doctor --cluster`: versions, clock,
+disk room, and whether the folders of its deployments exist.
+
+A thread of `cosmos worker` renews the report, a variable of the server with one name for each pool and host.
+"""
+
+import os
+import re
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from cosmos_core.facts import git_commit
+
+PREFIX = "cosmos-worker-"
+DIRECTORY = "prefect.deployments.steps.set_working_directory"
+"""Step of a deployment that names the folder in which its flow runs start."""
+_SECONDS = 60.0
+_FRESH_SECONDS = 5 * _SECONDS
+
+
+def start_reporting(pool: str) -> None:
+    """Start the thread that reports the properties of this machine as those of a worker of `pool`."""
+    from prefect.client.orchestration import get_client  # imported here, not by two threads at once
+
+    def report_forever() -> None:
+        while True:
+            with suppress(Exception), get_client(sync_client=True) as client:  # no error may end the worker
+                report(client, pool)
+            time.sleep(_SECONDS)
+
+    threading.Thread(target=report_forever, daemon=True, name="worker-report").start()
+
+
+def report(client: Any, pool: str) -> None:
+    """Write the variable with the properties of this machine; `client` is a synchronous client of the server."""
+    from prefect.client.schemas.actions import VariableCreate, VariableUpdate
+    from prefect.exceptions import ObjectAlreadyExists
+
+    name = PREFIX + re.sub(r"[^a-z0-9]+", "-", f"{pool}-{socket.gethostname()}".lower())
+    value = {**_properties(), "pool": pool, "missing_folders": _missing_folders(client, pool), "time": time.time()}
+    try:
+        client.create_variable(VariableCreate(name=name, value=value))
+    except ObjectAlreadyExists:
+        client.update_variable(VariableUpdate(name=name, value=value))
+
+
+def fresh_reports(client: Any) -> Iterator[tuple[dict[str, Any], float]]:
+    """Yield each report of the last five minutes, with the seconds by which the clock of its machine is ahead of the
+    server's."""
+    for variable in client.read_variables(limit=200):
+        updated = variable.updated
+        if not variable.name.startswith(PREFIX) or not isinstance(variable.value, dict) or updated is None:
+            continue
+        if (datetime.now(UTC) - updated).total_seconds() < _FRESH_SECONDS:
+            yield variable.value, float(variable.value.get("time", 0.0)) - updated.timestamp()
+
+
+def versions() -> dict[str, str]:
+    """Return the git commit of this clone (empty: there is no clone, as in an image) and the version of Prefect."""
+    from prefect import __version__
+
+    return {"commit": git_commit(), "prefect": __version__}
+
+
+def _properties() -> dict[str, Any]:
+    folder = Path(os.environ.get("COSMOS_OUTPUT_DIR") or "outputs").absolute()
+    free = shutil.disk_usage(next(each for each in (folder, *folder.parents) if each.exists())).free
+    return {**versions(), "host": socket.gethostname(), "output_dir": str(folder), "free_bytes": free}
+
+
+def _missing_folders(client: Any, pool: str) -> list[str]:
+    deployments = [each for each in client.read_deployments() if each.work_pool_name == pool]
+    steps = [step.get(DIRECTORY, {}) for each in deployments for step in each.pull_steps or []]
+    folders = {step["directory"] for step in steps if "directory" in step}
+    return sorted(folder for folder in folders if not Path(folder, "flows").is_dir())

@@ -1,0 +1,95 @@
+"""`cosmos serve-reports`: who gets a report, what nobody gets, and who links to it."""
+
+import base64
+import socket
+import threading
+from collections.abc import Iterator
+from http.client import HTTPConnection
+from pathlib import Path
+
+import httpx
+import pytest
+
+from cosmos_core.errors import ConfigError
+from cosmos_core.observe.record import read_run
+from cosmos_core.observe.report_server import URL, ReportServer, report_url
+from tasks.artifacts import _run_card
+from tests.unit.observed_runs import finished_run
+
+TOKEN = "right-right-right"
+
+
+@pytest.fixture
+def outputs(tmp_path: Path) -> Path:
+    for name in ("outputs/run-1/stages/sft", "outputs/private", "secret"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "report.html").write_text(f"content of {name}")
+    (tmp_path / "outputs/report.html").write_text("above")
+    (tmp_path / "outputs/private").chmod(0o700)
+    (tmp_path / "outputs/linked").symlink_to(tmp_path / "secret")
+    (tmp_path / "outputs/run-2").mkdir()
+    (tmp_path / "outputs/run-2/report.html").symlink_to(tmp_path / "secret/report.html")
+    for name in ("report.html", "run.json"):
+        (tmp_path / "outputs/run-1" / name).write_text(f"content of {name}")
+    return tmp_path / "outputs"
+
+
+@pytest.fixture
+def port(outputs: Path) -> Iterator[int]:
+    with ReportServer(outputs, TOKEN, ("127.0.0.1", 0)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_address[1]
+        server.shutdown()
+
+
+@pytest.mark.parametrize("password", [None, "", "wrong", f"{TOKEN}2", TOKEN[:-1], "ö"])
+def test_nobody_without_the_token_gets_a_report(port: int, password: str | None) -> None:
+    url = f"http://127.0.0.1:{port}/run-1/report.html"
+    response = httpx.get(url, auth=("ada", password) if password is not None else None)
+    assert response.status_code == 401 and "Basic" in response.headers["WWW-Authenticate"]
+    for header in ("Basic ???", "Basic", f"Bearer {TOKEN}", f"Basic {TOKEN}"):
+        assert httpx.get(url, headers={"Authorization": header}).status_code == 401
+
+
+def test_with_the_token_it_is_the_page_and_nothing_else_of_the_folder(port: int) -> None:
+    client = httpx.Client(auth=("anybody", TOKEN))
+    url = f"http://127.0.0.1:{port}/run-1/report.html"
+    response = client.get(url)
+    assert (response.status_code, response.text) == (200, "content of report.html")
+    assert "default-src 'none'" in response.headers["Content-Security-Policy"]
+    assert client.head(url).content == b""
+    others = [
+        "", "report.html", "../secret/report.html", "..%2fsecret/report.html", "run-1/run.json", "none/report.html",
+        "run-1/stages/sft/report.html", "linked/report.html", "run-2/report.html", "private/report.html",
+        "./report.html", "run-1/../run-1/report.html", "run-1/report.html?x", "run-1%00/report.html", "a" * 9000,
+    ]  # fmt: skip
+    token = base64.b64encode(f":{TOKEN}".encode()).decode()
+    for path in others:  # with a client that sends a path as it is
+        connection = HTTPConnection("127.0.0.1", port)
+        connection.request("GET", f"/{path}", headers={"Authorization": f"Basic {token}"})
+        assert connection.getresponse().status == 404, path
+        connection.close()
+    assert {client.request(name, url).status_code for name in ("POST", "PUT", "DELETE", "PATCH")} == {501}
+
+
+def test_a_client_that_sends_nothing_delays_no_other(port: int) -> None:
+    with socket.create_connection(("127.0.0.1", port)) as silent:
+        silent.send(b"GET /run-1")
+        assert httpx.get(f"http://127.0.0.1:{port}/run-1/report.html", auth=("", TOKEN)).status_code == 200
+
+
+def test_a_short_token_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="COSMOS_REPORTS_TOKEN has 5 characters; at least 16"):
+        ReportServer(tmp_path, "short", ("127.0.0.1", 0))
+
+
+def test_the_card_of_a_run_links_to_the_server_unless_it_is_private(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = finished_run(tmp_path)
+    monkeypatch.delenv(URL, raising=False)
+    assert report_url(run) == "" and "[report]" not in _run_card(read_run(run))
+    monkeypatch.setenv(URL, "https://reports.example/")
+    assert f"[report](https://reports.example/{run.name}/report.html)" in _run_card(read_run(run))
+    run.chmod(0o700)
+    assert report_url(run) == "" and "[report]" not in _run_card(read_run(run))
