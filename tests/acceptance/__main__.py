@@ -26,6 +26,7 @@ from tests.acceptance import (
     load,
     modes,
     nodes,
+    operations,
     page,
     promise,
     ranks,
@@ -56,6 +57,7 @@ PARTS = {
     "rewards": rewards.prove,
     "digits_served": digits_served.prove,
     "chaos": chaos.prove,
+    "operations": operations.prove,
 }
 PAGE = Path(__file__).parents[2] / "docs" / "acceptance.md"
 

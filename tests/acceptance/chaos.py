@@ -63,6 +63,8 @@ class Round:
 class Chaos:
     """The server and the workers, and who of them is to be killed."""
 
+    pools, limit = POOLS, "2"
+
     def __init__(self, folder: Path, seed: int, database: str) -> None:
         self.random = random.Random(seed)
         self.orchestra = Orchestra(folder / "server")
@@ -74,8 +76,8 @@ class Chaos:
     def open(self) -> None:
         """Start everything; each pool begins as many flow runs as a pipeline needs at once, and no more."""
         self.orchestra.open()
-        for pool in POOLS:
-            self.orchestra.prefect("work-pool", "set-concurrency-limit", pool, "2")
+        for pool in self.pools:
+            self.orchestra.prefect("work-pool", "set-concurrency-limit", pool, self.limit)
             self.start_worker(pool)
 
     def start_worker(self, pool: str) -> None:
@@ -109,7 +111,7 @@ class Chaos:
         if not self.pids("server"):
             self.orchestra.start_server()
         running = " ".join(processes_below(self.orchestra.folder).values())
-        for pool in POOLS:
+        for pool in self.pools:
             if f"worker start --pool {pool}" not in running:
                 self.start_worker(pool)
 

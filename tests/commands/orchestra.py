@@ -42,6 +42,7 @@ class Orchestra:
             mine | self.settings | {"PREFECT_API_DATABASE_CONNECTION_URL": self._database()}
         )
         self.worker: subprocess.Popen[str] | None = None
+        self.program = "prefect"
 
     def _database(self) -> str:
         """Return the URL of an SQLite that is used through one connection, as Prefect does with any that has this word
@@ -75,7 +76,7 @@ class Orchestra:
     def start(self, name: str, *arguments: str, **variables: str) -> subprocess.Popen[str]:
         with open(self.folder / f"{name}.log", "a") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "prefect", *arguments],
+                [sys.executable, "-m", self.program, *arguments],
                 cwd=ROOT, env=self.environment | variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log, text=True,
             )  # fmt: skip
 
