@@ -18,8 +18,8 @@ from tests.effects.change import SFT, recipe, stage_of
 from tests.real.rows import write_rows
 
 pytestmark = pytest.mark.full
-MOST_KL = {"int8": 0.3, "fp8": 0.3, "w4a16": 1.5}
-"""Bounds that only a gross error exceeds: 0.14, 0.10 and 0.80 were measured."""
+MOST_KL = {"int8": 0.28, "fp8": 0.21, "w4a16": 1.6}
+"""Twice what was measured; `docs/how-to/quantised-exports.md` says why rounding to nearest loses that much."""
 PROGRAM = """
 import sys
 from pathlib import Path
