@@ -87,7 +87,7 @@ def _pools(client: Any) -> Iterator[Finding]:
 
 
 def _workers(client: Any) -> Iterator[Finding]:
-    here, reported_pools = versions(), set()
+    here, reported_pools = versions(), set[str]()
     for worker, seconds in fresh_reports(client):
         reported_pools.add(worker["pool"])
         differing = [key for key in here if here[key] and worker[key] and worker[key] != here[key]]

@@ -63,7 +63,8 @@ class Round:
 class Chaos:
     """The server and the workers, and who of them is to be killed."""
 
-    pools, limit = POOLS, "2"
+    pools: tuple[str, ...] = POOLS
+    limit = "2"
 
     def __init__(self, folder: Path, seed: int, database: str) -> None:
         self.random = random.Random(seed)

@@ -88,7 +88,8 @@ class Operation:
 class Team(Chaos):
     """The server, the workers, what runs on them, and the person."""
 
-    pools, limit = ("local", "cpu"), "4"
+    pools = ("local", "cpu")
+    limit = "4"
 
     def __init__(self, folder: Path, seed: int) -> None:
         super().__init__(folder, seed, "")
