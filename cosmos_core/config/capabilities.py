@@ -8,6 +8,7 @@ from pathlib import Path
 
 from cosmos_core.config.compose import Pipeline
 from cosmos_core.config.inputs import existing, source_of
+from cosmos_core.config.override import IMPLIED
 from cosmos_core.config.reported import check_gates
 from cosmos_core.config.schema.marks import Only, mark
 from cosmos_core.config.schema.recipe import Recipe
@@ -24,6 +25,7 @@ def check_capabilities(pipeline: Pipeline) -> None:
     check_gates(pipeline)
     _check_store(pipeline)
     _check_references(pipeline)
+    _check_mixtures(pipeline)
     _check_compared_rows(pipeline)
     for stage in pipeline.stages:
         recipe = pipeline.recipes[stage.name]
@@ -68,11 +70,29 @@ def _check_references(pipeline: Pipeline) -> None:
             )
 
 
+def _check_mixtures(pipeline: Pipeline) -> None:
+    """Refuse a mixture of data sets in a stage whose rows are those of its key `data`."""
+    for stage in pipeline.stages:
+        if not stage.data or pipeline.kind_of(stage).reads_data != "source":
+            continue
+        if pipeline.recipes[stage.name].train.train_policy.datasets:
+            raise ConfigError(
+                f"{pipeline.source}: stage {stage.name.removesuffix(IMPLIED)!r}: data = {stage.data!r} takes the place "
+                f"of train.train_policy.datasets; leave data out, or set overrides.train.train_policy.datasets = []"
+            )
+
+
 def _check_compared_rows(pipeline: Pipeline) -> None:
     """Refuse an export in quantised formats without rows with which they can be compared."""
     for stage in pipeline.stages:
         if not pipeline.kind_of(stage).reads("export.formats") or not pipeline.recipes[stage.name].export.quantized:
             continue
+        rows = source_of(stage.data)
+        if rows is not None and pipeline.kind_of(pipeline.stage(rows)).makes != "data":
+            raise ConfigError(
+                f"{pipeline.source}: stage {stage.name!r}: export.formats are compared with the model on prepared rows"
+                f", and data = {stage.data!r} has none; name a stage of kind prepare"
+            )
         trainings = [other.name for other in pipeline.stages if pipeline.kind_of(other).trains]
         if not stage.data and not any(stage.name in pipeline.behind(name) for name in trainings):
             raise ConfigError(

@@ -13,7 +13,8 @@ import struct
 import tempfile
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
@@ -49,8 +50,9 @@ class Cleaned(NamedTuple):
     notices: list[str]
 
 
-def clean(stage: Stage, rows: Rows, folder: Path, opener: Opener) -> Cleaned:
-    """Report the matches of training rows to a file in `folder`, and drop matched rows if the recipe says so.
+def clean(stage: Stage, rows: Rows, held_out: Sequence[Rows], folder: Path, opener: Opener) -> Cleaned:
+    """Report the matches of training rows to a file in `folder`, and drop matched rows if the recipe says so; rows that
+    match rows of `held_out` are only reported.
 
     Raises:
         DataError: a benchmark is missing or has no text, or no row remains.
@@ -63,7 +65,7 @@ def clean(stage: Stage, rows: Rows, folder: Path, opener: Opener) -> Cleaned:
     examples: list[str] = []
     is_dropped = np.zeros(len(rows), dtype=bool)
     with open(folder / FILE, "w", encoding="utf-8") as file:
-        for number, is_clear, match in _matches(stage, config, rows, opener.packer()):
+        for number, is_clear, match in _matches(stage, config, rows, held_out, opener.packer()):
             match["dropped"] = is_clear and config.action == "drop"
             is_dropped[number] |= match["dropped"]
             counts[match["match"]] += 1
@@ -74,7 +76,7 @@ def clean(stage: Stage, rows: Rows, folder: Path, opener: Opener) -> Cleaned:
     if not len(kept):
         raise DataError(f"train.train_policy.clean drops all {len(rows)} rows; set action = 'report' to see why")
     counts["dropped"] = int(is_dropped.sum())
-    names = ("exact_duplicate", "near_duplicate", "benchmark_text", "dropped")
+    names = ("exact_duplicate", "near_duplicate", "benchmark_text", "held_out_row", "dropped")
     found = ", ".join(f"{counts[name]} {name.replace('_', ' ')}" for name in names)
     notices = [f"clean: {found}, of {len(rows)} rows; data/{FILE} has them", *examples] if examples else []
     for notice in notices:
@@ -83,40 +85,59 @@ def clean(stage: Stage, rows: Rows, folder: Path, opener: Opener) -> Cleaned:
 
 
 def _matches(
-    stage: Stage, config: CleanConfig, rows: Rows, pack: Callable[[Row, str], Row] | None
+    stage: Stage,
+    config: CleanConfig,
+    rows: Rows,
+    held_out: Sequence[Rows],
+    pack: Callable[[Row, str], Row] | None,
 ) -> Iterator[tuple[int, bool, dict[str, Any]]]:
     """Yield the number of each row that matches, whether the match is a reason to drop the row, and the match: first
-    those of benchmarks, then duplicates."""
+    those of benchmarks and held-out rows, then duplicates."""
     benchmarks = Benchmarks(config.decontaminate_against, config.ngram)
     bands = Bands(config.near_duplicates) if config.near_duplicates else None
-    policy, kind = stage.recipe.train.train_policy, tokenised_kind(stage.recipe.train.train_policy.rows)
-    keys, numbers = array("Q"), array("Q")
+    numbers, keys = array("Q"), array("Q")
+    held = HeldOut(config.near_duplicates)
+    for each in held_out:
+        for _, where, texts in _readable(stage, each, pack):
+            row = _compared_row(where, texts)
+            held.add(row, row.keys(bands))
     with tempfile.TemporaryFile(dir=stage.path) as file:
         compared = ComparedRows(file)
-        for number, (where, row) in enumerate(rows):
-            if number % 256 == 0:
-                _beat_or_stop(stage, number)
-            try:
-                texts = list(_texts(kind.read(pack(row, where) if pack else row, where, policy)))
-            except DataError:  # tokenisation counts the row
-                continue
-            normal = list(map(normalised, texts))
-            turns = list(map(words_of, normal))
+        for number, where, texts in _readable(stage, rows, pack):
+            turns = [words_of(normalised(text)) for text in texts] if config.decontaminate_against else []
             if match := benchmarks.match(turns):
                 is_clear = match["similarity"] >= config.min_overlap
                 yield number, is_clear, {"row": where, **match}
                 if is_clear:
                     continue
-            digest = blake2b("\0".join(normal).encode("utf-8", "surrogatepass"), digest_size=16).digest()
-            grams = np.unique(ngrams(hashes_of([*chain.from_iterable(turns)]), _SHINGLE))
-            compared.add(digest, where, "\n".join(texts), grams)
+            row = _compared_row(where, texts)
+            own_keys = row.keys(bands)
+            if match := held.match(row, own_keys):
+                yield number, False, match
+            compared.add(row)
             numbers.append(number)
-            keys.append(int.from_bytes(digest[:8]))
-            if bands:
-                keys.extend(bands.keys(grams).tolist())
+            keys.extend(own_keys)
         table = np.frombuffer(keys, dtype=np.uint64).reshape(-1, 1 + (bands.count if bands else 0))
         for position, match in duplicates(table, compared, config.near_duplicates):
             yield numbers[position], True, match
+
+
+def _readable(stage: Stage, rows: Rows, pack: Callable[[Row, str], Row] | None) -> Iterator[tuple[int, str, list[str]]]:
+    """Yield number, location and texts of each row that can be read; tokenisation counts the others."""
+    policy, kind = stage.recipe.train.train_policy, tokenised_kind(stage.recipe.train.train_policy.rows)
+    for number, (where, row) in enumerate(rows):
+        if number % 256 == 0:
+            _beat_or_stop(stage, number)
+        with suppress(DataError):
+            yield number, where, list(texts_of(kind.read(pack(row, where) if pack else row, where, policy)))
+
+
+def _compared_row(where: str, texts: list[str]) -> "ComparedRow":
+    normal = list(map(normalised, texts))
+    digest = blake2b("\0".join(normal).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    grams = np.unique(ngrams(hashes_of([*chain.from_iterable(map(words_of, normal))]), _SHINGLE))
+    text = "\n".join(texts)[:_MOST_CHARACTERS].encode("utf-8", "replace").decode()
+    return ComparedRow(digest, where, text, grams)
 
 
 def _beat_or_stop(stage: Stage, number: int) -> None:
@@ -125,20 +146,20 @@ def _beat_or_stop(stage: Stage, number: int) -> None:
         raise Preempted(f"stopped after {number} rows were compared; preparing starts anew")
 
 
-def _texts(value: Any) -> Iterator[str]:
+def texts_of(value: Any) -> Iterator[str]:
     """Yield the texts of what a kind of rows reads from a row, without system turns."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
         if value.get("role") not in {"system", "developer"}:
-            yield from _texts([each for name, each in value.items() if name not in {"role", "type"}])
+            yield from texts_of([each for name, each in value.items() if name not in {"role", "type"}])
     elif isinstance(value, list | tuple):
         for each in value:
-            yield from _texts(each)
+            yield from texts_of(each)
     elif isinstance(value, bool):  # the label of a completion
         yield str(value)
     elif hasattr(value, "__dict__"):
-        yield from _texts(list(vars(value).values()))
+        yield from texts_of(list(vars(value).values()))
 
 
 class ComparedRow(NamedTuple):
@@ -147,6 +168,7 @@ class ComparedRow(NamedTuple):
     digest: bytes
     where: str
     text: str
+    """Beginning of the text, in valid UTF-8."""
     grams: np.ndarray
     """Sorted hashes of the row's n-grams, uint64."""
 
@@ -155,6 +177,46 @@ class ComparedRow(NamedTuple):
         common = np.intersect1d(self.grams, other.grams, assume_unique=True).size
         return common / max(1, self.grams.size + other.grams.size - common)
 
+    def keys(self, bands: Bands | None) -> list[int]:
+        """Return a hash of the text and the keys of `bands`: similar rows mostly have one in common."""
+        return [int.from_bytes(self.digest[:8]), *(bands.keys(self.grams).tolist() if bands else ())]
+
+    def match(self, others: Iterable["ComparedRow"], threshold: float) -> dict[str, Any] | None:
+        """Return the match with the row of `others` that equals this one, or is most similar and not below `threshold`
+        (0: equal rows only); None if there is none."""
+        best, similarity = None, threshold or 2.0
+        for other in others:
+            value = 2.0 if self.digest == other.digest else self.similarity(other)
+            if value > similarity or (value == similarity and best is None):
+                best, similarity = other, value
+        if best is None:
+            return None
+        return {
+            "row": self.where, "match": "exact_duplicate" if similarity == 2.0 else "near_duplicate",
+            "similarity": min(similarity, 1.0), "text": self.text, "of": best.where, "of_text": best.text,
+        }  # fmt: skip
+
+
+class HeldOut:
+    """Index of the held-out rows, in memory."""
+
+    def __init__(self, threshold: float) -> None:
+        self._threshold, self._rows = threshold, list[ComparedRow]()
+        self._holders: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+
+    def add(self, row: ComparedRow, keys: Sequence[int]) -> None:
+        """Add a row with its keys."""
+        for key in enumerate(keys):
+            if len(self._holders[key]) < _MOST_CANDIDATES:
+                self._holders[key].append(len(self._rows))
+        self._rows.append(row)
+
+    def match(self, row: ComparedRow, keys: Sequence[int]) -> dict[str, Any] | None:
+        """Return the match of a training row with a held-out row; None if there is none."""
+        candidates = sorted({position for key in enumerate(keys) for position in self._holders.get(key, ())})
+        match = row.match((self._rows[position] for position in candidates), self._threshold)
+        return match and {**match, "match": "held_out_row"}
+
 
 class ComparedRows:
     """Sequence of compared rows in a file."""
@@ -162,11 +224,12 @@ class ComparedRows:
     def __init__(self, file: Any) -> None:
         self._file, self._offsets = file, array("Q")
 
-    def add(self, digest: bytes, where: str, text: str, grams: np.ndarray) -> None:
-        """Append a row; of its text, only the beginning is stored."""
+    def add(self, row: ComparedRow) -> None:
+        """Append a row."""
         self._offsets.append(self._file.tell())
-        name, content = (each.encode("utf-8", "replace") for each in (where, text[:_MOST_CHARACTERS]))
-        self._file.write(_HEADER.pack(digest, len(name), len(content), grams.size) + name + content + grams.tobytes())
+        name, content = row.where.encode("utf-8", "replace"), row.text.encode()
+        header = _HEADER.pack(row.digest, len(name), len(content), row.grams.size)
+        self._file.write(header + name + content + row.grams.tobytes())
 
     def __getitem__(self, index: int) -> ComparedRow:
         self._file.seek(self._offsets[index])
@@ -189,23 +252,13 @@ def duplicates(keys: np.ndarray, rows: ComparedRows, threshold: float) -> Iterat
     holders: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     for position in np.flatnonzero(is_shared.any(axis=1)).tolist():
         own = [(column, int(keys[position, column])) for column in np.flatnonzero(is_shared[position]).tolist()]
-        row, best, similarity = rows[position], None, threshold or 2.0
-        for candidate in sorted({each for key in own for each in holders[key]}):
-            other = rows[candidate]
-            is_exact = row.digest == other.digest
-            value = 2.0 if is_exact else row.similarity(other)
-            if value > similarity or (value == similarity and best is None):
-                best, similarity = other, value
-        if best is None:
-            for key in own:
-                if len(holders[key]) < _MOST_CANDIDATES:
-                    holders[key].append(position)
+        candidates = sorted({each for key in own for each in holders[key]})
+        if match := rows[position].match((rows[each] for each in candidates), threshold):
+            yield position, match
             continue
-        is_exact = row.digest == best.digest
-        yield position, {
-            "row": row.where, "match": "exact_duplicate" if is_exact else "near_duplicate",
-            "similarity": min(similarity, 1.0), "text": row.text, "of": best.where, "of_text": best.text,
-        }  # fmt: skip
+        for key in own:
+            if len(holders[key]) < _MOST_CANDIDATES:
+                holders[key].append(position)
 
 
 def _compared(text: str) -> list[str]:
@@ -224,7 +277,7 @@ class Benchmarks:
         for number, table in enumerate(tables):
             count = len(self._texts)
             for where, row in load_rows(table.dataset, f"{BENCHMARKS}.{number}"):
-                for text in _texts(row):
+                for text in texts_of(row):
                     if len(words := _compared(text)) >= self._fewest:
                         self._sizes.add(min(ngram, len(words)))
                         grams.extend(ngrams(hashes_of(words), ngram).tolist())

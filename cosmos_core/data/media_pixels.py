@@ -146,13 +146,19 @@ def _count(content: Content) -> int:
             raise DataError("it cannot be decoded: it has no video stream, or is cut off before it")
         stream = container.streams.video[0]
         declared, seconds = stream.frames, _declared_seconds(container, stream)
+        frame_seconds = float(1 / stream.average_rate) if stream.average_rate else 0.0
         count, end = 0, 0.0
         for packet in container.demux(stream):
-            count += packet.size > 0
-            if packet.size and packet.pts is not None:
-                last = packet.pts + (packet.duration or 0) - (stream.start_time or 0)
-                end = max(end, float(last * packet.time_base))
-    is_cut = count < declared if declared else count and end < _LEAST_OF_SECONDS * seconds - 2 * seconds / count
+            if not packet.size or packet.is_corrupt:  # the last one of a file that is cut off inside of it
+                continue
+            count += 1
+            if packet.pts is not None:
+                start = float((packet.pts - (stream.start_time or 0)) * packet.time_base)
+                end = max(
+                    end, start + (float(packet.duration * packet.time_base) if packet.duration else frame_seconds)
+                )
+    least = min(_LEAST_OF_SECONDS * seconds, seconds - 0.75 * frame_seconds)
+    is_cut = count < declared if declared else end < least and (end > 0 or not count)
     if is_cut:
         whole = f"{declared} frames" if declared else f"{seconds:g} s"
         raise DataError(f"it is cut off: its head says {whole}, and it ends after {count} frames, {end:.3g} s")

@@ -13,7 +13,7 @@ import logging
 import multiprocessing
 import os
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
@@ -31,8 +31,9 @@ from cosmos_core.config.schema.dataset import DatasetConfig, RowsConfig, SourceC
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.chat import chat_of, is_told_of_tools
-from cosmos_core.data.clean import clean
+from cosmos_core.data.clean import clean, texts_of
 from cosmos_core.data.formats import Located
+from cosmos_core.data.kept_text import lost_text
 from cosmos_core.data.kinds.base import TRAIN, VALIDATION
 from cosmos_core.data.kinds.registry import row_kind, tokenised_kind
 from cosmos_core.data.messages import SkippedRow
@@ -53,6 +54,7 @@ from cosmos_core.types import JsonValue, Outcome
 
 logger = logging.getLogger(__name__)
 
+_NUM_FIRST = 32  # rows of a data set whose text is compared with that of their tokens
 _CHUNK_ROWS = 256  # rows per record batch and per task of a process; another number changes the bytes of files
 
 
@@ -86,14 +88,19 @@ def tokenise(stage: Stage) -> Outcome:
             "train.train_policy.datasets are in different folders, and the model reads images; set "
             "custom.dataset.media_path, the folder of all images"
         )
+    first_texts = (text for source in splits[TRAIN] for text in _first_texts(stage, source))
+    lost, loses_much = lost_text(tokenizer, first_texts)
     jobs, tool_notices = _rendered_jobs(stage, jobs, tokenizer)
     statistics: dict[str, dict[str, Any]] = {}
     notices: list[JsonValue] = [f"{key} has no effect: videos are not read" for key in media_of(stage.recipe).ignored]
-    notices += tool_notices
+    notices += [*tool_notices, *filter(None, [lost])]
+    if lost:
+        logger.warning("%s", lost)
     done, clean_metrics = 0, dict[str, float]()
     with replaced_folder(stage.path / "data") as folder:
         if stage.recipe.train.train_policy.clean is not None:  # excludes several data sets
-            cleaned = clean(stage, splits[TRAIN][0].rows, folder, _opener(stage, stage.recipe))
+            held_out = [source.rows for source in splits.get(VALIDATION, ())]
+            cleaned = clean(stage, splits[TRAIN][0].rows, held_out, folder, _opener(stage, stage.recipe))
             splits[TRAIN] = [replace(splits[TRAIN][0], rows=cleaned.rows)]
             notices += cleaned.notices
             clean_metrics = cleaned.metrics
@@ -117,6 +124,7 @@ def tokenise(stage: Stage) -> Outcome:
     names = ("rows", "tokens", "skipped_rows")
     metrics = {f"data/{split}_{name}": float(statistics[split][name]) for split in statistics for name in names}
     info: dict[str, JsonValue] = {"data": "data", **({"notices": notices} if notices else {})}
+    info |= {"loses_text": lost} if loses_much else {}
     return Outcome(outputs=("data",), metrics=metrics | clean_metrics, info=info)
 
 
@@ -130,6 +138,15 @@ class _Source:
     label: str = ""
     """Name of the data set in a mixture; empty: the split has one data set."""
     weight: float | None = None
+
+
+def _first_texts(stage: Stage, source: _Source) -> Iterator[str]:
+    """Yield the texts of the first rows of a data set that can be read."""
+    policy = source.recipe.train.train_policy
+    pack = _opener(stage, source.recipe).packer()
+    for where, row in islice(source.rows, _NUM_FIRST):
+        with suppress(DataError):
+            yield from texts_of(tokenised_kind(policy.rows).read(pack(row, where) if pack else row, where, policy))
 
 
 def _rendered_jobs(

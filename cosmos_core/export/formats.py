@@ -131,6 +131,12 @@ def _prepared_rows(stage: Stage) -> Path:
         with suppress(FileNotFoundError):
             upstream = load_stage(Path(result["path"]))
             if upstream.kind.trains and upstream.data is not None:
+                if not upstream.data.is_dir():
+                    raise DataError(
+                        f"stage {stage.name!r}: the rows of stage {upstream.name!r}, with which the formats are "
+                        f"compared, are no longer in {upstream.data}, or on another machine; set data = "
+                        f'"stage:NAME" of a prepare stage in this pipeline'
+                    )
                 return upstream.data
             pending += upstream.inputs.values()
     raise DataError(

@@ -21,7 +21,7 @@ from cosmos_core.data.messages import system_of, with_system
 from cosmos_core.data.tool_calls import read_tools
 from cosmos_core.errors import DataError, Preempted, RewardError
 from cosmos_core.parallel.mesh import broadcast_object, is_first, num_ranks
-from cosmos_core.rewards.base import full_value
+from cosmos_core.rewards.base import all_invalid, full_value
 from cosmos_core.rollout.base import generate
 from cosmos_core.run.files import replaced_folder, telling_of_full_disk, write_text
 from cosmos_core.run.stage import Stage
@@ -43,7 +43,7 @@ def run(stage: Stage) -> Outcome:
 
     Raises:
         DataError: a prompt has images, or no completion is kept.
-        RewardError: a reward cannot be loaded, or no completion has a valid reward.
+        RewardError: a reward cannot be loaded, or raises for each completion of the first batch or of all.
         Preempted: a stop was requested; finished batches are kept.
     """
     prompts = open_prompts(prepared_folder(stage), "train")
@@ -89,6 +89,9 @@ def _complete(stage: Stage, prompts: Prompts, sampling: Sampling) -> list[Sample
         stage.progress.phase("generate")
         for start in range(len(records), len(prompts), size):
             scored = score(complete(prompts[start : start + size]))
+            scores = [each for group in scored for each in group.scores]
+            if not records and all(each.value is None and each.is_raised for each in scores):
+                raise all_invalid(f"all {len(scores)} rewards of the first batch are invalid", scores)
             batch = [sampled_of(group, sampling) for group in scored]
             if is_first():
                 append_records(stage.path, batch)

@@ -67,6 +67,8 @@ def run(stage: Stage) -> Outcome:
     info: dict[str, JsonValue] = {}
     if stage.kind.makes == "data":
         outcome = prepare.run(stage)
+        if problem := outcome.info.get("loses_text"):
+            raise DataError(str(problem))
         lines += [*_rows(stage), *cast(list[str], outcome.info.get("notices", []))]
         lines += filter(None, [check_rows(config, stage.path / "data", lambda: _empty(stage))])
         statistics = json.loads((stage.path / "data" / "statistics.json").read_text(encoding="utf-8"))

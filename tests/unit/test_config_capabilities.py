@@ -46,6 +46,19 @@ def test_what_this_version_cannot_do_is_accepted_by_the_schema_and_refused_befor
     assert str(caught.value) == f"{tmp_path}/recipe.toml: {said}"
 
 
+def test_data_of_a_stage_in_place_of_a_mixture_is_refused(tmp_path: Path) -> None:
+    stages = [
+        'name = "made"\nkind = "custom"\nentry = "some.module:run"\n',
+        'name = "fit"\nkind = "sft"\nafter = "made"\ndata = "stage:made"\n',
+    ]
+    alone = "".join(line for line in SFT.splitlines(keepends=True) if not line.startswith("dataset"))
+    text = alone + "".join(f"\n[[pipeline.stages]]\n{stage}" for stage in stages)
+    mixed = "fit.train.train_policy.datasets=[{name='a.jsonl'},{name='b.jsonl'}]"
+    with pytest.raises(ConfigError, match=r"stage 'fit': data = 'stage:made' takes the place of train.train_policy"):
+        check_capabilities(load(tmp_path, text, mixed))
+    check_capabilities(load(tmp_path, text))
+
+
 @pytest.mark.parametrize("algorithm", ["dpo", "kto"])
 def test_measuring_against_a_reference_that_no_training_saves_is_refused(algorithm: str, tmp_path: Path) -> None:
     stages = ['name = "fit"\nkind = "sft"\n', 'name = "later"\nkind = "validate"\nmodel = "stage:fit"\nafter = "fit"\n']

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import prepare
 from cosmos_core.data.clean import FILE, Cleaned, clean
 from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.data.ngrams import Bands, hashes_of, ngrams, normalised, words_of
-from cosmos_core.data.rows import load_rows
+from cosmos_core.data.rows import Rows, load_rows
 from cosmos_core.data.user_dataset import Opener
 from cosmos_core.errors import DataError, Preempted
 from cosmos_core.run.stage import Stage
@@ -43,9 +45,9 @@ def stage(folder: Path, texts: list[str], benchmark: list[Any] | None = None, **
     return stage_of(folder / "stage", Recipe.model_validate({"train": {"train_policy": policy}}), kind="prepare")
 
 
-def cleaned(of: Stage) -> tuple[Cleaned, list[dict[str, Any]]]:
+def cleaned(of: Stage, held_out: Sequence[Rows] = ()) -> tuple[Cleaned, list[dict[str, Any]]]:
     rows = load_rows(of.recipe.train.train_policy.dataset)
-    result = clean(of, rows, of.path, Opener(of.recipe, lambda: None))
+    result = clean(of, rows, held_out, of.path, Opener(of.recipe, lambda: None))
     return result, [json.loads(line) for line in (of.path / FILE).read_text().splitlines()]
 
 
@@ -78,6 +80,20 @@ def test_each_planted_match_is_shown_and_only_clear_ones_are_dropped(tmp_path: P
     assert (lines[2]["text"], lines[2]["of_text"]) == (text(3), text(3))
     assert len(result.rows) == count + 1 and result.metrics["data/clean_dropped"] == 4
     assert "1 exact duplicate, 2 near duplicate, 2 benchmark text, 4 dropped" in result.notices[0]
+
+
+@pytest.mark.parametrize("action", ["drop", "report"])
+def test_rows_that_are_held_out_too_are_told_and_stay(tmp_path: Path, action: str) -> None:
+    rows = [text(0), text(1), text(2).rsplit(" ", 2)[0], text(3), text(0)]
+    held_out = load_rows(DatasetConfig(name=str(write(tmp_path / "held.jsonl", [text(5), text(0).upper(), text(2)]))))
+    result, lines = cleaned(stage(tmp_path, rows, action=action), [held_out])
+    assert [(each["row"], each["match"], each["of"], each["dropped"]) for each in lines] == [
+        ("train.jsonl:1", "held_out_row", "held.jsonl:2", False),
+        ("train.jsonl:3", "held_out_row", "held.jsonl:3", False),
+        ("train.jsonl:5", "held_out_row", "held.jsonl:2", False),
+        ("train.jsonl:5", "exact_duplicate", "train.jsonl:1", action == "drop"),
+    ]
+    assert lines[1]["similarity"] == pytest.approx(57 / 59) and result.metrics["data/clean_held_out_row"] == 3
 
 
 def test_a_killed_or_repeated_search_gives_the_same_bytes_and_leaves_no_file(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from cosmos_core.config.capabilities import check_capabilities
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.config.schema.table import InStage
 from cosmos_core.data import prepare
-from cosmos_core.errors import ConfigError, ModelError, Preempted, StageFailed
+from cosmos_core.errors import ConfigError, DataError, ModelError, Preempted, StageFailed
 from cosmos_core.export import program
 from cosmos_core.export.divergence import compare, save_logprobs
 from cosmos_core.export.formats import _in_fresh_interpreter, plans
@@ -194,6 +194,17 @@ def exported(folder: Path, model: Path, formats: list[str], **settings: Any) -> 
     return stage
 
 
+def test_rows_that_are_gone_are_one_line(model: Path, tmp_path: Path) -> None:
+    training = stage_of(tmp_path / "stages/sft", recipe(SFT), kind="sft", model=model, data=tmp_path / "gone/data")
+    training.save()
+    stage = exported(tmp_path, model, ["bf16", "int8"])
+    stage.data, stage.inputs = None, {"sft": {"path": str(training.path), "inputs": {}}}
+    with pytest.raises(
+        DataError, match=rf"rows of stage 'sft', .* are no longer in {tmp_path}/gone/data, .*; set data"
+    ):
+        program.run(stage)
+
+
 @pytest.mark.full
 def test_a_format_that_vllm_runs_is_loaded_by_it_and_kept(model: Path, tmp_path: Path) -> None:
     stage = exported(tmp_path, model, ["bf16", "int8"])
@@ -287,12 +298,25 @@ target = "published"
 """
 
 
+SAMPLED = """[[pipeline.stages]]
+name = "sampled"
+kind = "sample"
+[[pipeline.stages]]
+name = "export"
+kind = "export"
+model = "m"
+data = "stage:sampled"
+after = "sampled"
+"""
+
+
 @pytest.mark.parametrize(
     ("formats", "more", "message"),
     [
         ('["int8"]', "", "the others are made of 'bf16'; add it"),
         ('["bf16", "int8"]', '[train]\nparam_dtype = "float32"\n', "needs train.param_dtype = 'bfloat16'"),
         ('["bf16", "int8"]', STAGES, "no training comes before the stage"),
+        ('["bf16", "int8"]', SAMPLED, "data = 'stage:sampled' has none; name a stage of kind prepare"),
         ('["bf16"]', STAGES + 'format = "int8"\n', "format = 'int8' is not among export.formats of model"),
         ('["bf16", "int4"]', "", "export.formats"),
     ],

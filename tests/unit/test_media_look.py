@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import av
+import numpy as np
 import pytest
 
+from cosmos_core.data.media_pixels import Framing, pixels_of
+from cosmos_core.data.media_source import Content
 from cosmos_core.data.prepare import run as run_stage
 from cosmos_core.data.prepare_media import Source, look
 from cosmos_core.errors import ConfigError, DataError
@@ -52,6 +56,24 @@ def test_a_video_that_is_cut_off_is_refused_and_a_whole_one_is_not(tmp_path, run
     with pytest.raises(DataError, match=told) as caught:
         look(stage, fake_source(is_video=True))
     assert "tuple index" not in str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", [".mkv", ".webm", ".mp4", ".mov"])
+@pytest.mark.parametrize("num_frames", [4, 8, 17])
+def test_a_quarter_that_is_missing_is_seen_in_a_short_clip(tmp_path, suffix, num_frames):
+    file, draw = tmp_path / f"a{suffix}", np.random.default_rng(0)
+    with av.open(str(file), "w", options={"movflags": "faststart"} if suffix in {".mp4", ".mov"} else {}) as container:
+        stream = container.add_stream("libvpx" if suffix == ".webm" else "mpeg4", rate=8)
+        stream.width = stream.height = 64
+        for _ in range(num_frames):
+            pixels = draw.integers(0, 255, (64, 64, 3), np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode())
+    framing = Framing((64, 64), num_frames=2, sampling="first")
+    assert pixels_of(Content(True, file), framing, 0.0).shape == (2, 64, 64, 3)
+    file.write_bytes(file.read_bytes()[: file.stat().st_size * 3 // 4])
+    with pytest.raises(DataError, match="it is cut off: its head says"):
+        pixels_of(Content(True, file), framing, 0.0)
 
 
 def test_clips_of_several_rates_are_told(tmp_path, runs):

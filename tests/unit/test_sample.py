@@ -163,6 +163,18 @@ def test_rows_have_the_system_prompt_of_their_data_set(task: Path, tmp_path: Pat
     [notice] = made.sample.notices(InStage(made, all_kinds()["sample"]))
     assert notice == "train.train_policy.datasets.weight has no effect here: kind sample completes each prompt once"
     assert not [*made.sample.notices(InStage(made, all_kinds()["rl"]))]
+    fewer = made.train.train_policy.derived(datasets=made.train.train_policy.datasets[:1])
+    stage.recipe = made.derived(train=made.train.derived(train_policy=fewer))
+    (stage.path / FILE).unlink()
+    with pytest.raises(ConfigError, match=r"datasets has no data set 'none', of which the prepared rows .* has 'own'"):
+        program.run(stage)
+
+
+@pytest.mark.parametrize(("num_requests", "is_told"), [(24, False), (25, True)])
+def test_more_requests_than_a_batch_has_are_told(task: Path, num_requests: int, is_told: bool) -> None:
+    made = recipe(task, endpoint="http://host/v1", endpoint_model="m", endpoint_requests=num_requests)
+    told = [*made.sample.notices(InStage(made, all_kinds()["sample"]))]
+    assert ["has no effect above 24" in each for each in told] == [True] * is_told
 
 
 def test_a_row_has_the_tools_of_its_prompt() -> None:
@@ -249,7 +261,11 @@ def test_invalid_rewards_are_one_line_and_are_not_taken_again(task: Path, tmp_pa
     policy = {"type": "grpo", "reward_function": f"{tmp_path}/broken.py:broken"}
     made = recipe(task, policy, keep={"finished": False})
     stage = make_stage(tmp_path / "sample", "sample", made, task / "task/model", task / "prompts/data")
-    with pytest.raises(RewardError, match=r"all 60 rewards are invalid; the first: .*no such key"):
+    with pytest.raises(RewardError, match=r"all 24 rewards of the first batch are invalid; the first: .*no such key"):
+        program.run(stage)
+    assert not (stage.path / FILE).exists()
+    (tmp_path / "broken.py").write_text("def broken(**_):\n    raise ConnectionError('away')\n")  # which may pass
+    with pytest.raises(RewardError, match="all 60 rewards are invalid; the first: "):
         program.run(stage)
     assert not (stage.path / FILE).exists()
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator
 
 from cosmos_core.config.schema.marks import Where
+from cosmos_core.errors import ConfigError
 
 
 def _weighted(value: Any) -> Any:
@@ -40,7 +41,17 @@ class SourceWeights(dict[str, float]):
 
 
 def weights_of(weights: Mapping[str, float], source: str) -> Mapping[str, float]:
-    """Return the weights of the reward functions that score rows of a source."""
+    """Return the weights of the reward functions that score rows of a source.
+
+    Raises:
+        ConfigError: the recipe has data sets, and none of them is the source.
+    """
     if not isinstance(weights, SourceWeights):
         return weights
-    return weights.by_source.get(source, weights.by_source[""])
+    if source not in weights.by_source:
+        named = ", ".join(map(repr, filter(None, weights.by_source)))
+        raise ConfigError(
+            f"train.train_policy.datasets has no data set {source!r}, of which the prepared rows have some, so that "
+            f"their reward functions are unknown; it has {named}: take the labels of the stage that prepares the rows"
+        )
+    return weights.by_source[source]

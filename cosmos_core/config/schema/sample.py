@@ -76,7 +76,15 @@ class SampleStageConfig(Table):
             )
 
     def notices(self, stage: InStage) -> Iterator[str]:
-        """Yield a notice about weights of data sets, which have no effect."""
+        """Yield notices about settings that have no effect."""
+        recipe = stage.recipe
+        most = recipe.rollout.batch_size * recipe.rollout.n_generation * recipe.policy.parallelism.world_size
+        is_given = self.endpoint and self.is_given("endpoint_requests")
+        if stage.kind.table == "sample" and is_given and self.endpoint_requests > most:
+            yield (
+                f"sample.endpoint_requests = {self.endpoint_requests} has no effect above {most}: prompts are "
+                f"completed in batches of rollout.batch_size x rollout.n_generation; raise rollout.batch_size"
+            )
         if stage.kind.table == "sample" and any(each.weight for each in stage.recipe.train.train_policy.datasets):
             yield "train.train_policy.datasets.weight has no effect here: kind sample completes each prompt once"
 
