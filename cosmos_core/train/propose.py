@@ -19,11 +19,13 @@ import psutil
 import torch
 
 from cosmos_core.config.schema.dataset import DatasetConfig
+from cosmos_core.config.schema.diffusers import DiffusersConfig
 from cosmos_core.config.schema.methods import METHODS, Method
 from cosmos_core.data.kinds.registry import row_kind, tokenised_kind
+from cosmos_core.data.media_source import open_items
 from cosmos_core.data.messages import Row, SkippedRow, columns_of, texts_of
 from cosmos_core.data.rows import load_rows
-from cosmos_core.errors import CosmosError, DataError
+from cosmos_core.errors import CosmosError, DataError, ModelError
 from cosmos_core.models.hf import load_config, load_tokenizer, model_without_weights
 
 Setting = tuple[str, Any, str]
@@ -124,9 +126,13 @@ def _of_text(asked: Asked, method: Method, here: Machine) -> Iterator[Setting]:
     if len(rows) >= 10:
         num_held_out = max(1, min(200, len(rows) // 20))
         yield "train.train_policy.dataset.test_size", num_held_out, f"held out of {len(rows):,} rows"
-        yield "validation.enable", True, f"the {'rewards' if is_drawn else 'loss'} of held-out rows"
-        yield "validation.val_before_train", True, "so that the report has before and after"
-        yield "validation.freq", 50, "steps"
+        yield from _validation(f"the {'rewards' if is_drawn else 'loss'} of held-out rows")
+
+
+def _validation(what: str) -> Iterator[Setting]:
+    yield "validation.enable", True, what
+    yield "validation.val_before_train", True, "so that the report has before and after"
+    yield "validation.freq", 50, "steps"
 
 
 def _columns(asked: Asked, method: Method, row: Row) -> tuple[dict[str, str], str]:
@@ -217,6 +223,7 @@ def _of_batch(is_drawn: bool, num_rows: int, fits: int) -> Iterator[Setting]:
     else:
         batch = min(32, 2 ** max(0, int(log2(max(1, num_rows // 8)))))
         yield "train.train_batch_per_replica", batch, f"rows of an optimizer step; there are {num_rows:,}"
+        yield "train.train_policy.dataloader_drop_last", False, "so that each row is learned in each epoch"
     micro = 2 ** int(log2(min(fits, batch, 8)))
     yield "train.train_policy.mini_batch", micro, f"rows of one pass; about {fits:,} of the longest fit"
     if is_drawn or num_rows >= 10_000:
@@ -229,21 +236,34 @@ def _of_batch(is_drawn: bool, num_rows: int, fits: int) -> Iterator[Setting]:
 
 def _of_images(asked: Asked, method: Method, here: Machine) -> Iterator[Setting]:
     """Yield the settings of a diffusion model, whose number of weights is estimated from its file sizes."""
+    if Path(asked.model).is_dir() and not (Path(asked.model) / "model_index.json").is_file():
+        raise ModelError(f"--model {asked.model}: no pipeline of diffusers; cosmos sft trains a language model")
+    problem = ""
+    for item in open_items(DatasetConfig(name=asked.data), "--data")():
+        if item.content is not None and not item.problem:
+            break
+        problem = problem or item.problem
+    else:
+        raise DataError(f"--data {asked.data}: no image or video with a caption{f'; {problem}' if problem else ''}")
     folder = Path(asked.data)
     count = sum(path.suffix.lower() in _IMAGES | {".mp4"} for path in folder.rglob("*")) if folder.is_dir() else 0
-    if folder.is_dir() and not count:
-        raise DataError(f"--data {asked.data}: no images or videos in the folder")
-    yield "train.train_policy.dataset.local_dir", asked.data, f"--data; {count:,} images and videos"
+    key = "local_dir" if folder.is_dir() else "name"
+    yield f"train.train_policy.dataset.{key}", asked.data, f"--data; {count:,} images and videos" if count else "--data"
     files = list((Path(asked.model) / "transformer").glob("*.safetensors"))
     # a model on the Hub has no local files to measure, so assume 10 billion weights
     num = sum(file.stat().st_size for file in files) // 4 if files else 10**10
     if side := _side(Path(asked.model)):
         yield "policy.diffusers.inference_size", [side, side], "what the model was made for"
+    if length := _prompt_length(Path(asked.model)):
+        yield "policy.diffusers.max_prompt_length", length, "tokens that the tokenizer takes"
     yield from _of_size(method, num, here)
     batch = min(16, 2 ** max(0, int(log2(max(1, count // 8)))))
     yield "train.train_batch_per_replica", batch, f"images of an optimizer step; there are {count:,}"
     yield "train.train_policy.mini_batch", min(batch, 4), "images of one pass"
     yield "train.epoch", max(3, min(100, 2000 // max(1, count))), "about 2,000 images seen in all, or three epochs"
+    if count >= 10:
+        yield "train.train_policy.dataset.test_size", max(1, min(8, count // 20)), f"held out of {count:,}, and drawn"
+        yield from _validation("the loss of held-out images, and drawings of their captions")
 
 
 def _side(model: Path) -> int | None:
@@ -254,6 +274,16 @@ def _side(model: Path) -> int | None:
         return int(latents) * 2 ** (len(blocks) - 1)
     except (OSError, KeyError, TypeError, ValueError):
         return None
+
+
+def _prompt_length(model: Path) -> int | None:
+    """Return the number of tokens that the T5 tokenizer of a pipeline takes, if it is below the recipe's default."""
+    try:
+        config = json.loads((model / "tokenizer_3" / "tokenizer_config.json").read_text(encoding="utf-8"))
+        length = int(config["model_max_length"])
+    except (OSError, KeyError, TypeError, ValueError):
+        return None
+    return length if 0 < length < DiffusersConfig().max_prompt_length else None
 
 
 def main() -> int:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cosmos_core import cli_train
 from cosmos_core.config.compose import load_pipeline
-from cosmos_core.errors import ConfigError, DataError
+from cosmos_core.errors import ConfigError, DataError, ModelError
 from cosmos_core.models.try_models import open_chat
 from cosmos_core.run.directory import create_run, open_run
 from cosmos_core.train.propose import Asked, Machine, propose
@@ -112,6 +112,39 @@ def test_the_recipe_is_valid_says_why_and_is_kept_once_it_was_edited(tmp_path: P
     path.write_text(path.read_text().replace("seed = 7", "seed = 8"))
     with pytest.raises(ConfigError, match="was edited"):
         cli_train._written(asked._asdict(), proposed, str(path))
+
+
+def write_images(folder: Path, names: dict[str, str]) -> str:
+    """Write an image for each name that is not empty of a caption; return the folder."""
+    folder.mkdir()
+    for name, caption in names.items():
+        Image.new("RGB", (8, 8)).save(folder / f"{name}.png")
+        if caption:
+            (folder / f"{name}.txt").write_text(caption)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [({}, "images"), ({"a": ""}, "caption; a.png: there is no a.txt")],
+)
+def test_images_without_captions_are_refused_in_one_line(tmp_path: Path, names: dict[str, str], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        settings(Asked("diffusion-sft", "some/model", write_images(tmp_path / "images", names)))
+
+
+def test_a_model_of_another_kind_is_refused_where_images_are_learned(tmp_path: Path, model: str) -> None:
+    data = write_images(tmp_path / "images", {"a": "a square"})
+    with pytest.raises(ModelError, match="no pipeline of diffusers; cosmos sft"):
+        settings(Asked("diffusion-sft", model, data))
+
+
+def test_images_are_held_out_and_drawn_before_and_after(tmp_path: Path) -> None:
+    data = write_images(tmp_path / "images", {str(i): "a square" for i in range(40)})
+    found = settings(Asked("diffusion-sft", str(tiny_pipelines.save("sd3", tmp_path / "pipe")), data))
+    assert found["train.train_policy.dataset.local_dir"] == data
+    assert (found["train.train_policy.dataset.test_size"], found["validation.val_before_train"]) == (2, True)
+    assert (found["policy.diffusers.inference_size"], found["policy.diffusers.max_prompt_length"]) == ([16, 16], 77)
 
 
 def test_try_completes_as_transformers_does(model: str) -> None:
