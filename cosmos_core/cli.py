@@ -143,9 +143,9 @@ def resume(
 
         if from_stage:
             run.pipeline.stage(from_stage)
-        _claimable(run)
         if budget is not None:
-            run = with_money(run, run.pipeline.config.price_per_gpu_hour, budget)
+            run = with_money(run, run.pipeline.config.model_copy(update={"budget": budget}))
+        _claimable(run)
         with session(run.output_dir) as run_session:
             code = run_session(run, from_stage, verify)
         _end_at_once(code)

@@ -9,7 +9,7 @@ import typer
 
 from cosmos_core.errors import ConfigError, DamagedRecord
 
-Where = Annotated[str, typer.Argument(help="Target: a folder, s3://BUCKET/PREFIX or a class of your own.")]
+Where = Annotated[str, typer.Argument(help="A folder, s3://BUCKET/PREFIX, mlflow://MODEL or a class of your own.")]
 
 
 def promote(

@@ -25,8 +25,8 @@ _NEEDED = frozenset({
     "http_proxy", "https_proxy", "no_proxy",
 })  # fmt: skip
 _NEEDED_PREFIXES = (
-    "COSMOS_", "CUBLAS_", "CUDA_", "HF_", "LC_", "MKL_", "NCCL_", "NVIDIA_", "OMP_", "OPENBLAS_", "PYTHON", "RAY_",
-    "TORCH", "TRANSFORMERS_", "VLLM_", "WANDB_", "XDG_",
+    "COSMOS_", "CUBLAS_", "CUDA_", "HF_", "LC_", "MKL_", "MLFLOW_", "NCCL_", "NVIDIA_", "OMP_", "OPENBLAS_", "PYTHON",
+    "RAY_", "TORCH", "TRACKIO_", "TRANSFORMERS_", "VLLM_", "WANDB_", "XDG_",
 )  # fmt: skip
 _SECRET_NAME = re.compile(
     r"(?:^|_)(?:TOKENS?|SECRETS?|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|APIKEY|KEYS?|AUTH_STRING)(?:_|$)", re.I

@@ -209,7 +209,10 @@ def starting_from_published(pipeline: Pipeline) -> list[str]:
     """Return the overrides with which each training that starts from no other training starts from the published model;
     an empty list if no model was published yet, or if the target cannot tell its address."""
     targets = [s.target for s in pipeline.stages if pipeline.kind_of(s).makes == "publication"]
-    target = open_target(targets[-1]) if targets else None
+    readable = [target for target in targets if not target.startswith("mlflow://")]
+    if targets and not readable:
+        raise ConfigError(f"start = 'published': no training reads {targets[-1]}; publish to a folder or s3:// too")
+    target = open_target(readable[-1]) if readable else None
     record, where = (target.published() if target else None), getattr(target, "where", None)
     if record is None or where is None or "version" not in record:
         return []

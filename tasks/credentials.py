@@ -17,7 +17,7 @@ from cosmos_core.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 BLOCK = "cosmos-credentials"
-_LENT = ("AWS_", "PROD_S3_CHECKPOINT_", "HF_TOKEN", "HF_ENDPOINT")
+_LENT = ("AWS_", "PROD_S3_CHECKPOINT_", "HF_TOKEN", "HF_ENDPOINT", "MLFLOW_")
 
 
 def lend_credentials(pipeline: Pipeline | None) -> None:

@@ -173,7 +173,7 @@ class FlowInPython:
         keys = {key for key in self.settings if key != "output_dir" and getattr(old, key) != getattr(new, key)}
         if fixed := sorted(keys - MONEY):
             raise ConfigError(f"run {run.id} has other settings ({', '.join(fixed)}); give the flow another run_id")
-        return with_money(run, new.price_per_gpu_hour, new.budget)
+        return with_money(run, new)
 
     def config(self) -> PipelineConfig:
         """Return the `[pipeline]` settings of the run.

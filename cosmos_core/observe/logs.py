@@ -29,6 +29,7 @@ NO_PHONE_HOME: dict[str, str] = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "WANDB_ERROR_REPORTING": "false",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
 }
 """Environment variables that disable the telemetry of every library used here."""
 _LESS_NOISE = {"TORCH_LOGS": "-torch.utils._pytree"}

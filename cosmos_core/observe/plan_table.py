@@ -6,6 +6,7 @@ from rich.table import Table
 
 from cosmos_core.config.compose import Pipeline
 from cosmos_core.config.mesh import placements
+from cosmos_core.observe.smallest_effects import smallest_effects
 from cosmos_core.run.plan import Decision
 
 _WILL = {"adopt": "be reused", "reuse": "be reused", "run": "run", "depends": "run unless unchanged"}
@@ -13,13 +14,13 @@ _WILL = {"adopt": "be reused", "reuse": "be reused", "run": "run", "depends": "r
 
 def plan_table(pipeline: Pipeline, decisions: Mapping[str, Decision]) -> Table:
     """Return a table of what `cosmos plan` decides for each stage: run it or reuse a result, and why. The caption lists
-    the sweeps, and the devices on which the ranks of each stage run."""
+    the sweeps, the devices on which the ranks of each stage run, and the smallest differences that gates can show."""
     table = Table("stage", "kind", "after", "will", "why", title=pipeline.config.name)
     for stage in pipeline.stages:
         decision = decisions[stage.name]
         table.add_row(stage.name, stage.kind, ", ".join(stage.after), _WILL[decision.action], decision.reason)
     choices = [(stage.name, stage.sweep) for stage in pipeline.stages if stage.sweep is not None]
     lines = [f"{name}: {sweep.mode} {sweep.metric} of {len(sweep.branches)} branches" for name, sweep in choices]
-    lines += placements(pipeline)
+    lines += [*placements(pipeline), *smallest_effects(pipeline)]
     table.caption = "\n".join(lines) or None
     return table

@@ -49,8 +49,10 @@ class Condition(Document):
     @property
     def title(self) -> str:
         """Return the condition as text, with the metric that matched `*` and the difference per item."""
-        text, paired = self.condition + (f" ({self.metric})" if self.metric else ""), self.paired
-        template = "{}: {difference:+.3g} ({low:+.3g} .. {high:+.3g}) on {items} items"
+        text, paired = self.condition + (f" ({self.metric})" if self.metric else ""), self.paired or {}
+        template = "{}: {difference:+.3g} ({low:+.3g} .. {high:+.3g}) on {items:,} items"
+        template += ", {needed:,} needed" if paired.get("needed") else ""
+        template += ", p = {p_holm:.2g} with Holm's correction" if "p_holm" in paired else ""
         return template.format(text, **paired) if paired else text
 
 
@@ -153,8 +155,7 @@ class StageRecord:
 
     @property
     def seconds(self) -> float | None:
-        """Return the time of all attempts without the pauses between them; None if the stage did not run in this
-        run."""
+        """Return the time of all attempts without the pauses between them; None if the stage did not run here."""
         is_here = self.state.spans and self.status not in {"waiting", "reused"}
         return self.state.seconds(time.time()) if is_here else None
 
@@ -350,8 +351,7 @@ def overhead(run: RunRecord) -> dict[str, float]:
 
 
 def busy_seconds(run: RunRecord, since: float) -> float:
-    """Return the seconds after the unix time `since` in which any worker ran, without counting parallel stages
-    twice."""
+    """Return the seconds after the unix time `since` in which any worker ran; parallel stages count once."""
     now = time.time()
     total, reached = 0.0, since
     for begin, end in sorted(

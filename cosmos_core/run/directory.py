@@ -86,6 +86,7 @@ class Run:
     pipeline: Pipeline
     verify: bool = False
     """Whether to hash files again instead of trusting their size, times and inode."""
+    has_new_money: bool = False  # of `with_money`
 
     @property
     def id(self) -> str:
@@ -183,24 +184,20 @@ def open_or_create_run(pipeline: Pipeline, *, run_id: str = "") -> Run:
             f"run {run_id} exists and was made with other settings ({', '.join(different[:3])}); leave the run id out, "
             f"or resume it as it is"
         )
-    config = pipeline.config
-    return with_money(open_run(existing, pipeline.kinds), config.price_per_gpu_hour, config.budget)
+    return with_money(open_run(existing, pipeline.kinds), pipeline.config)
 
 
-def with_money(run: Run, price: float | None, budget: float | None) -> Run:
-    """Return the run with another price of GPUs and another budget, after saving them.
+def with_money(run: Run, config: PipelineConfig) -> Run:
+    """Return the run with the price of GPUs and the budget of `config`, which `claim` saves.
 
     Raises:
         ConfigError: a value is not positive, or there is a budget without a price.
     """
-    config = run.pipeline.config
-    if (price, budget) == (config.price_per_gpu_hour, config.budget):
+    money, old = {key: getattr(config, key) for key in MONEY}, run.pipeline.config
+    if all(getattr(old, key) == value for key, value in money.items()):
         return run
-    money = {"price_per_gpu_hour": price, "budget": budget}
-    checked = parse(PipelineConfig, without_none(money), source=str(run.path / PIPELINE), prefix="pipeline")
-    config = config.model_copy(update={key: getattr(checked, key) for key in MONEY})
-    write_text(run.path / PIPELINE, tomli_w.dumps(replace(run.pipeline, config=config).as_toml()))
-    return open_run(run.path, run.pipeline.kinds)
+    parse(PipelineConfig, without_none(money), source=str(run.path / PIPELINE), prefix="pipeline")
+    return replace(run, pipeline=replace(run.pipeline, config=old.model_copy(update=money)), has_new_money=True)
 
 
 def open_run(path: Path, kinds: Kinds) -> Run:
@@ -237,7 +234,7 @@ def note_flow_run(run: Run, flow_run: str) -> None:
 
 
 def claim(run: Run, since: float | None = None) -> Lock:
-    """Acquire the right to run the stages of `run`, until it is released or this process ends.
+    """Acquire the right to run the stages of `run` until it is released or this process ends; save new money.
 
     Args:
         since: unix time at which the command began; None: now.
@@ -249,6 +246,9 @@ def claim(run: Run, since: float | None = None) -> Lock:
     if lock.try_acquire():
         remove_leftovers(run.path)
         note_holder(run.path, time.time() if since is None else since)
+        if run.has_new_money:  # the run may have more stages since it was opened
+            saved = with_money(open_run(run.path, run.pipeline.kinds), run.pipeline.config)
+            write_text(run.path / PIPELINE, tomli_w.dumps(saved.pipeline.as_toml()))
         return lock
     lock.release()
     raise ConfigError(

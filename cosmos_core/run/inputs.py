@@ -28,7 +28,7 @@ GENERATORS = "reasoning-gym"
 _NEAR_DUPLICATES = "train.train_policy.clean.near_duplicates"
 _OF_KINDS = ("sample.endpoint", _NEAR_DUPLICATES)
 """Keys that need a package only in stages of the kinds that read them."""
-_EXTRAS = {"datasketch": "clean"}
+_EXTRAS = {"datasketch": "clean", "mlflow-skinny": "mlflow"}
 """Extras that have another name than the package that they install."""
 
 

@@ -6,12 +6,14 @@ Most items are as hard for one model as for the other, so that the differences p
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import NormalDist, pstdev
 from typing import Any
 
 from cosmos_core.errors import ConfigError
+from cosmos_core.run.manifest import read_result
 
 ITEMS = "items.parquet"
 _POWER = 0.8
@@ -57,7 +59,6 @@ class Paired:
         stats = _scipy_stats()
         error = float(stats.sem(self._padded))
         width = float(stats.t.ppf((1 + confidence) / 2, len(self.differences))) * error
-        quantiles = float(stats.norm.ppf(confidence) + stats.norm.ppf(_POWER))
         return {
             "difference": self.mean,
             "low": self.mean - width,
@@ -65,7 +66,7 @@ class Paired:
             "items": len(self.differences),
             "better": sum(difference > 0 for difference in self.differences),
             "worse": sum(difference < 0 for difference in self.differences),
-            "detectable": quantiles * error,
+            "detectable": _quantiles(confidence) * error,
         }
 
     @property
@@ -74,6 +75,42 @@ class Paired:
         certain."""
         size = 1.0 if self.is_binary else max(map(abs, self.differences)) or 1e-12
         return (*self.differences, size, -size)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Return the p-values of several tests with Holm's correction: those at most 0.05 are found in all of the tests
+    together with at most 5 % chance of one wrong finding."""
+    adjusted, highest = [1.0] * len(p_values), 0.0
+    for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        adjusted[index] = highest
+    return adjusted
+
+
+def num_needed(items: int, detectable: float, distance: float) -> int | None:
+    """Return the number of items that show a difference of `distance` in 80 of 100 cases, if `items` show one of
+    `detectable`; None for no difference."""
+    return math.ceil(items * (detectable / distance) ** 2 - 1e-9) if distance > 0 else None
+
+
+def published_items(record: Mapping[str, Any], metric: str) -> Iterator[Path]:
+    """Yield the stage directories on this machine with the items of the evaluation that measured a metric of the
+    published model, whose record is given."""
+    for file in sorted(Path(record.get("stage") or "-").parent.glob(f"*/{ITEMS}")):
+        result = read_result(file.parent)
+        if result is not None and result["metrics"].get(metric) == record["metrics"][metric]:
+            yield file.parent
+
+
+def smallest_effect(metric: str, value: float, folder: Path, confidence: float) -> tuple[int, float] | None:
+    """Return the number of items of an evaluation, and the smallest difference that another model must have on them to
+    be found in 80 of 100 cases; None if the evaluation kept no items, or if `value` of the metric is not their mean.
+    Both models count as independent: those that agree on most items show smaller differences."""
+    values = list(_values(metric, folder / ITEMS).values())
+    if len(values) < 2 or not abs(math.fsum(values) / len(values) - value) <= 1e-6:
+        return None
+    deviation = pstdev([*values, min(values), max(values)]) if len({*values}) > 1 else 1.0 / math.sqrt(len(values))
+    return len(values), _quantiles(confidence) * deviation * math.sqrt(2 / len(values))
 
 
 def compare_items(metric: str, new: Path, old: Path) -> Paired | None:
@@ -100,6 +137,11 @@ def _values(metric: str, file: Path) -> dict[tuple[int, str], float]:
         file, columns=["doc_id", "doc_hash", column], filters=[("task", "=", task)]
     ).to_pylist()
     return {(row["doc_id"], row["doc_hash"]): row[column] for row in rows if row[column] is not None}
+
+
+def _quantiles(confidence: float) -> float:
+    """Return how many standard errors a difference must have to be found in 80 of 100 cases."""
+    return NormalDist().inv_cdf(confidence) + NormalDist().inv_cdf(_POWER)
 
 
 def _scipy_stats() -> Any:

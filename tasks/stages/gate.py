@@ -6,8 +6,7 @@ from typing import Any
 from cosmos_core.config.conditions import Condition, margin, parse_condition
 from cosmos_core.errors import ConfigError, GateFailed
 from cosmos_core.run.files import write_json
-from cosmos_core.run.manifest import read_result
-from cosmos_core.run.paired_items import ITEMS, Paired, compare_items
+from cosmos_core.run.paired_items import Paired, compare_items, holm, num_needed, published_items
 from cosmos_core.run.stage import CONDITIONS, Stage
 from cosmos_core.types import JsonValue, Outcome, StageKind
 from cosmos_core.upload.base import open_target
@@ -34,9 +33,10 @@ def run(stage: Stage) -> Outcome:
     metrics = {key: value for result in stage.inputs.values() for key, value in result["metrics"].items()}
     record = open_target(stage.config.target).published() if stage.config.target else None
     published: dict[str, float] = (record or {}).get("metrics", {})
-    report: list[JsonValue] = []
-    failed = []
+    report: list[dict[str, Any]] = []
+    failed: list[str] = []
     for condition in map(parse_condition, stage.config.require):
+        first = len(report)
         for name, measured in _measured(condition, stage, None if record is None else published):
             paired = _paired(stage, condition, name, measured, record) if record is not None else None
             noise = 0.0 if record is None or paired else _noise(stage, condition, name, measured, published)
@@ -44,18 +44,18 @@ def run(stage: Stage) -> Outcome:
             if paired is not None and measured[name] == measured[name]:  # the comparison is false for NaN
                 entry |= _of_items(condition, paired, stage.config.confidence)
             report.append(entry)
-            if not entry["passed"]:
-                failed.append(_refusal(condition, entry))
+        _correct(report[first:])
+        failed += [_refusal(condition, entry) for entry in report[first:] if not entry["passed"]]
     stage.path.mkdir(parents=True, exist_ok=True)
     write_json(stage.path / CONDITIONS, report)  # written here because a gate that refuses writes no manifest
     if failed:
         raise GateFailed(f"gate {stage.name!r}: {'; '.join(failed)}")
-    return Outcome(metrics=metrics, info={"conditions": report})
+    return Outcome(metrics=metrics, info={"conditions": [*report]})
 
 
-def _entry(condition: Condition, name: str, value: float, limit: float | None, noise: float) -> dict[str, JsonValue]:
+def _entry(condition: Condition, name: str, value: float, limit: float | None, noise: float) -> dict[str, Any]:
     """Return the report of a condition: its text, the measured value, the bound and whether it holds."""
-    entry: dict[str, JsonValue] = {"condition": condition.text, "value": value, "bound": limit}
+    entry: dict[str, Any] = {"condition": condition.text, "value": value, "bound": limit}
     entry["passed"] = condition.holds(value, limit, noise)
     return entry | ({"metric": name} if "*" in condition.metric else {}) | ({"noise": noise} if noise else {})
 
@@ -64,7 +64,19 @@ def _of_items(condition: Condition, paired: Paired, confidence: float) -> dict[s
     """Return whether a comparison per benchmark item passes, and its statistics, for the report of a condition."""
     is_higher = condition.comparison.startswith(">")
     p_value = paired.p_value(condition.offset) if is_higher else paired.reversed.p_value(-condition.offset)
-    return {"passed": p_value <= 1 - confidence, "paired": paired.describe(confidence) | {"p_value": p_value}}
+    found = paired.describe(confidence)
+    distance = (paired.mean - condition.offset) * (1 if is_higher else -1)
+    needed = num_needed(found["items"], found["detectable"], distance)
+    return {"passed": p_value <= 1 - confidence, "paired": found | {"p_value": p_value, "needed": needed}}
+
+
+def _correct(entries: list[dict[str, Any]]) -> None:
+    """Add p-values with Holm's correction to the comparisons of the benchmarks that one condition names. They say which
+    benchmarks differ; the gate needs none, because every benchmark has to pass."""
+    compared = [entry["paired"] for entry in entries if "paired" in entry]
+    if len(compared) > 1:
+        for pair, adjusted in zip(compared, holm([pair["p_value"] for pair in compared]), strict=True):
+            pair["p_holm"] = adjusted
 
 
 def _refusal(condition: Condition, entry: dict[str, Any]) -> str:
@@ -74,9 +86,11 @@ def _refusal(condition: Condition, entry: dict[str, Any]) -> str:
     if pair := entry.get("paired"):
         noise = (
             f"; {pair['difference']:+.3g} ({pair['low']:+.3g} .. {pair['high']:+.3g}) on {pair['items']} items, of "
-            f"which {pair['better']} are better and {pair['worse']} worse, p = {pair['p_value']:.3g}; as many items "
-            f"show a difference of {pair['detectable']:.2g}"
+            f"which {pair['better']} are better and {pair['worse']} worse, p = {pair['p_value']:.3g}"
         )
+        noise += f" ({pair['p_holm']:.3g} with Holm's correction)" if "p_holm" in pair else ""
+        noise += f"; as many items show a difference of {pair['detectable']:.2g}"
+        noise += f", this one needs {pair['needed']:,} items" if pair["needed"] else ""
     return (
         f"{condition.text} does not hold: {entry.get('metric', condition.metric)} = {entry['value']:.6g}{bound}{noise}"
     )
@@ -92,10 +106,8 @@ def _paired(
         return None
     new = next((result.get("path") for result in stage.inputs.values() if result["metrics"] is measured), None)
     published = record["metrics"][name]
-    for old in sorted(Path(record.get("stage") or "-").parent.glob(f"*/{ITEMS}")):
-        result = read_result(old.parent)
-        is_published = result is not None and result["metrics"].get(name) == published
-        if new and is_published and (paired := compare_items(name, Path(new), old.parent)):
+    for old in published_items(record, name):
+        if new and (paired := compare_items(name, Path(new), old)):
             # The condition is true for NaN as well.
             is_mean = not abs(paired.mean - (measured[name] - published)) > 1e-6
             return paired if is_mean else None

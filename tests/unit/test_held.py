@@ -11,7 +11,7 @@ import pytest
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.errors import ConfigError
 from cosmos_core.observe.costs import cost_of, table_of_costs
-from cosmos_core.run.directory import create_run, open_or_create_run
+from cosmos_core.run.directory import claim, create_run, open_or_create_run, open_run
 from cosmos_core.run.estimated import save_estimate
 from cosmos_core.run.held import closed_holds, gpu_seconds, gpu_seconds_of_run, holding, holds_of_run, note_in_result
 from cosmos_core.run.lineage import lineage
@@ -93,6 +93,20 @@ def test_budget_and_price_may_change_in_a_run_and_other_settings_may_not(tmp_pat
     assert raised.pipeline.config.price_per_gpu_hour == 36
     with pytest.raises(ConfigError, match=r"made with other settings \(pipeline.threads\)"):
         open_or_create_run(load_pipeline(file, (*PRICE, "pipeline.threads=2"), kinds), run_id="mine")
+
+
+def test_a_budget_of_a_run_that_another_process_executes_is_not_changed(tmp_path: Path) -> None:
+    counting_run(tmp_path)
+    file, kinds = tmp_path / "counting.toml", all_kinds()
+    run = open_or_create_run(load_pipeline(file, PRICE, kinds), run_id="mine")
+    raised = open_or_create_run(load_pipeline(file, (*PRICE, "pipeline.budget=9"), kinds), run_id="mine")
+    with claim(run), pytest.raises(ConfigError, match="another process"):
+        claim(raised)
+    assert open_run(run.path, kinds).pipeline.config.budget == run.pipeline.config.budget
+    claim(raised).release()
+    assert open_run(run.path, kinds).pipeline.config.budget == 9
+    claim(run).release()  # opened before the budget was raised
+    assert open_run(run.path, kinds).pipeline.config.budget == 9
 
 
 def test_a_budget_needs_a_price_and_the_older_name_of_the_price_is_read(tmp_path: Path) -> None:

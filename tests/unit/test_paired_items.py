@@ -14,11 +14,15 @@ import pyarrow.parquet as pq
 import pytest
 from scipy.stats import binom
 
+from cosmos_core.config.compose import Pipeline
+from cosmos_core.config.schema.pipeline import PipelineConfig, StageConfig
 from cosmos_core.errors import GateFailed
 from cosmos_core.observe.record import Condition
 from cosmos_core.run.manifest import commit
-from cosmos_core.run.paired_items import Paired, compare_items
+from cosmos_core.observe.smallest_effects import smallest_effects
+from cosmos_core.run.paired_items import Paired, compare_items, holm, num_needed, smallest_effect
 from cosmos_core.types import Outcome
+from tasks.kinds import all_kinds
 from tasks.stages import gate
 from tests.unit.test_gate import gate_stage
 
@@ -80,12 +84,100 @@ def test_a_gate_compares_the_items_of_both_models(tmp_path: Path) -> None:
     found: Any = entry["paired"]
     assert (found["better"], found["worse"], found["items"], found["p_value"]) == (6, 0, 100, 0.5**6)
     title = Condition.model_validate(entry).title
-    assert re.fullmatch(r"evaluation/a/acc > published: \+0.06 \(\+0.0\d+ \.\. \+0.\d+\) on 100 items", title)
+    interval = r"\+0.06 \(\+0.0\d+ \.\. \+0.\d+\)"
+    assert re.fullmatch(rf"evaluation/a/acc > published: {interval} on 100 items, \d+ needed", title)
     stage.config = stage.config.model_copy(update={"require": ("evaluation/a/acc > published + 0.05",)})
     with pytest.raises(
         GateFailed, match=r"\+0.06 \(.* \.\. .*\) on 100 items, of which 6 are better and 0 worse, p = 0"
     ):
         gate.run(stage)
+
+
+def test_the_correction_of_holm() -> None:
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])  # his paper's procedure by hand
+    assert (holm([]), holm([0.2]), holm([0.6, 0.7])) == ([], [0.2], [1.0, 1.0])
+
+
+def test_holm_finds_one_of_equal_benchmarks_as_rarely_as_promised() -> None:
+    p_values = np.array([each.p_value(-0.04) for each in retrainings(-0.04, seed=4)]).reshape(-1, 10)
+    wrong = sum(min(holm(list(row))) <= 0.05 for row in p_values)
+    assert wrong <= binom.ppf(0.999, len(p_values), 0.05) < sum(row.min() <= 0.05 for row in p_values)
+
+
+def test_the_smallest_effect_of_items_is_found_as_often_as_promised(tmp_path: Path) -> None:
+    random, accuracy = np.random.default_rng(5), 0.4
+    old = (random.random((NUM_DRAWS, NUM_ITEMS)) < accuracy).astype(float)
+    write_evaluation(tmp_path / "old", list(old[0]))
+    found = smallest_effect("evaluation/a/acc", float(old[0].mean()), tmp_path / "old", CONFIDENCE)
+    assert found is not None and found[0] == NUM_ITEMS
+    effect = found[1]
+    new = (random.random((NUM_DRAWS, NUM_ITEMS)) < accuracy + effect).astype(float)
+    pairs = [Paired(tuple(row), is_binary=True) for row in new - old]
+    assert 0.72 <= np.mean([each.p_value() <= 1 - CONFIDENCE for each in pairs]) <= 0.9
+    assert smallest_effect("evaluation/a/acc", 0.9, tmp_path / "old", CONFIDENCE) is None  # not the mean of its items
+    assert num_needed(NUM_ITEMS, effect, effect) == NUM_ITEMS and num_needed(NUM_ITEMS, effect, effect / 2) == 2400
+    assert num_needed(NUM_ITEMS, effect, 0.0) is None
+
+
+def test_a_plan_says_what_a_gate_can_show(tmp_path: Path) -> None:
+    folder = tmp_path / "old" / "stages" / "scores"
+    metrics = write_evaluation(folder, [float(i % 2) for i in range(400)])["metrics"]
+    requires = ("evaluation/*/acc not worse than published by 0.05", "evaluation/a/acc > 0.3")
+    stage = gate_stage(tmp_path / "new", requires, metrics)
+    config = stage.config.model_copy(update={"confidence": 0.95})
+
+    def lines(config: StageConfig) -> list[str]:
+        recipes = {config.name: stage.recipe}
+        return list(smallest_effects(Pipeline(tmp_path, PipelineConfig(stages=(config,)), recipes, all_kinds())))
+
+    assert lines(config) == []  # the run of the published model is not on this machine
+    record = tmp_path / "new" / "published" / "v1" / "published.json"
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"stage": str(folder.parent / "up")}))
+    quantiles = 1.6448536 + 0.8416212  # of the normal distribution at 0.95 and 0.8
+    effect = quantiles * math.sqrt(2 * 0.25 / 400)
+    needed = math.ceil(400 * (effect / 0.05) ** 2)
+    assert lines(config) == [
+        f"gate: 400 items of evaluation/a/acc show a difference of {effect:.2g} in 80 of 100 cases; "
+        f"0.05 needs {needed:,}"
+    ]
+    assert lines(stage.config) == []  # without confidence
+    away = lines(config.model_copy(update={"target": f"{tmp_path}/none"}))
+    assert away == []
+    record.write_text("{")
+    [damaged] = lines(config)
+    assert damaged.startswith("gate: what is published is not known: ")
+
+
+def test_a_gate_about_several_benchmarks_reports_the_correction_of_holm(tmp_path: Path) -> None:
+    old = {name: [float(i % 2) for i in range(100)] for name in "ab"}
+    new = {"a": [1.0 if i < 12 else value for i, value in enumerate(old["a"])],
+           "b": [1.0 if i < 20 else value for i, value in enumerate(old["b"])]}  # fmt: skip
+
+    def evaluation(run: str, scores: dict[str, list[float]]) -> dict[str, Any]:
+        folder = tmp_path / run / "stages" / "scores"
+        folder.mkdir(parents=True)
+        rows = [
+            {"task": task, "doc_id": i, "doc_hash": str(i), "acc": score}
+            for task, values in scores.items()
+            for i, score in enumerate(values)
+        ]
+        pq.write_table(pa.Table.from_pylist(rows), folder / "items.parquet")
+        metrics = {f"evaluation/{task}/acc": sum(values) / len(values) for task, values in scores.items()}
+        result = commit(folder, Outcome(("items.parquet",), metrics), kind="evaluate", fingerprint="f" * 64, inputs={})
+        return {**result, "path": str(folder)}
+
+    published = evaluation("old", old)
+    stage = gate_stage(tmp_path / "new", ("evaluation/*/acc > published",), published["metrics"])
+    stage.config = stage.config.model_copy(update={"confidence": 0.95})
+    record = tmp_path / "new" / "published" / "v1" / "published.json"
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"stage": str(tmp_path / "old" / "stages" / "up")}))
+    stage.inputs["after"] = evaluation("new", new)
+    entries: Any = gate.run(stage).info["conditions"]  # type: ignore[union-attr]
+    assert [(entry["paired"]["p_value"], entry["paired"]["p_holm"]) for entry in entries] == [
+        (0.5**6, 0.5**6),
+        (0.5**10, 0.5**9),
+    ]
+    assert Condition.model_validate(entries[0]).title.endswith(" needed, p = 0.016 with Holm's correction")
 
 
 def test_a_metric_that_is_not_the_mean_of_its_items_is_not_compared_by_them(tmp_path: Path) -> None:

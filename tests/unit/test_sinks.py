@@ -334,17 +334,17 @@ def without(package: str, folder: Path) -> str:
     return str(python)
 
 
-@pytest.mark.parametrize("package", ["wandb", "tensorboard"])
-def test_a_sink_without_its_package_is_refused_before_anything_runs(tmp_path: Path, package: str) -> None:
+@pytest.mark.parametrize(("package", "sink"), [("wandb", "wandb"), ("mlflow-skinny", "mlflow")])
+def test_a_sink_without_its_package_is_refused_before_anything_runs(tmp_path: Path, package: str, sink: str) -> None:
     make_inputs(tmp_path)
     python = f"pipeline.python={without(package, tmp_path)}"
     check_inputs(load_recipe(tmp_path, python, "logging.logger=['console']"))
     check_inputs(load_recipe(tmp_path, "logging.logger=['wandb', 'tensorboard']"))
     with pytest.raises(ConfigError) as caught:
-        check_inputs(load_recipe(tmp_path, python, "logging.logger=['console', 'wandb', 'tensorboard']"))
+        check_inputs(load_recipe(tmp_path, python, f"logging.logger=['console', '{sink}', 'tensorboard']"))
     assert str(caught.value).endswith(
-        f"logging.logger '{package}': the package {package} is not installed; "
-        f"pip install 'cosmos-posttrain[{package}]' or leave it out"
+        f"logging.logger '{sink}': the package {package} is not installed; "
+        f"pip install 'cosmos-posttrain[{sink}]' or leave it out"
     )
     assert caught.value.exit_code == 64 and "\n" not in str(caught.value)
 

@@ -15,12 +15,12 @@ SINKS_FOLDER = "cosmos_core.observe.sinks"
 
 
 class LoggingConfig(Table):
-    """`[logging]`: metric sinks, and names of runs on Weights & Biases."""
+    """`[logging]`: metric sinks, and names of runs on Weights & Biases, MLflow and trackio."""
 
     logger: Annotated[tuple[Thing, ...], Field(strict=False), NoResult, Where.CODE] = ("console",)
     """Metric sinks in addition to the run directory: `console`, `wandb` (one run on Weights & Biases for each stage
-    with metrics), `tensorboard` (event files in the stage's folder `tensorboard/`), a user's class,
-    `path/file.py:Class`, with the methods of `Sink`, or a function `f(data, step)`."""
+    with metrics), `mlflow` and `trackio` (likewise), `tensorboard` (event files in the stage's folder `tensorboard/`),
+    a user's class, `path/file.py:Class`, with the methods of `Sink`, or a function `f(data, step)`."""
     log_completions: Annotated[bool, NoResult] = True
     """Write completions of training with their rewards to `completions/` of the stage, which `cosmos samples` shows. Of
     each step, 8 completions of each of 4 prompts at most, including the best and the worst (of images and videos 4 of
@@ -29,12 +29,13 @@ class LoggingConfig(Table):
     """Number of steps between validations whose generated images and videos are sent to Weights & Biases; None: those
     of each validation are sent."""
     project_name: Annotated[str, NoResult] = "cosmos_rl"
-    """Name of the project on Weights & Biases."""
+    """Name of the project on Weights & Biases and trackio, and of the experiment on MLflow."""
     group_name: Annotated[str | None, NoResult] = None
-    """Name of the group on Weights & Biases; None: the stages of one run form a group `<experiment_name>-<run id>`."""
+    """Name of the group on Weights & Biases and trackio, the tag `cosmos.group` on MLflow; None: the stages of one run
+    form a group `<experiment_name>-<run id>`."""
     experiment_name: Annotated[str | None, NoResult] = None
-    """First part of the name of a run on Weights & Biases, `<experiment_name>-<run id>-<stage>`; None: the name of the
-    pipeline."""
+    """First part of the name of a run on Weights & Biases, MLflow and trackio, `<experiment_name>-<run id>-<stage>`;
+    None: the name of the pipeline."""
     report_mfu: Annotated[bool, NoResult] = False
     """Report the metric `throughput/mfu`: the FLOP/s of train steps relative to those of a large matrix product in
     `param_dtype`, measured on the ranks' devices at the start of the training."""

@@ -98,8 +98,8 @@ class StageConfig(Table):
     compared per item. 0: values are compared directly."""
     target: Annotated[str, Where.PUBLISHED] = ""
     """Kinds upload and gate: where models are published: a folder, `s3://BUCKET/PREFIX`, `hub://OWNER/NAME` (or
-    `hub://OWNER/NAME@BRANCH`), or a class of your own, `path/file.py:Class` or `path/file.py:Class://LOCATION`, with
-    the methods of `Target`."""
+    `hub://OWNER/NAME@BRANCH`), a registered model of MLflow, `mlflow://MODEL`, or a class of your own,
+    `path/file.py:Class` or `path/file.py:Class://LOCATION`, with the methods of `Target`."""
 
     sweep: SweepConfig | None = None
     """Run the stage once for each point of a grid, in parallel; stages after it use the best branch. None: once."""

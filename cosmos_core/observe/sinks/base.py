@@ -12,8 +12,10 @@ import logging
 import queue
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, takewhile
 from typing import Any, Protocol
@@ -21,6 +23,8 @@ from typing import Any, Protocol
 from cosmos_core.config.schema.logging import CONSOLE, SINKS_FOLDER
 from cosmos_core.errors import EXIT_CRASH, EXIT_OK
 from cosmos_core.registry import load_named
+from cosmos_core.run.directory import Facts, read_facts
+from cosmos_core.run.files import write_text
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
 
@@ -162,3 +166,26 @@ def numbers(line: dict[str, Any]) -> dict[str, float]:
         for name, value in line.items()
         if name not in {"step", "time"} and isinstance(value, int | float)
     }
+
+
+@dataclass(frozen=True)
+class NamesOfRun:
+    """Names of the run of a stage in a service for experiment tracking."""
+
+    project: str
+    group: str
+    name: str
+    key: str
+    """Identifier that all attempts of the stage share; a stage that is made again has a new folder and a new key."""
+
+
+def names_of_run(stage: Stage, sink: str) -> NamesOfRun:
+    """Return the names of a stage's run; the key is kept in the folder `sink` of the stage."""
+    config, facts = stage.recipe.logging, read_facts(stage.run_path) or Facts()
+    title = f"{config.experiment_name or facts.pipeline or 'cosmos'}-{stage.run_path.name}"
+    path = stage.path / sink / "id"
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        write_text(path, uuid.uuid4().hex)
+    key = path.read_text(encoding="utf-8")
+    return NamesOfRun(config.project_name, config.group_name or title, f"{title}-{stage.name}", key)

@@ -3,14 +3,10 @@ those of a diffusion model from held-out prompts; it sends neither code nor mach
 
 from __future__ import annotations
 
-import uuid
-from pathlib import Path
 from typing import Any
 
 from cosmos_core.observe import gallery
-from cosmos_core.observe.sinks.base import numbers
-from cosmos_core.run.directory import Facts, read_facts
-from cosmos_core.run.files import write_text
+from cosmos_core.observe.sinks.base import names_of_run, numbers
 from cosmos_core.run.stage import Stage
 
 _INIT_SECONDS = 30.0
@@ -29,16 +25,14 @@ class WandbSink:
     def __init__(self, stage: Stage, first_step: int) -> None:
         import wandb
 
-        config = stage.recipe.logging
-        self._stage_path, self._interval = stage.path, config.multi_modal_log_interval
-        facts = read_facts(stage.run_path) or Facts()
-        title = f"{config.experiment_name or facts.pipeline or 'cosmos'}-{stage.run_path.name}"
+        self._stage_path, self._interval = stage.path, stage.recipe.logging.multi_modal_log_interval
+        names = names_of_run(stage, "wandb")
         self._run = wandb.init(
-            project=config.project_name,
-            group=config.group_name or title,
+            project=names.project,
+            group=names.group,
             job_type=stage.kind.name,
-            name=f"{title}-{stage.name}",
-            id=_wandb_id(stage.path / "wandb" / "id"),
+            name=names.name,
+            id=names.key,
             resume="allow",
             config=stage.recipe.model_dump(),
             dir=str(stage.path),
@@ -75,12 +69,3 @@ class WandbSink:
     def close(self, exit_code: int) -> None:
         """Wait until all metrics are sent, and end the run on Weights & Biases."""
         self._run.finish(exit_code=exit_code)
-
-
-def _wandb_id(path: Path) -> str:
-    """Return the id of the stage's run on Weights & Biases, the same for all attempts; a stage that is made again has a
-    new folder and gets a new id."""
-    if not path.exists():
-        path.parent.mkdir(exist_ok=True)
-        write_text(path, uuid.uuid4().hex)
-    return path.read_text(encoding="utf-8")

@@ -1,0 +1,58 @@
+"""Metric sink for MLflow, with a run for each stage that logs metrics; it sends metrics and the settings of the recipe,
+and neither samples nor code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cosmos_core.config.difference import flat
+from cosmos_core.errors import EXIT_OK
+from cosmos_core.observe.sinks.base import names_of_run, numbers
+from cosmos_core.run.mlflow import keyed_run, metric_name, open_client
+from cosmos_core.run.stage import Stage
+
+_NEWEST = "step"
+"""Metric whose newest value is the newest step that the server has."""
+_MOST_PARAMS = 100  # of one request, and the letters of a value
+_MOST_LETTERS = 6000
+
+
+class MlflowSink:
+    """Metric sink that is one run on MLflow; `MLFLOW_TRACKING_URI` selects the server or the database.
+
+    A stage that is resumed continues its run after the newest step that the server has. The metrics of a step arrive in
+    one request, so that a kill leaves no step in part.
+    """
+
+    package = "mlflow-skinny"
+
+    def __init__(self, stage: Stage, first_step: int) -> None:
+        self._client, names = open_client(), names_of_run(stage, "mlflow")
+        from mlflow.entities import Param
+
+        tags = {"cosmos.run": stage.run_path.name, "cosmos.stage": stage.name, "cosmos.kind": stage.kind.name}
+        run = keyed_run(self._client, names.project, names.key, names.name, {**tags, "cosmos.group": names.group})
+        self._run_id = run.info.run_id
+        self._client.update_run(self._run_id, status="RUNNING")
+        settings = flat(stage.recipe.model_dump(mode="json"))
+        params = [
+            Param(metric_name(key), str(value)[:_MOST_LETTERS])
+            for key, value in settings.items()
+            if metric_name(key) not in run.data.params  # MLflow refuses another value, of a run that was resumed
+        ]
+        for start in range(0, len(params), _MOST_PARAMS):
+            self._client.log_batch(self._run_id, params=params[start : start + _MOST_PARAMS])
+        self.starting_step = int(run.data.metrics.get(_NEWEST, -1)) + 1
+
+    def log(self, line: dict[str, Any]) -> None:
+        """Send one line of `metrics.jsonl` with its own time and step."""
+        from mlflow.entities import Metric
+
+        step, milliseconds = line["step"], int(line["time"] * 1000)
+        values = {metric_name(name): value for name, value in numbers(line).items()} | {_NEWEST: step}
+        metrics = [Metric(name, value, milliseconds, step) for name, value in values.items()]
+        self._client.log_batch(self._run_id, metrics=metrics)
+
+    def close(self, exit_code: int) -> None:
+        """End the run on MLflow."""
+        self._client.set_terminated(self._run_id, "FINISHED" if exit_code == EXIT_OK else "FAILED")

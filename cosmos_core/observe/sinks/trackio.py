@@ -1,0 +1,38 @@
+"""Metric sink for trackio, with a run for each stage that logs metrics; it sends metrics and the settings of the
+recipe, and neither samples nor machine statistics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cosmos_core.observe.sinks.base import names_of_run, numbers
+from cosmos_core.run.stage import Stage
+
+
+class TrackioSink:
+    """Metric sink that is one run in a trackio project; `TRACKIO_SERVER_URL` or `TRACKIO_SPACE_ID` selects a server,
+    `TRACKIO_DIR` the folder of the local database that is used otherwise.
+
+    A stage that is resumed continues its run after the newest step that is stored. The name of the run ends with
+    letters that distinguish a stage that is made again, because trackio continues a run by its name.
+    """
+
+    package = "trackio"
+
+    def __init__(self, stage: Stage, first_step: int) -> None:
+        import trackio
+
+        names = names_of_run(stage, "trackio")
+        self._run = trackio.init(
+            project=names.project, name=f"{names.name}-{names.key[:6]}", group=names.group, resume="allow",
+            config=stage.recipe.model_dump(mode="json"), embed=False, auto_log_gpu=False, auto_log_cpu=False,
+        )  # fmt: skip
+        self.starting_step = int(self._run._next_step)
+
+    def log(self, line: dict[str, Any]) -> None:
+        """Queue one line of `metrics.jsonl`, which trackio stores within a second."""
+        self._run.log(numbers(line), step=line["step"])
+
+    def close(self, exit_code: int) -> None:
+        """Wait until all metrics are stored, and end the run."""
+        self._run.finish()

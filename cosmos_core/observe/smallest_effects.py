@@ -1,0 +1,48 @@
+"""Smallest differences that the gates of a pipeline can show, for `cosmos plan`: they follow before the run from the
+items of the benchmarks on which the published model was measured."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from cosmos_core.config.compose import Pipeline
+from cosmos_core.config.conditions import Condition, parse_condition
+from cosmos_core.config.schema.pipeline import StageConfig
+from cosmos_core.config.target import split_target
+from cosmos_core.errors import CosmosError
+from cosmos_core.registry import is_import_path
+from cosmos_core.run.hub import within
+from cosmos_core.run.paired_items import num_needed, published_items, smallest_effect
+from cosmos_core.upload.base import open_target
+
+_SECONDS = 8.0
+"""Maximum number of seconds to wait for a publication target."""
+
+
+def smallest_effects(pipeline: Pipeline) -> Iterator[str]:
+    """Yield a line for each benchmark that a gate with `confidence` compares with the published model per item. A
+    target of a user is left out, because user code is imported only when a stage runs."""
+    for stage in pipeline.stages:
+        conditions = [each for each in map(parse_condition, stage.require) if each.needs_published]
+        if not (conditions and stage.confidence and stage.target) or is_import_path(split_target(stage.target)[0]):
+            continue
+        try:
+            record = within(_SECONDS, open_target(stage.target).published)
+        except (CosmosError, TimeoutError) as error:
+            yield f"{stage.name}: what is published is not known: {error}"
+            continue
+        for condition in conditions if record else ():
+            for metric in record["metrics"]:
+                if any(condition.matches(name) for name in (metric, *(f"{each}.{metric}" for each in stage.after))):
+                    yield from _lines(stage, condition, metric, record)
+
+
+def _lines(stage: StageConfig, condition: Condition, metric: str, record: dict[str, Any]) -> Iterator[str]:
+    folder = next(published_items(record, metric), None)
+    if condition.comparison == "==" or folder is None:
+        return
+    if (found := smallest_effect(metric, record["metrics"][metric], folder, stage.confidence)) is None:
+        return
+    items, effect = found
+    margin = abs(condition.offset)
+    needed = f"; {margin:g} needs {num_needed(items, effect, margin):,}" if margin else ""
+    yield f"{stage.name}: {items:,} items of {metric} show a difference of {effect:.2g} in 80 of 100 cases{needed}"

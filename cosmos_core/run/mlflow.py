@@ -1,0 +1,54 @@
+"""Client of MLflow, with runs that have a key: a call that is repeated after a kill finds its run and creates no other.
+
+The environment of MLflow selects server and account, such as `MLFLOW_TRACKING_URI` and `MLFLOW_TRACKING_TOKEN`.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from cosmos_core.errors import ConfigError
+
+KEY = "cosmos.key"
+"""Tag that identifies a run or the version of a model."""
+_ADDED = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false"}
+_REFUSED = re.compile(r"[^\w/. :-]")
+
+
+def open_client() -> Any:
+    """Return a client of MLflow.
+
+    Raises:
+        ConfigError: MLflow is not installed.
+    """
+    for name, value in _ADDED.items():
+        os.environ.setdefault(name, value)
+    try:
+        from mlflow import MlflowClient
+    except ImportError as error:
+        raise ConfigError("MLflow is not installed; pip install 'cosmos-posttrain[mlflow]'") from error
+    return MlflowClient()
+
+
+def keyed_run(client: Any, experiment: str, key: str, name: str, tags: Mapping[str, str]) -> Any:
+    """Return the run with a key in an experiment; create the run, and the experiment, if it does not exist."""
+    from mlflow.exceptions import MlflowException
+
+    if (found := client.get_experiment_by_name(experiment)) is None:
+        try:
+            client.create_experiment(experiment)
+        except MlflowException:  # another process may have created it
+            if client.get_experiment_by_name(experiment) is None:
+                raise
+        found = client.get_experiment_by_name(experiment)
+    search = (([found.experiment_id], f"tags.`{KEY}` = '{key}'"), {"order_by": ["attributes.start_time ASC"]})
+    if not client.search_runs(*search[0], **search[1]):
+        client.create_run(found.experiment_id, tags={**tags, KEY: key}, run_name=name)
+    # Searched again, because the client repeats a request whose response was lost: only the first run is used.
+    return client.search_runs(*search[0], **search[1])[0]
+
+
+def metric_name(name: str) -> str:
+    """Return the name of a metric without the letters that MLflow refuses, such as the `@` of `pass@4`."""
+    return _REFUSED.sub("_", name)

@@ -1,0 +1,238 @@
+"""Publication target `mlflow`: a registered model of MLflow, `mlflow://MODEL`.
+
+A version is a run with the files of the model as artifacts, and a version of the registered model with lineage as tags;
+the pointer is the alias `published`. MLflow keeps no digests, so stored files are compared by their size. What MLflow
+stores of a version is not read back as the model of a training.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from cosmos_core.errors import ConfigError, DamagedRecord, UploadError
+from cosmos_core.run.hub import within
+from cosmos_core.run.mlflow import KEY, keyed_run, metric_name, open_client
+from cosmos_core.upload.base import RECORD, is_record, moved
+
+ALIAS = "published"
+VERSION = "cosmos.version"
+_HISTORY = "cosmos.history"
+_CHECK_SECONDS = 8.0
+
+
+class MlflowTarget:
+    """Publication target that stores versions of one registered model."""
+
+    def __init__(self, location: str) -> None:
+        if not location or set(location) & set("/:'`"):
+            raise ConfigError(f"mlflow://{location} names no registered model; write mlflow://MODEL")
+        self.name = location
+        self._pause: Callable[[], None] = lambda: None
+
+    @cached_property
+    def client(self) -> Any:
+        """Return the client of MLflow.
+
+        Raises:
+            ConfigError: MLflow is not installed.
+        """
+        return open_client()
+
+    def check(self) -> None:
+        """Check that the server responds, without changing anything.
+
+        Raises:
+            ConfigError: MLflow is not installed.
+            UploadError: the server cannot be reached, or refuses the account.
+        """
+        with self._translate_errors():
+            within(_CHECK_SECONDS, self._model)
+
+    def attend(self, folder: Path, pause: Callable[[], None]) -> None:
+        """Set `pause`, which is called before each file and before the version is created; there is no journal, because
+        the server knows which files have arrived."""
+        self._pause = pause
+
+    def published(self) -> dict[str, Any] | None:
+        """Return the record of the version with the alias; None if nothing was published yet.
+
+        Raises:
+            DamagedRecord: the record cannot be read.
+            UploadError: the server cannot be reached.
+        """
+        with self._translate_errors():
+            current = self._current()
+        return None if current is None else self.record_of(current.tags.get(VERSION, ""))
+
+    def record_of(self, version: str) -> dict[str, Any]:
+        """Return the record of a version.
+
+        Raises:
+            DamagedRecord: the record is missing or cannot be read.
+        """
+        with self._translate_errors():
+            found = self._version(version)
+            record = _read_record(found.source) if found else None
+        if record is None:
+            raise DamagedRecord(f"mlflow://{self.name}: {RECORD} of {version} is missing or damaged; publish again")
+        return record
+
+    def history(self) -> list[str]:
+        """Return the versions to which the alias has pointed, the current one last."""
+        with self._translate_errors():
+            current, model = self._current(), self._model()
+            names = json.loads(model.tags.get(_HISTORY, "[]")) if model else []
+        return moved(names, current.tags.get(VERSION, "")) if current else []
+
+    def versions(self) -> list[str]:
+        """Return all versions in the order in which they were published."""
+        with self._translate_errors():
+            return list(dict.fromkeys(each.tags[VERSION] for each in self._find() if VERSION in each.tags))
+
+    def where(self, version: str) -> str:
+        """Return the address of a version, `mlflow://MODEL@NUMBER`; MLflow names it `models:/MODEL/NUMBER`."""
+        with self._translate_errors():
+            found = self._version(version)
+        return f"mlflow://{self.name}@{found.version if found else version}"
+
+    def damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
+        """Return a message about the first file of `record` that a version lacks, or has with another size or recorded
+        digest; empty if there is none."""
+        with self._translate_errors():
+            found = self._version(version)
+            return self._damage(found, folder, record) if found else f"the version {version} is missing"
+
+    def point_to(self, version: str, history: list[str] | None = None) -> None:
+        """Move the alias to `version` and save `history`, by default with the version added.
+
+        Raises:
+            UploadError: the model has no such version.
+        """
+        with self._translate_errors():
+            if not (found := self._version(version)):
+                raise UploadError(f"mlflow://{self.name} has no version {version!r}; the alias was not moved")
+            self._point(found, moved(self.history(), version) if history is None else history)
+
+    def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
+        """Send the missing files, create the version unless it exists, and move the alias; return the address.
+
+        Raises:
+            UploadError: the server cannot be reached, or has other files than were sent.
+        """
+        with self._translate_errors():
+            lineage = {f"cosmos.input.{name}": digest for name, digest in record.get("inputs", {}).items()}
+            lineage |= {"cosmos.run": str(record.get("run_id", "")), "cosmos.stage": str(record.get("stage", ""))}
+            # The same stage may have made other weights when it was forced to run again: these are another version.
+            tags = lineage | {VERSION: version, KEY: f"{version}-{_folder_of(record)}"}
+            run = keyed_run(self.client, self.name, tags[KEY], version, lineage)
+            self._send(run, folder, record)
+            self._pause()
+            if self._model() is None:
+                self.client.create_registered_model(self.name)
+            if not self._find(KEY, tags[KEY]):
+                source = f"{run.info.artifact_uri}/{_folder_of(record)}"
+                self.client.create_model_version(self.name, source, run_id=run.info.run_id, tags=tags)
+            found, *others = self._find(KEY, tags[KEY])
+            for other in others:  # the client repeats a request whose response was lost
+                self.client.delete_model_version(self.name, other.version)
+            if damage := self._damage(found, folder, record):
+                raise UploadError(f"mlflow://{self.name}: {damage} after the upload; the alias was not moved")
+            self._point(found, moved(self.history(), version))
+        return f"mlflow://{self.name}@{found.version}"
+
+    def _send(self, run: Any, folder: Path, record: dict[str, Any]) -> None:
+        """Send the files that the run lacks, then the record, then the metrics."""
+        from mlflow.entities import Metric
+
+        run_id, below = run.info.run_id, _folder_of(record)
+        sizes = self._sizes(run_id)
+        for name in record["files"]:
+            self._pause()
+            if sizes.get(f"{below}/{name}") != (folder / name).stat().st_size:
+                self.client.log_artifact(run_id, str(folder / name), str(Path(below, name).parent))
+        if _read_record(f"{run.info.artifact_uri}/{below}") != record:
+            self.client.log_dict(run_id, record, f"{below}/{RECORD}")
+        known, now = run.data.metrics, run.info.start_time
+        metrics = {metric_name(name): value for name, value in record["metrics"].items()}
+        new = [Metric(name, value, now, 0) for name, value in metrics.items() if name not in known]
+        if new:
+            self.client.log_batch(run_id, metrics=new)
+        self.client.set_terminated(run_id)
+
+    def _damage(self, found: Any, folder: Path, record: dict[str, Any]) -> str:
+        stored, sizes = _read_record(found.source) or {"files": {}}, self._sizes(found.run_id)
+        for name, digest in record["files"].items():
+            size = sizes.get(f"{_folder_of(stored)}/{name}")
+            if stored["files"].get(name) != digest or size != (folder / name).stat().st_size:
+                return f"{name} is missing or altered"
+        return ""
+
+    def _point(self, found: Any, history: list[str]) -> None:
+        self.client.set_registered_model_alias(self.name, ALIAS, found.version)
+        self.client.set_registered_model_tag(self.name, _HISTORY, json.dumps(history))
+
+    def _sizes(self, run_id: str, path: str | None = None) -> dict[str, int]:
+        """Return the size of each artifact of a run, by path."""
+        sizes = {}
+        for each in self.client.list_artifacts(run_id, path):
+            sizes |= self._sizes(run_id, each.path) if each.is_dir else {each.path: each.file_size}
+        return sizes
+
+    def _model(self) -> Any:
+        """Return the registered model; None if it does not exist."""
+        return next(iter(self.client.search_registered_models(f"name = '{self.name}'")), None)
+
+    def _find(self, tag: str = "", value: str = "") -> list[Any]:
+        """Return all versions of the model, or those with a value of a tag, in the order of their creation."""
+        found, token = [], None
+        while token != "":
+            page = self.client.search_model_versions(f"name = '{self.name}'", max_results=200, page_token=token)
+            found += [each for each in page if not tag or each.tags.get(tag) == value]
+            token = page.token or ""
+        return sorted(found, key=lambda each: int(each.version))
+
+    def _current(self) -> Any:
+        """Return the version with the alias; None if there is none."""
+        model = self._model()
+        number = model.aliases.get(ALIAS) if model else None
+        return next((each for each in self._find() if str(each.version) == str(number)), None)
+
+    def _version(self, version: str) -> Any:
+        """Return what was published as `version`, of several the one with the alias or the newest; None if there is
+        none."""
+        current = self._current()
+        if current is not None and current.tags.get(VERSION) == version:
+            return current
+        return next(reversed(self._find(VERSION, version)), None)
+
+    @contextmanager
+    def _translate_errors(self) -> Iterator[None]:
+        """Translate errors of MLflow's client into one line."""
+        assert self.client is not None  # MLflow is installed
+        from mlflow.exceptions import MlflowException
+
+        try:
+            yield
+        except (MlflowException, OSError) as error:
+            raise UploadError(f"mlflow://{self.name}: {' '.join(str(error).split())}") from error
+
+
+def _folder_of(record: dict[str, Any]) -> str:
+    """Return the folder among the artifacts of a run that holds the files of a record: other files, another folder."""
+    return f"model-{hashlib.sha256(json.dumps(record['files'], sort_keys=True).encode()).hexdigest()[:12]}"
+
+
+def _read_record(source: str) -> dict[str, Any] | None:
+    """Return the record in a folder of artifacts; None if it is missing or damaged."""
+    from mlflow.artifacts import load_dict
+    from mlflow.exceptions import MlflowException
+
+    try:
+        record = load_dict(f"{source}/{RECORD}")
+    except (MlflowException, OSError):
+        return None
+    return dict(record) if is_record(record) else None
