@@ -24,11 +24,17 @@ class Rows(NamedTuple):
 class Bounds:
     """Boundaries of packed sequences in host memory, wrapped so that torch.compile does not treat them as an input."""
 
-    __slots__ = ("ends",)
+    __slots__ = ("ends", "prompts")
 
-    def __init__(self, ends: np.ndarray) -> None:
-        """`ends` are the boundaries of the B sequences, int32, (B + 1), beginning with 0."""
-        self.ends = ends
+    def __init__(self, ends: np.ndarray, prompts: Sequence[int] | None = None) -> None:
+        """Store the boundaries.
+
+        Args:
+            ends: boundaries of the B sequences, int32, (B + 1), beginning with 0.
+            prompts: for each sequence the index of the sequence that it continues and attends to, its prompt; -1: the
+                sequence is whole. None: all sequences are whole.
+        """
+        self.ends, self.prompts = ends, prompts or [-1] * (len(ends) - 1)
 
 
 def rows_of(
@@ -38,19 +44,10 @@ def rows_of(
 
     `filled` maps the length of the longest row, or of all packed rows, to the length that padding fills up to.
     """
+    if packed:
+        return shared_rows(rows, [([index], 0) for index in range(len(rows))], pad_id, filled)
     tensors = [torch.as_tensor(ids, dtype=torch.int64) for ids in rows]
     lengths = [len(ids) for ids in rows]
-    if packed:
-        if missing := filled(sum(lengths)) - sum(lengths):
-            tensors.append(torch.full((missing,), pad_id))
-            lengths.append(missing)
-        ends = np.cumsum([0, *lengths])
-        inputs = {
-            "input_ids": torch.cat(tensors).unsqueeze(0),
-            "position_ids": torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0),
-            **packed_bounds(ends),
-        }
-        return Rows(inputs, [int(end) for end in ends[: len(rows)]])
     width = filled(max(lengths))
     real_BT = torch.arange(width) < torch.tensor(lengths).unsqueeze(1)
     inputs = {
@@ -61,7 +58,39 @@ def rows_of(
     return Rows(inputs, [b * (width - 1) for b in range(len(rows))])
 
 
-def packed_bounds(bounds: np.ndarray) -> dict[str, Any]:
+def shared_rows(
+    rows: Sequence[np.ndarray], groups: Sequence[tuple[Sequence[int], int]], pad_id: int, filled: Callable[[int], int]
+) -> Rows:
+    """Collate rows of token ids, packed, with the common first tokens (prompt) of each group of rows only once.
+
+    `groups` are the indices of the rows of each group, and the length of their prompt. The outputs of prompt tokens
+    cannot be assigned to a row. For `pad_id` and `filled` see `rows_of`.
+    """
+    pieces: list[tuple[int, int, int, int]] = []  # row, its first and its last token, sequence that it continues
+    numbers = {}
+    for indices, length in groups:
+        prompt = len(pieces) if length else -1
+        pieces += [(indices[0], 0, length, -1)] if length else []
+        for index in indices:
+            numbers[index] = len(pieces)
+            pieces.append((index, length, len(rows[index]), prompt))
+    ends = np.cumsum([0, *(end - start for _, start, end, _ in pieces)])
+    missing = filled(int(ends[-1])) - int(ends[-1])
+    ids = [*(torch.as_tensor(rows[index][start:end]).long() for index, start, end, _ in pieces)]
+    positions = [torch.arange(start, end) for _, start, end, _ in pieces]
+    prompts = [prompt for *_, prompt in pieces]
+    if missing:
+        ids, positions = [*ids, torch.full((missing,), pad_id)], [*positions, torch.arange(missing)]
+        ends, prompts = np.append(ends, ends[-1] + missing), [*prompts, -1]
+    inputs = {
+        "input_ids": torch.cat(ids).unsqueeze(0),
+        "position_ids": torch.cat(positions).unsqueeze(0),
+        **packed_bounds(ends, prompts),
+    }
+    return Rows(inputs, [int(ends[numbers[index]]) - pieces[numbers[index]][1] for index in range(len(rows))])
+
+
+def packed_bounds(bounds: np.ndarray, prompts: Sequence[int] | None = None) -> dict[str, Any]:
     """Return the boundaries of packed sequences as keyword arguments of attention.
 
     `sequence_bounds` (`Bounds`) stay on the host, so that no layer has to synchronise with the device to read them.
@@ -70,7 +99,7 @@ def packed_bounds(bounds: np.ndarray) -> dict[str, Any]:
     bounds = np.asarray(bounds, dtype=np.int32)
     longest, on_device = int(np.diff(bounds).max()), torch.from_numpy(bounds)
     return {
-        "sequence_bounds": Bounds(bounds),
+        "sequence_bounds": Bounds(bounds, prompts),
         "cu_seq_lens_q": on_device,
         "cu_seq_lens_k": on_device,
         "max_length_q": longest,

@@ -182,6 +182,17 @@ class ModelAdapter(Protocol):
         """Return the id of the micro-batch that the feed (the source of samples) assigned to a sample; None: none."""
         ...
 
+    def arrange(
+        self, samples: Sequence[Any], ordered: Sequence[int], size: int, num_ranks: int
+    ) -> list[list[int]] | None:
+        """Return micro-batches, as positions of samples, that take less computation than `size` samples of similar cost
+        each; None: there are none.
+
+        `ordered` are the positions to arrange, all of one group, by descending cost. The `num_ranks` data-parallel
+        ranks get the micro-batches in turn.
+        """
+        ...
+
     def collate(self, samples: Sequence[Any], indices: Sequence[int], filler: Any) -> Any:
         """Collate samples to a `Batch`; without samples, return a batch of the sample `filler` with an empty loss mask.
 

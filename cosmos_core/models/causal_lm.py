@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cosmos_core.config.schema.train import TrainConfig
-from cosmos_core.data.batch import rows_of, to_device
+from cosmos_core.data.batch import rows_of, shared_rows, to_device
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ModelError
 from cosmos_core.models.balance import OUTPUT as BALANCE
@@ -27,8 +27,16 @@ from cosmos_core.models.export import export_model
 from cosmos_core.models.kernels import remove_fp8
 from cosmos_core.models.lora import FOLDER as ADAPTER
 from cosmos_core.models.lora import is_adapted
+from cosmos_core.models.micro_batches import (
+    by_prompt,
+    cut_by_length,
+    num_shared_tokens,
+    prompt_length,
+    saves_enough,
+    merge_prompts,
+)
 from cosmos_core.models.packing import NAME as PACKED
-from cosmos_core.models.packing import enable_packing
+from cosmos_core.models.packing import can_merge_prompts, enable_packing
 from cosmos_core.models.pipelined import PipelineRunner
 from cosmos_core.models.processor import Vision
 from cosmos_core.models.prove import prove_export
@@ -103,6 +111,7 @@ class CausalLM:
         packs = train.sequence_packing
         if packs is None:
             packs = self.device.type == "cuda" or not train.compile
+        self._merges_prompts = False
         self._is_packed = (packs and reading.vision is None) or bool(mesh and mesh.context)
         if train.sequence_packing and reading.vision is not None:
             logger.warning("train.sequence_packing: rows are padded, because some show images")
@@ -150,10 +159,31 @@ class CausalLM:
     def assigned_batch(self, sample: Sample) -> Hashable | None:
         return sample.micro_batch
 
+    def arrange(
+        self, samples: Sequence[Sample], ordered: Sequence[int], size: int, num_ranks: int
+    ) -> list[list[int]] | None:
+        """Put completions of a prompt together if rows may share prompts; cut rows that are padded by length.
+
+        Rows of a data set stay in equal micro-batches, so that results of SFT do not change by rounding.
+        """
+        if any(samples[i].rollout_logprobs is None for i in ordered):
+            return None
+        if self._merges_prompts:
+            return merge_prompts(samples, ordered, size, num_ranks)
+        cuts = not self._is_packed and self.device.type == "cpu" and not (self.mesh and self.mesh.pipeline)
+        return cut_by_length(samples, ordered, size, num_ranks, self._row_length) if cuts else None
+
     def collate(self, samples: Sequence[Sample], indices: Sequence[int], filler: Sample) -> TokenBatch:
         samples_or_filler, device = samples or [_mask_all_tokens(filler)], self.device
         ids = [sample.input_ids for sample in samples_or_filler]
-        rows = rows_of(ids, self._reading.pad_id, packed=self._is_packed, filled=self._row_length)
+        is_sampled = all(sample.rollout_logprobs is not None for sample in samples)
+        groups = by_prompt(samples_or_filler) if self._merges_prompts and is_sampled else []
+        shared = sum(num_shared_tokens([samples_or_filler[i] for i in group]) for group in groups)
+        if groups and saves_enough(sum(map(len, ids)), shared):
+            prompts = [prompt_length(samples_or_filler[group[0]]) * (len(group) > 1) for group in groups]
+            rows = shared_rows(ids, [*zip(groups, prompts, strict=True)], self._reading.pad_id, self._row_length)
+        else:
+            rows = rows_of(ids, self._reading.pad_id, packed=self._is_packed, filled=self._row_length)
         learned = [np.flatnonzero(sample.loss_mask[1:]) for sample in samples_or_filler]
         positions = np.concatenate([start + s for start, s in zip(rows.starts, learned, strict=True)])
         inputs = to_device(rows.inputs, device)
@@ -266,6 +296,12 @@ class CausalLM:
             level = logging.WARNING if self._train.sequence_packing else logging.INFO
             logger.log(level, "train.sequence_packing: rows are padded, because %s", reason)
             self._is_packed = False
+            return
+        is_split = mesh and (mesh.context or mesh.pipeline or mesh.tensor or mesh.expert)
+        if not (is_split or self.has_model_loss or self._train.compile):
+            dtype = compute_dtype if self._is_gathered_cast else self.model.dtype
+            self._merges_prompts = can_merge_prompts(self.model, roots, dtype)
+            runner.reshard()
 
     @property
     def _is_gathered_cast(self) -> bool:

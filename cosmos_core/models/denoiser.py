@@ -135,6 +135,12 @@ class Denoiser:
     def assigned_batch(self, sample: FlowSample) -> Hashable | None:
         return None
 
+    def arrange(
+        self, samples: Sequence[FlowSample], ordered: Sequence[int], size: int, num_ranks: int
+    ) -> list[list[int]] | None:
+        """Return None: samples of a group have latents of the same shape, which need no padding."""
+        return None
+
     def collate(self, samples: Sequence[FlowSample], indices: Sequence[int], filler: FlowSample) -> FlowBatch:
         """Collate samples to model inputs, with noise added to their latents; without samples use `filler`."""
         samples_or_filler = samples or [filler]

@@ -25,7 +25,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from cosmos_core.data.batch import Bounds, rows_of, to_device
+from cosmos_core.data.batch import Bounds, rows_of, shared_rows, to_device
+from cosmos_core.models.base import has_dropout
 from cosmos_core.models.scorer import has_no_data
 from cosmos_core.models.shapes import round_length
 from cosmos_core.parallel.mesh import any_on_ranks
@@ -81,6 +82,33 @@ def enable_packing(
     return ""
 
 
+@torch.no_grad()
+def can_merge_prompts(model: PreTrainedModel, roots: Sequence[Any], dtype: torch.dtype) -> bool:
+    """Return True if packed rows may have a prompt once for several sequences; packed rows must be enabled.
+
+    This needs the packed attention `NAME` over all tokens, a CPU, and no dropout, which would be the same for all
+    sequences. A probe compares outputs in `dtype`. For `roots`, and for what all ranks call, see `enable_packing`.
+    """
+    text = model.config.get_text_config()
+    is_full = set(getattr(text, "layer_types", None) or ["full_attention"]) == {"full_attention"}
+    if text._attn_implementation != NAME or not is_full or getattr(text, "sliding_window", None):
+        return False
+    if model.device.type != "cpu" or has_no_data(model) or has_dropout(model):
+        return False
+    generator, vocabulary = torch.Generator().manual_seed(0), int(text.vocab_size)
+    prompt, *rest = (torch.randint(vocabulary, (length,), generator=generator).numpy() for length in (7, *_PROBE))
+    rows = [np.concatenate([prompt, each]) for each in rest]
+    shared = shared_rows(rows, [((0, 1), len(prompt))], 0, lambda length: length)
+    was_training = model.training
+    model.eval()
+    with torch.autocast(model.device.type, dtype, enabled=dtype != model.dtype):
+        outputs = [_outputs(model, roots, each.inputs) for each in (rows_of(rows, 0, packed=True), shared)]
+    model.train(was_training)
+    whole, num_prompt = outputs[0], len(prompt)
+    expected = torch.cat([whole[: len(rows[0])], whole[len(rows[0]) + num_prompt :]])
+    return _is_close(outputs[1], expected, dtype)
+
+
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -107,8 +135,10 @@ def packed_attention(
             _log_once(reason)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        length = query.shape[2]
+        length, num_before = query.shape[2], key.shape[2] - query.shape[2]
         mask = _band(length, window, query.device) if window and window < length else None
+        if num_before:
+            mask = query.new_ones(length, key.shape[2], dtype=torch.bool).tril(num_before)
         attended_BPKD = scaled_dot_product_attention(
             query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling,
             enable_gqa=enable_gqa,
@@ -205,21 +235,25 @@ def _is_whole(kwargs: dict[str, Any]) -> bool:
 def _attend_per_sequence(bounds: Bounds | None, attend: Callable[..., Tensor], *states: Tensor) -> Tensor:
     """Compute the attention of each sequence of a row, BPKD, by the function `attend`.
 
-    `bounds` None: the row is one sequence. Sequences of similar length form a batch, padded on the right, which causal
-    attention ignores. The row is divided by `split`, because the gradient of each slice would be as large as the row.
+    `bounds` None: the row is one sequence. A sequence with a prompt (`Bounds.prompts`) attends to its prompt too.
+    Sequences of similar length form a batch, padded on the right, which causal attention ignores. The row is divided by
+    `split`, because the gradient of each slice would be as large as the row.
     """
     if bounds is None:
         return attend(*states)
-    lengths = np.diff(bounds.ends).tolist()
+    lengths, prompts = np.diff(bounds.ends).tolist(), bounds.prompts
     slices = [state.squeeze(0).split(lengths, dim=1) for state in states]  # shapes: K, tokens of the sequence, D
-    together: dict[int, list[int]] = {}
+    together: dict[tuple[int, int], list[int]] = {}
     for index, length in enumerate(lengths):
-        together.setdefault(round_length(length), []).append(index)
+        together.setdefault((round_length(length), prompts[index]), []).append(index)
     outputs: dict[int, Tensor] = {}
-    for length, indices in together.items():
-        batch = (
+    for (length, prompt), indices in together.items():
+        batch = [
             torch.stack([pad(each[index], [0, 0, 0, length - lengths[index]]) for index in indices]) for each in slices
-        )
+        ]
+        if prompt >= 0:  # keys and values of the prompt come before those of the sequence
+            before = (each[prompt].expand(len(indices), -1, -1, -1) for each in slices[1:])
+            batch[1:] = [torch.cat(pair, dim=2) for pair in zip(before, batch[1:], strict=True)]
         outputs |= zip(indices, attend(*batch).unbind(0), strict=True)
     return torch.cat([outputs[index][:length] for index, length in enumerate(lengths)]).unsqueeze(0)
 
@@ -265,11 +299,7 @@ def _is_exact(model: PreTrainedModel, roots: Sequence[Any], plain: str, dtype: t
     rows = [torch.randint(vocabulary, (length,), generator=generator).numpy() for length in _PROBE]
 
     def logits(rows: Sequence[Any], *, packed: bool) -> Tensor:
-        inputs = to_device(rows_of(rows, 0, packed=packed).inputs, model.device)
-        if roots:
-            return torch.cat([root.probe(inputs)[0] for root in roots], dim=-1)
-        outputs: Tensor = model(**inputs, use_cache=False).logits[0]
-        return outputs
+        return _outputs(model, roots, rows_of(rows, 0, packed=packed).inputs)
 
     was_training = model.training
     model.eval()
@@ -287,9 +317,22 @@ def _is_exact(model: PreTrainedModel, roots: Sequence[Any], plain: str, dtype: t
             return False
         finally:
             model.train(was_training)
+    return _is_close(packed, separate, dtype)
+
+
+def _outputs(model: PreTrainedModel, roots: Sequence[Any], inputs: dict[str, Any]) -> Tensor:
+    """Return the logits, or last hidden states of each root, of the first row."""
+    inputs = to_device(inputs, model.device)
+    if roots:
+        return torch.cat([root.probe(inputs)[0] for root in roots], dim=-1)
+    outputs: Tensor = model(**inputs, use_cache=False).logits[0]
+    return outputs
+
+
+def _is_close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
     # The kernels of packed and separate rows round sums differently in half precision.
     tolerance = max(_TOLERANCE, 8 * torch.finfo(dtype).eps)
-    return bool((packed - separate).abs().max() <= tolerance * max(1.0, separate.abs().max().item()))
+    return bool((found - expected).abs().max() <= tolerance * max(1.0, expected.abs().max().item()))
 
 
 AttentionInterface.register(NAME, packed_attention)

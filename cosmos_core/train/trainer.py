@@ -246,6 +246,7 @@ class Trainer:
         """
         ordered = sorted(range(len(samples)), key=lambda i: -adapter.cost(samples[i]))
         planned = [adapter.assigned_batch(sample) for sample in samples]
+        may_arrange = is_planned and None in planned
         if is_planned and None not in planned:
             together: dict[Any, list[int]] = {}
             for i in ordered:
@@ -259,7 +260,10 @@ class Trainer:
         plans: list[Plan] = []
         for group in sorted(groups):
             filler = _cheapest(adapter, samples, [i for batch in groups[group] for i in batch])
-            own_batches = _own(adapter, groups[group], 1 if is_planned else size)
+            num_ranks = adapter.mesh.data.size() if adapter.mesh else 1
+            positions = [i for batch in groups[group] for i in batch]
+            arranged = adapter.arrange(samples, positions, size, num_ranks) if may_arrange else None
+            own_batches = _own(adapter, arranged or groups[group], 1 if is_planned or arranged else size)
             plans += [Plan([i for batch in each for i in batch], filler) for each in own_batches]
         return plans
 

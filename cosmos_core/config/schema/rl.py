@@ -41,7 +41,8 @@ class RlConfig(AlgorithmConfig):
     2511.20347), or without the tokens whose total variation or KL divergence is too large (`dppo_tv`, `dppo_kl`,
     2602.04879)."""
     mini_batch: Completions = 2
-    """Number of completions per forward pass; changes speed and memory, not results."""
+    """Number of completions per forward pass; changes speed and memory, not results. On a CPU a forward pass may have
+    more completions of a long prompt, which is then run only once, but not more tokens."""
     prompt_column_name: str = ""
     """Column of the prompt, a string or a conversation; empty: the first existing column of `prompt`, `question`,
     `problem`, `conversations`, `messages`."""
