@@ -30,10 +30,10 @@ from cosmos_core.models.lora import is_adapted
 from cosmos_core.models.micro_batches import (
     by_prompt,
     cut_by_length,
+    merge_prompts,
     num_shared_tokens,
     prompt_length,
     saves_enough,
-    merge_prompts,
 )
 from cosmos_core.models.packing import NAME as PACKED
 from cosmos_core.models.packing import can_merge_prompts, enable_packing

@@ -177,7 +177,7 @@ class MlflowTarget:
 
     def _sizes(self, run_id: str, path: str | None = None) -> dict[str, int]:
         """Return the size of each artifact of a run, by path."""
-        sizes = {}
+        sizes: dict[str, int] = {}
         for each in self.client.list_artifacts(run_id, path):
             sizes |= self._sizes(run_id, each.path) if each.is_dir else {each.path: each.file_size}
         return sizes

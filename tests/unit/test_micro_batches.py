@@ -25,7 +25,7 @@ from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.batch import shared_rows
 from cosmos_core.data.sample import Sample
 from cosmos_core.models.causal_lm import CausalLM
-from cosmos_core.models.micro_batches import cut_by_length, prompt_length, merge_prompts
+from cosmos_core.models.micro_batches import cut_by_length, merge_prompts, prompt_length
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.trainer import Trainer
 from tests.unit.trainers import score_in, trainer_of
@@ -105,9 +105,7 @@ LENGTHS = [9, 20, 33, 5, 14, 14, 40, 7, 11, 30, 6, 21]
 
 @pytest.mark.parametrize("family", list(FAMILIES))
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-8)])
-@pytest.mark.parametrize(
-    "policy", [{}, {"batch_size_per_optimize": 8, "mu_iterations": 2}, {"mini_batch": 8}], ids=str
-)
+@pytest.mark.parametrize("policy", [{}, {"batch_size_per_optimize": 8, "mu_iterations": 2}, {"mini_batch": 8}], ids=str)
 def test_a_prompt_is_run_once_for_its_completions_with_the_same_loss_and_gradient(
     family: str, policy: dict[str, Any], dtype: torch.dtype, tolerance: float, tmp_path: Path
 ) -> None:

@@ -18,8 +18,8 @@ from cosmos_core.config.compose import Pipeline
 from cosmos_core.config.schema.pipeline import PipelineConfig, StageConfig
 from cosmos_core.errors import GateFailed
 from cosmos_core.observe.record import Condition
-from cosmos_core.run.manifest import commit
 from cosmos_core.observe.smallest_effects import smallest_effects
+from cosmos_core.run.manifest import commit
 from cosmos_core.run.paired_items import Paired, compare_items, holm, num_needed, smallest_effect
 from cosmos_core.types import Outcome
 from tasks.kinds import all_kinds
