@@ -30,11 +30,11 @@ from benchmarks.diffusion_shapes import flops_of, sd35_step_flops
 from configs.demo.digits import WORDS, make_pipeline
 from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.data.flow_sample import seed_of
-from cosmos_core.data.kinds.media import NoisyRows, draws_of
+from cosmos_core.data.kinds.media import NoisyRows, noise_sampler_of
 from cosmos_core.data.media_pixels import Framing, pixels_of
 from cosmos_core.data.media_rows import MediaRow, open_media
 from cosmos_core.data.media_source import Content
-from cosmos_core.models.flops import matmul_rate
+from cosmos_core.models.flops import measure_matmul_flops
 from cosmos_core.train.feeds import RowFeed
 from cosmos_core.train.setup import open_trainer, train
 from tests import tiny_pipelines
@@ -79,7 +79,7 @@ def cached_against_uncached(
     adapter: Any = trainer.adapter
     assert stage.data is not None
     rows, family = open_media(stage.data, "train"), adapter.family
-    draws = draws_of(rows, stage.recipe.policy.diffusers, adapter)
+    draws = noise_sampler_of(rows, stage.recipe.policy.diffusers, adapter)
     feed = RowFeed(NoisyRows(rows, draws), stage.recipe)
     spent: dict[str, list[float]] = {"read, decode, resize": [], "text encoders": [], "VAE": [], "train": []}
 
@@ -177,7 +177,7 @@ def _cached_table(folder: Path, model: Path, options: argparse.Namespace) -> Tab
 def _plain_table(folder: Path, tiny: Path, parts: list[str], options: argparse.Namespace) -> Table:
     digits = folder / "digits"
     make_pipeline(64, 4, 10, 0)[0].save_pretrained(digits)
-    rate = matmul_rate(torch.device("cuda" if torch.cuda.is_available() else "cpu"), torch.float32)
+    rate = measure_matmul_flops(torch.device("cuda" if torch.cuda.is_available() else "cpu"), torch.float32)
     table = Table("", "pipeline", title=f"against a plain loop; matrix products of {rate / 1e9:.0f} GFLOP/s")
     for column in ("step, ms", "plain, ms", "ratio", "images/s", "of peak", "plain, of peak"):
         table.add_column(column, justify="right")

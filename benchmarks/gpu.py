@@ -33,7 +33,7 @@ from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.config.schema.precision import FP8Config
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.sample import Sample
-from cosmos_core.models.causal_lm import CausalLM, Reading
+from cosmos_core.models.causal_lm import CausalLM, InputProcessing
 from cosmos_core.models.compiled import compile_blocks, watch_compiling
 from cosmos_core.models.hf import named_weights
 from cosmos_core.models.kernels import use_flash_attention, use_fp8
@@ -115,7 +115,7 @@ def _measured(options: argparse.Namespace, device: torch.device, length: int, ho
         progress = Progress(Path(folder) / "progress.json")
         watch_compiling(progress)
         model = _prepared(options, device, how)
-        trainer = Trainer(CausalLM(model, train, Reading(0)), train, progress)
+        trainer = Trainer(CausalLM(model, train, InputProcessing(0)), train, progress)
         batches = _batches(options, num_rows, length)
 
         def step() -> int:

@@ -35,7 +35,7 @@ from cosmos_core.data.flow_sample import FlowSample
 from cosmos_core.models.compiled import compile_blocks
 from cosmos_core.models.denoiser import Denoiser
 from cosmos_core.models.flow import flow_schedule
-from cosmos_core.models.freeze import choose_trained
+from cosmos_core.models.freeze import mark_trained_weights
 from cosmos_core.models.open_diffusion import recompute_blocks
 from cosmos_core.rollout.flow_path import denoise
 from cosmos_core.run.progress import Progress
@@ -60,7 +60,7 @@ class Bench:
         with self.device:
             model = shape.make(**({"layers": options.layers} if options.layers else {}))
         recompute_blocks(model, True)
-        choose_trained(model, self.recipe.policy, family.lora_targets)
+        mark_trained_weights(model, self.recipe.policy, family.lora_targets)
         if options.compile:
             compile_blocks(model)
         self.adapter = Denoiser(model, family, self.recipe.train)

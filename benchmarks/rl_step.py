@@ -31,7 +31,7 @@ from cosmos_core.algorithms.grpo import Grpo
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.sample import Sample
-from cosmos_core.models.causal_lm import CausalLM, Reading
+from cosmos_core.models.causal_lm import CausalLM, InputProcessing
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.trainer import Trainer
 
@@ -64,7 +64,7 @@ class Variant:
             "train_policy": {"type": "grpo", "mini_batch": MINI_BATCH, "log_entropy": False},
         }  # fmt: skip
         train = TrainConfig.model_validate(values)
-        adapter: Any = CausalLM(self.model, train, Reading(0))
+        adapter: Any = CausalLM(self.model, train, InputProcessing(0))
         if not arranges:
             adapter._merges_prompts, adapter.arrange = False, lambda *_: None
         self.trainer = Trainer(adapter, train, Progress(folder / "progress.json"))

@@ -205,7 +205,7 @@ def _ours(options: argparse.Namespace, before_model: Callable[[], None]) -> Meas
     """Run the programs of the stages `prepare` and `sft`."""
     from cosmos_core.config.schema.pipeline import StageConfig
     from cosmos_core.config.schema.recipe import Recipe
-    from cosmos_core.registry import import_thing
+    from cosmos_core.registry import import_object
     from cosmos_core.run.stage import Stage
     from tasks.kinds import all_kinds
 
@@ -215,7 +215,7 @@ def _ours(options: argparse.Namespace, before_model: Callable[[], None]) -> Meas
 
     def run(name: str, data: Path | None, follow: Callable[[dict[str, Any]], None] | None = None) -> Path:
         kind = all_kinds()[name]
-        program = import_thing(kind.entry)
+        program = import_object(kind.entry)
         (folder / name).mkdir()
         config = StageConfig(name=name, kind=name)
         stage = Stage(folder / name, config, recipe, options.folder, data, {}, "f" * 64, kind=kind)

@@ -154,7 +154,7 @@ def _published(
     ways: dict[str, Callable[[], object]] = {}
     for name in ("publish", "publish, collectives") if whole else ("publish",):
         publisher = WeightPublisher(
-            engine, model, lambda ids: torch.zeros(1), torch.float32, whole=whole, bucket_bytes=bucket_bytes
+            engine, model, lambda ids: torch.zeros(1), torch.float32, meta_copy=whole, bucket_bytes=bucket_bytes
         )
         publisher._is_proven = True  # what is measured is the transfer
         ways[name] = _by_collectives(publisher) if "collectives" in name else partial(publisher.publish, 1)

@@ -10,7 +10,7 @@ _UNUSED = {
 }
 
 
-class _Lean(MetaPathFinder):
+class _OptionalDependencyHook(MetaPathFinder):
     """Import hook that makes libraries report optional dependencies as missing where this project does not use the
     modules that need them: importing scikit-learn, SciPy, pandas and boto3 takes a fifth of the time of starting a
     process."""
@@ -21,4 +21,4 @@ class _Lean(MetaPathFinder):
             setattr(sys.modules[where], check, lambda: False)
 
 
-sys.meta_path.insert(0, _Lean())
+sys.meta_path.insert(0, _OptionalDependencyHook())

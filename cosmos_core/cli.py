@@ -97,7 +97,7 @@ def run(
     if entrypoint := flow_of(configs, is_toml_only=bool(overrides or from_stage or verify)):
         _end_at_once(run_flow(entrypoint, parameters_of(parameters), run_id, Path("outputs")))
     refuse_parameters(parameters)
-    from cosmos_core.launch.check import look_at_rows
+    from cosmos_core.launch.check import check_first_rows
     from cosmos_core.run.directory import open_or_create_run
     from cosmos_core.session import session
 
@@ -105,7 +105,7 @@ def run(
     if from_stage:
         pipeline.stage(from_stage)
     with session(_ready(pipeline)) as run_session:
-        look_at_rows(pipeline)
+        check_first_rows(pipeline)
         run = _claimable(open_or_create_run(pipeline, run_id=run_id))
         code = run_session(run, from_stage, verify)
     _end_at_once(code)
@@ -127,11 +127,11 @@ def resume(
     try:
         find_run(run_name, output_dir)
     except ConfigError:
-        from cosmos_core.launch.flow_run import begin_again, find_unbegun
+        from cosmos_core.launch.flow_run import find_failed_start, reschedule
 
-        if from_stage or verify or budget is not None or (unbegun := find_unbegun(run_name)) is None:
+        if from_stage or verify or budget is not None or (unbegun := find_failed_start(run_name)) is None:
             raise
-        for line in begin_again(unbegun):
+        for line in reschedule(unbegun):
             typer.echo(line)
     else:
         run = _open(run_name, output_dir)
@@ -185,20 +185,20 @@ def plan(
 
     from cosmos_core.observe.plan_table import plan_table
     from cosmos_core.run import plan as planning
-    from cosmos_core.run.hub import pinned
-    from cosmos_core.run.remote import pinned_urls
-    from cosmos_core.upload.artifact_store import look_up
+    from cosmos_core.run.hub import pin_hub_revisions
+    from cosmos_core.run.remote import pin_urls
+    from cosmos_core.upload.artifact_store import result_lookup
 
     estimate = estimate or bool(on)
     pipeline = _pipeline(configs, overrides)
     original, output_dir = pipeline, _ready(pipeline, is_only_planned=estimate)
     try:
-        pipeline = pinned_urls(pinned(pipeline))
+        pipeline = pin_urls(pin_hub_revisions(pipeline))
     except CosmosError as error:  # an estimate needs only config.json, not the commits on the Hub
         if not estimate:
             raise
         note([str(error)])
-    stored = look_up(pipeline)
+    stored = result_lookup(pipeline)
     decisions = planning.plan(pipeline, pipeline.kinds, output_dir, thorough=verify, stored=stored)
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(plan_table(pipeline, decisions))
@@ -334,10 +334,10 @@ def _pipeline(configs: list[Path], overrides: list[str]) -> Pipeline:
     """Return the composed pipeline; print notes on standard error about settings that are ignored or changed."""
     from cosmos_core.config.capabilities import notices_of
     from cosmos_core.config.compose import load_pipeline
-    from cosmos_core.config.mesh import on_these_gpus
+    from cosmos_core.config.mesh import resolve_gpus
     from tasks.kinds import all_kinds
 
-    pipeline = on_these_gpus(load_pipeline(configs[0], overrides, all_kinds(), configs[1:]))
+    pipeline = resolve_gpus(load_pipeline(configs[0], overrides, all_kinds(), configs[1:]))
     note(notices_of(pipeline))
     return pipeline
 

@@ -23,8 +23,8 @@ def doctor(
 
     is_well = True
     for finding in _cluster_findings(output_dir) if cluster else machine_findings(output_dir.absolute()):
-        is_well &= finding.is_well
-        typer.echo(f"{'ok   ' if finding.is_well else 'WRONG'} {finding.what}: {finding.told}")
+        is_well &= finding.is_ok
+        typer.echo(f"{'ok   ' if finding.is_ok else 'WRONG'} {finding.name}: {finding.message}")
     if not is_well:
         raise typer.Exit(EXIT_CRASH)
 

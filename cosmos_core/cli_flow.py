@@ -108,7 +108,7 @@ def plan_flow(entrypoint: str, parameters: Mapping[str, Any]) -> None:
     from cosmos_core.run.directory import open_run
     from cosmos_core.run.plan import plan
     from cosmos_core.session import import_python_flow
-    from cosmos_core.upload.artifact_store import look_up
+    from cosmos_core.upload.artifact_store import result_lookup
 
     _require_file(entrypoint)
     flow, _ = import_python_flow(entrypoint)
@@ -124,7 +124,7 @@ def plan_flow(entrypoint: str, parameters: Mapping[str, Any]) -> None:
         return
     run = open_run(path, all_kinds())
     lend_to_command(run.pipeline)
-    decisions = plan(run.pipeline, run.pipeline.kinds, run.output_dir, stored=look_up(run.pipeline))
+    decisions = plan(run.pipeline, run.pipeline.kinds, run.output_dir, stored=result_lookup(run.pipeline))
     Console(width=None if sys.stdout.isatty() else 160).print(plan_table(run.pipeline, decisions))
     echo(f"These are the stages of run {run_id} ({words}); the flow decides on later calls when it runs.")
 

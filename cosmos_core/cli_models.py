@@ -18,7 +18,7 @@ def promote(
 ) -> None:
     """Make a version that is there the published one; without one, list all that are there, by age, the published one
     marked."""
-    opened = _opened(target)
+    opened = _open_target(target)
     history = opened.history()
     versions = opened.versions() if hasattr(opened, "versions") else list(dict.fromkeys(history))
     if not version:
@@ -27,7 +27,7 @@ def promote(
             raise ConfigError(f"{target}: nothing was published; give the target of an upload stage")
         for name in names:
             mark = "  (published)" if [name] == history[-1:] else ""
-            typer.echo(f"{name}  {_measured(opened, name)}".rstrip() + mark)
+            typer.echo(f"{name}  {_format_metrics(opened, name)}".rstrip() + mark)
         return
     if version not in versions:
         raise ConfigError(f"{target}: there is no version {version!r}; there are: {', '.join(versions) or 'none'}")
@@ -35,7 +35,7 @@ def promote(
     typer.echo(f"published: {opened.where(version)}")
 
 
-def _measured(opened: Any, version: str) -> str:
+def _format_metrics(opened: Any, version: str) -> str:
     try:
         metrics = opened.record_of(version)["metrics"].items()
     except DamagedRecord:
@@ -46,7 +46,7 @@ def _measured(opened: Any, version: str) -> str:
 
 def rollback(target: Where) -> None:
     """Publish again what was published before; what is published now stays where it is."""
-    opened = _opened(target)
+    opened = _open_target(target)
     history = opened.history()
     if len(history) < 2:
         problem = f"only {history[0]!r} was published" if history else "nothing was published"
@@ -55,7 +55,7 @@ def rollback(target: Where) -> None:
     typer.echo(f"published: {opened.where(history[-2])}; before: {history[-1]}")
 
 
-def _opened(target: str) -> Any:
+def _open_target(target: str) -> Any:
     from cosmos_core.upload.base import open_target
     from tasks.credentials import lend_to_command
 

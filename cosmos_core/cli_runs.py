@@ -97,12 +97,12 @@ def samples(  # noqa: PLR0913 - options of a command
     output_dir: OutputDir = Path("outputs"),
 ) -> None:
     """Show completions of a training with their rewards, or of a validation where there was none."""
-    from cosmos_core.observe.completions import shown
+    from cosmos_core.observe.completions import iter_completions
     from cosmos_core.run.directory import find_run
 
     if best and worst:
         raise typer.BadParameter("--best and --worst exclude each other")
-    for text in shown(find_run(run_name, output_dir), stage, step, "best" * best + "worst" * worst, most):
+    for text in iter_completions(find_run(run_name, output_dir), stage, step, "best" * best + "worst" * worst, most):
         typer.echo(text)
 
 

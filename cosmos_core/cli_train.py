@@ -111,7 +111,7 @@ def init() -> None:
     opts["data"] = typer.prompt("Which rows? A file, a folder or a Hub id")
     if METHODS[method].needs_reward:
         opts["reward"] = typer.prompt("Which reward? A name, or file.py:function", default="boxed_math")
-    path = _written(opts, _proposed(opts), typer.prompt("Where to write the recipe?", default=str(_path(opts, ""))))
+    path = _write_recipe(opts, _propose(opts), typer.prompt("Where to write the recipe?", default=str(_path(opts, ""))))
     if typer.confirm(f"saved as {path}. Run it now?"):
         _run(path, [])
     typer.echo(f"run it with: cosmos run {path}")
@@ -157,7 +157,7 @@ def _model_of(name: str, output_dir: Path) -> str:
 
 
 def _train(asked: dict[str, str], save: str, dry_run: bool, overrides: Sequence[str]) -> None:
-    _write_and_run(asked, _proposed(asked), save, dry_run, overrides)
+    _write_and_run(asked, _propose(asked), save, dry_run, overrides)
 
 
 def _write_and_run(
@@ -166,12 +166,12 @@ def _write_and_run(
     if dry_run:
         typer.echo(_recipe(asked, settings), nl=False)
         return
-    path = _written(asked, settings, save)
+    path = _write_recipe(asked, settings, save)
     typer.echo(f"saved as {path}; each value has its reason there. Edit it and run it again: cosmos run {path}")
     _run(path, overrides)
 
 
-def _proposed(asked: dict[str, str]) -> list[tuple[str, Any, str]]:
+def _propose(asked: dict[str, str]) -> list[tuple[str, Any, str]]:
     """Return (key, value, reason) of each proposed setting, from a subprocess that may import torch.
 
     Raises:
@@ -194,7 +194,7 @@ def _recipe(asked: dict[str, str], settings: list[tuple[str, Any, str]]) -> str:
         tables.setdefault(table, []).append(f"{name} = {json.dumps(value, ensure_ascii=False)}  # {reason}")
     command = " ".join(f"--{name} {value}" for name, value in asked.items() if value and name != "method")
     body = f"# cosmos {asked['method']} {command}\n"
-    if asked["method"] == "eval":  # without stages, a recipe would be a training
+    if asked["method"] == "eval":  # a recipe file without stages runs a training
         body += '\n[[pipeline.stages]]\nname = "evaluate"\nkind = "evaluate"\n'
     for table, lines in sorted(tables.items()):
         body += f"\n[{table}]\n" + "\n".join(lines) + "\n"
@@ -206,7 +206,7 @@ def _path(asked: dict[str, str], save: str) -> Path:
     return Path(save or f"{stem}-{asked['method']}.toml")
 
 
-def _written(asked: dict[str, str], settings: list[tuple[str, Any, str]], save: str) -> Path:
+def _write_recipe(asked: dict[str, str], settings: list[tuple[str, Any, str]], save: str) -> Path:
     """Write the recipe and return its path; a recipe from an earlier command is overwritten unless it was edited.
 
     Raises:

@@ -40,7 +40,7 @@ _named: set[str] = set()
 _values: set[str] = set()
 
 
-def handed_on(names: Iterable[str]) -> dict[str, str]:
+def environment_for_user_code(names: Iterable[str]) -> dict[str, str]:
     """Return the environment variables that user code receives: those that any program needs, and those in `names`."""
     return {name: value for name, value in os.environ.items() if name in set(names) or _is_needed(name, value)}
 

@@ -55,7 +55,7 @@ def secret_spans(text: str) -> Iterator[tuple[int, int]]:
         for match in form.finditer(text):
             yield match.span(match.lastindex or 0)
     for match in _AFTER.finditer(text):
-        if _is_drawn(match[1]) or re.fullmatch(r"[0-9a-fA-F]{16,}", match[1]):
+        if _looks_random(match[1]) or re.fullmatch(r"[0-9a-fA-F]{16,}", match[1]):
             yield match.span(1)
     for match in _SLASHED.finditer(text):  # base64, such as a secret key of AWS, which has 40 characters
         if _is_mixed(match[0]) and _piece_length(match[0]) < (3.2 if len(match[0]) == 40 else 2.5):
@@ -101,7 +101,7 @@ def _is_mixed(word: str) -> bool:
     return bool(re.search("[a-z]", word) and re.search("[A-Z]", word) and re.search("[0-9]", word))
 
 
-def _is_drawn(word: str) -> bool:
+def _looks_random(word: str) -> bool:
     """Return True if a value after a word like `token` looks random, unlike a name, a path or a number."""
     has_both = any(letter.isdigit() for letter in word) and any(letter.isalpha() for letter in word)
     return has_both and _piece_length(word) < 3.0 and "//" not in word

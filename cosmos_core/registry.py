@@ -37,7 +37,7 @@ def is_code(name: str) -> bool:
 _CODE = re.compile(r"(.+\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*")
 
 
-def import_thing(path: str) -> Any:
+def import_object(path: str) -> Any:
     """Return the object at `module:thing` or `path/file.py:thing`.
 
     Raises:
@@ -86,7 +86,7 @@ def load_named(name: str, folder: str, suffix: str) -> Any:
         return import_user_code(name)
     if name not in (names := offered_names(folder, suffix)):
         raise ConfigError(f"there is no {name!r}{suggestion(name, names)}")
-    return import_thing(f"{folder}.{name}:{class_name(name)}{suffix}")
+    return import_object(f"{folder}.{name}:{class_name(name)}{suffix}")
 
 
 def import_user_code(path: str) -> Any:
@@ -97,7 +97,7 @@ def import_user_code(path: str) -> Any:
         ConfigError: it does not exist, or its file raised; the message has the location.
     """
     try:
-        return import_thing(path)
+        return import_object(path)
     except CosmosError:
         raise
     except Exception as error:

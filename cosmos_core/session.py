@@ -43,7 +43,7 @@ from cosmos_core.run.state import FINISHED, read_state
 
 _WATCH_SECONDS = 0.3
 _DRAIN_SECONDS = 5.0
-_LEAST_ROOM = 1 << 20  # bytes that must be writable on the disk
+_LEAST_ROOM = 1 << 20  # minimum number of bytes that the disk must accept
 
 
 def run_session(server: ExitStack, wait_for_server: Callable[[], None], run: Run, from_stage: str, verify: bool) -> int:

@@ -65,9 +65,9 @@ class StageKind:
     reports: tuple[str, ...] = ("*",)
     """Patterns of the names of metrics that a result may have, in addition to those of held-out rows if the kind
     `scores`."""
-    hands_on_metrics: bool = False
+    forwards_metrics: bool = False
     """Whether the result repeats the metrics of the stages in `after`."""
-    chooses: bool = False
+    selects_branch: bool = False
     """Whether the stage passes on the model of one of the branches of its `sweep`."""
     table: str = ""
     """Recipe table that only this kind reads; its keys are also keywords of the task of the kind. Empty: none."""
@@ -281,7 +281,7 @@ class DiffusionSample:
     """Mean of the distribution from which each latent in `after` was sampled."""
     log_probs: tuple[float, ...] = ()
     """Log-probability of each latent in `after`, averaged over its elements."""
-    num_given: int = 0
+    num_conditioning_frames: int = 0
     """Number of conditioning latent frames at the beginning of the video."""
 
 

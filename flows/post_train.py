@@ -15,7 +15,7 @@ from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
 from cosmos_core.config.capabilities import notices_of
 from cosmos_core.config.compose import load_pipeline
-from cosmos_core.config.mesh import on_these_gpus
+from cosmos_core.config.mesh import resolve_gpus
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.directory import (
     Run,
@@ -29,7 +29,7 @@ from cosmos_core.run.directory import (
 from cosmos_core.run.state import read_state, update_state
 from cosmos_core.upload.artifact_store import check_store
 from cosmos_core.upload.base import check_targets
-from tasks.credentials import lend_credentials
+from tasks.credentials import set_credentials
 from tasks.kinds import all_kinds
 from tasks.naming import flow_run_name
 from tasks.stage import run_stages
@@ -80,8 +80,8 @@ def open_or_create(config: str, overrides: Sequence[str], run_id: str, request: 
                 "leave alone is reused"
             )
         return open_run(path, kinds)
-    pipeline = on_these_gpus(load_pipeline(path, overrides, kinds))
-    lend_credentials(pipeline)  # credentials are needed to look up files in stores and on the Hub
+    pipeline = resolve_gpus(load_pipeline(path, overrides, kinds))
+    set_credentials(pipeline)  # credentials are needed to look up files in stores and on the Hub
     check_targets(pipeline)
     check_store(pipeline)
     # A flow run that Prefect retries continues the run that it created.
@@ -99,7 +99,7 @@ def force(run: Run, from_stage: str, request: str) -> None:
     made again; only once for each `request`."""
     if not from_stage:
         return
-    for name in sorted(run.pipeline.behind(from_stage)):
+    for name in sorted(run.pipeline.with_dependents(from_stage)):
         path = run.stage_path(name)
         if not request or read_state(path).forced_by != request:
             supersede(path)

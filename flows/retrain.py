@@ -3,8 +3,8 @@ publish.
 
 Data counts by content: a local file with a new date only, or a commit of the Hub or a listing of a store with the same
 content, triggers no training. The next firing continues a run that failed. One firing at a time works for a schedule,
-on all machines; see `tasks.firing`. A flow run that was suspended or is retried continues the run that it created, and
-leaves newer data to the next firing.
+on all machines; see `tasks.retrain_lease`. A flow run that was suspended or is retried continues the run that it
+created, and leaves newer data to the next firing.
 """
 
 import hashlib
@@ -22,15 +22,15 @@ from prefect.states import Completed, State
 
 from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.config.inputs import source_of
-from cosmos_core.config.mesh import on_these_gpus
+from cosmos_core.config.mesh import resolve_gpus
 from cosmos_core.errors import EXIT_REFUSED, ConfigError, DataError, ModelError
 from cosmos_core.run import liveness
 from cosmos_core.run.directory import Run, claim, open_run
-from cosmos_core.run.hub import pinned
+from cosmos_core.run.hub import pin_hub_revisions
 from cosmos_core.run.manifest import problem, read_result
-from cosmos_core.run.remote import pinned_urls
+from cosmos_core.run.remote import pin_urls
 from cosmos_core.run.retrain_state import (
-    Seen,
+    RetrainState,
     content_of,
     note_of,
     note_of_flow_run,
@@ -42,11 +42,11 @@ from cosmos_core.upload.base import open_target
 from flows.post_train import open_or_create
 from tasks import events
 from tasks.artifacts import approval_text
-from tasks.credentials import lend_credentials
-from tasks.ending import completed
-from tasks.firing import Firing
+from tasks.credentials import set_credentials
+from tasks.final_states import completed
 from tasks.kinds import all_kinds
 from tasks.naming import flow_run_name
+from tasks.retrain_lease import RetrainLease
 from tasks.stage import run_stages
 
 _APPROVAL_SECONDS = 7 * 24 * 3600
@@ -77,10 +77,10 @@ def retrain(
     if approve and not deployment.id:
         raise ConfigError("approve = true needs a deployment: a run that is suspended is started again by its worker")
     plain = load_pipeline(Path(config).expanduser(), overrides, all_kinds())
-    lend_credentials(plain)
+    set_credentials(plain)
     note = note_of(plain, overrides, start)
     flow_run_note = note_of_flow_run(note, str(flow_run.id))
-    with Firing(note, str(flow_run.id), str(deployment.id or "")) as firing:
+    with RetrainLease(note, str(flow_run.id), str(deployment.id or "")) as firing:
         begun = read_seen(flow_run_note)
         if begun is not None:
             firing.acquire()  # a retry or a suspended run waits, so that a person's decision is not lost
@@ -89,7 +89,7 @@ def retrain(
             run_id = f" of run {seen.run_id}" if seen is not None and not seen.outcome else ""
             return Completed(name="StillTraining", message=f"an earlier firing{run_id} has not ended; nothing was done")
         # A resumed flow run leaves changes since its start to the next firing.
-        pipeline = plain if begun else pinned_urls(pinned(on_these_gpus(plain)))
+        pipeline = plain if begun else pin_urls(pin_hub_revisions(resolve_gpus(plain)))
         digest, seen = begun.digest if begun else content_of(pipeline), read_seen(note)
         if seen is not None and seen.digest == digest and seen.outcome:
             return Completed(
@@ -104,9 +104,9 @@ def retrain(
                 "something is new; starting from %s", beginning or "the model that the pipeline names"
             )
             run = open_or_create(config, [*overrides, *beginning], "", str(flow_run.id or ""))
-            seen = Seen(digest=digest, run_id=run.id)
+            seen = RetrainState(digest=digest, run_id=run.id)
             write_seen(note, seen)
-        write_seen(flow_run_note, Seen(digest=digest, run_id=run.id))
+        write_seen(flow_run_note, RetrainState(digest=digest, run_id=run.id))
         names = _before_publication(run)
         if begun is not None and not _is_content(run.pipeline, digest):
             names = _without_results(run, names)
@@ -114,11 +114,11 @@ def retrain(
                 return _outdated(run.id, "its rows, code or settings were changed; the next firing takes the new ones")
         state, outcome = _train_and_publish(run, names, approve)
         if outcome and (seen is None or seen.digest == digest):  # a later firing may have recorded newer content
-            write_seen(note, Seen(digest=digest, run_id=run.id, outcome=outcome))
+            write_seen(note, RetrainState(digest=digest, run_id=run.id, outcome=outcome))
         return state
 
 
-def _unfinished(pipeline: Pipeline, content: str, seen: Seen | None) -> Run | None:
+def _unfinished(pipeline: Pipeline, content: str, seen: RetrainState | None) -> Run | None:
     """Return the run of the note `seen` if it has the same content and has not ended; otherwise None."""
     if seen is None or seen.digest != content:
         return None
@@ -146,11 +146,11 @@ def _is_content(pipeline: Pipeline, digest: str) -> bool:
 
 def _before_publication(run: Run) -> list[str]:
     """Return the names of the stages that neither publish nor depend on a stage that publishes."""
-    last = {name for publication in _publishing(run) for name in run.pipeline.behind(publication)}
+    last = {name for publication in _publishing_stages(run) for name in run.pipeline.with_dependents(publication)}
     return [stage.name for stage in run.pipeline.stages if stage.name not in last]
 
 
-def _publishing(run: Run) -> list[str]:
+def _publishing_stages(run: Run) -> list[str]:
     return [stage.name for stage in run.pipeline.stages if run.pipeline.kind_of(stage).makes == "publication"]
 
 
@@ -199,7 +199,7 @@ def _without_results(run: Run, names: list[str]) -> list[str]:
 
 def _models_of(run: Run) -> str:
     """Return one digest over the models to publish: an approval is valid for these models only."""
-    references = sorted({run.pipeline.stage(name).model for name in _publishing(run)})
+    references = sorted({run.pipeline.stage(name).model for name in _publishing_stages(run)})
     results = [read_result(run.stage_path(source_of(model) or "")) for model in references]
     digests = [(model, result["digest"] if result else "") for model, result in zip(references, results, strict=True)]
     return hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:16]

@@ -9,11 +9,11 @@ from cosmos_core.errors import ConfigError
 from cosmos_core.run.bucket import SCHEME
 from cosmos_core.run.directory import Run, open_run
 from cosmos_core.run.manifest import problem, read_result
-from tasks.credentials import lend_credentials
+from tasks.credentials import set_credentials
 from tasks.kinds import all_kinds
 from tasks.naming import flow_run_name
 from tasks.stage import run_stages
-from tasks.store_sync import Stored, received
+from tasks.store_sync import StageSync, open_received_run
 
 
 @flow(name="stage", flow_run_name=flow_run_name)
@@ -25,11 +25,11 @@ def stage(run: str, name: str) -> Any:
         name: Name of the stage in the pipeline of the run; the stages that it starts from must be done
     """
     if run.startswith(SCHEME):
-        lend_credentials(None)
-        opened = received(run, name)
+        set_credentials(None)
+        opened = open_received_run(run, name)
     else:
         opened = open_run(Path(run).expanduser(), all_kinds())
-    Stored(opened, opened.pipeline.stage(name)).receive_inputs()
+    StageSync(opened, opened.pipeline.stage(name)).receive_inputs()
     check_inputs(opened, name)
     return run_stages(opened, [name], is_here=True)
 

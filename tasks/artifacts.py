@@ -66,7 +66,7 @@ class StageArtifacts:
     def update(self, progress: Position) -> None:
         """Publish the progress of the worker, and every 30 seconds its metrics."""
         now = time.monotonic()
-        with never_costs_the_run():
+        with log_ui_errors():
             if now >= self._next_progress and progress.total:
                 self._next_progress = now + _PROGRESS_SECONDS
                 self._show_progress(100.0 * progress.step / progress.total)
@@ -79,7 +79,7 @@ class StageArtifacts:
 
     def finish(self, result: Result) -> None:
         """Publish the final artifacts of a stage: the full progress bar, the last metrics, the curves and a card."""
-        with never_costs_the_run():
+        with log_ui_errors():
             self._show_progress(100.0)
             self._show_metrics()
             self._show_samples()
@@ -87,7 +87,7 @@ class StageArtifacts:
 
     def show_refusal(self) -> None:
         """Publish the conditions of a gate that refused; `finish` publishes those of a gate that passed."""
-        with never_costs_the_run():
+        with log_ui_errors():
             conditions = parsed(read_json(self._stage_path / CONDITIONS) or (), Condition)
             text = f"# {self._stage_path.name}: refused\n\n{conditions_table(conditions)}"
             self._show_card(text, "Conditions")
@@ -141,19 +141,19 @@ class StageArtifacts:
 def show_run(run_path: Path) -> None:
     """Publish the card of a run: the status of every stage, its metrics, and the model."""
     run = read_run(run_path)
-    with never_costs_the_run():
+    with log_ui_errors():
         description = f"{run.name}: {run.outcome}, run {run_path.name} of {user_name()}"
         create_markdown_artifact(_run_card(run), key=card_key(run.name), description=description)
 
 
 def write_report(run_path: Path) -> None:
     """Write report.html of a run with any outcome, without failing the run."""
-    with never_costs_the_run():
+    with log_ui_errors():
         write_text(run_path / PAGE, build(run_path))
 
 
 @contextmanager
-def never_costs_the_run() -> Iterator[None]:
+def log_ui_errors() -> Iterator[None]:
     """Context manager that logs any error of its block as a warning, because an error of the UI must not fail a
     stage."""
     try:
@@ -184,7 +184,7 @@ def conditions_table(conditions: Sequence[Condition]) -> str:
 
 
 def _sample(line: dict[str, Any], stage: Path) -> dict[str, Any]:
-    texts = {"prompt": line.get("prompt", ""), "completion": completions.said(line, stage)}
+    texts = {"prompt": line.get("prompt", ""), "completion": completions.completion_text(line, stage)}
     cut = {name: text if len(text) <= _MAX_LETTERS else f"{text[:_MAX_LETTERS]}…" for name, text in texts.items()}
     return {"step": line["step"], **cut, "reward": line.get("reward")}
 

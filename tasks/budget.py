@@ -11,7 +11,7 @@ from cosmos_core.observe.resuming import resume_command
 from cosmos_core.run.directory import Run, read_facts
 from cosmos_core.run.held import gpu_seconds_of_run
 
-_SECONDS = 2.0  # time between two looks at the states of all stages, which are renewed as often
+_SECONDS = 2.0  # seconds between two reads of the states of all stages
 
 
 class Budget:

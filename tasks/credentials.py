@@ -10,7 +10,7 @@ import os
 from contextlib import suppress
 
 from cosmos_core.config.compose import Pipeline
-from cosmos_core.config.schema.table import set_fields
+from cosmos_core.config.schema.table import active_fields
 from cosmos_core.environment import hide_in_records
 from cosmos_core.errors import ConfigError
 
@@ -20,7 +20,7 @@ BLOCK = "cosmos-credentials"
 _LENT = ("AWS_", "PROD_S3_CHECKPOINT_", "HF_TOKEN", "HF_ENDPOINT", "MLFLOW_")
 
 
-def lend_credentials(pipeline: Pipeline | None) -> None:
+def set_credentials(pipeline: Pipeline | None) -> None:
     """Set the environment variables of the Secret block, if the block exists and the pipeline refers to a store or the
     Hub. `pipeline` is None if the pipeline itself is still to be fetched from a store."""
     hide_in_records()
@@ -55,14 +55,14 @@ def lend_to_command(pipeline: Pipeline | None) -> None:
     import httpx
 
     try:
-        lend_credentials(pipeline)
+        set_credentials(pipeline)
     except httpx.HTTPError as error:
         logger.warning("the Prefect server does not respond, and the Secret block %s is not used: %s", BLOCK, error)
 
 
 def _names_elsewhere(pipeline: Pipeline) -> bool:
     tables = [table for stage in pipeline.stages for table in (stage, pipeline.recipes[stage.name])]
-    values = [value for table in tables for _, _, value, _ in set_fields(table) if isinstance(value, str)]
+    values = [value for table in tables for _, _, value, _ in active_fields(table) if isinstance(value, str)]
     if pipeline.config.artifact_store or any("://" in value for value in values):
         return True
     with suppress(ConfigError):  # an invalid setting is reported when the run begins

@@ -25,7 +25,7 @@ from prefect.utilities.callables import get_call_parameters
 from cosmos_core.config.capabilities import notices_of
 from cosmos_core.config.compose import Pipeline, with_stage
 from cosmos_core.config.load import parse
-from cosmos_core.config.mesh import on_these_gpus
+from cosmos_core.config.mesh import resolve_gpus
 from cosmos_core.config.schema.pipeline import MONEY, STAGE_NAME, PipelineConfig
 from cosmos_core.errors import ConfigError
 from cosmos_core.launch import worker
@@ -36,8 +36,8 @@ from cosmos_core.run.state import FINISHED, read_state
 from cosmos_core.upload.artifact_store import check_store
 from cosmos_core.upload.base import check_targets
 from tasks import events
-from tasks.artifacts import never_costs_the_run, show_run, write_report
-from tasks.credentials import lend_credentials
+from tasks.artifacts import log_ui_errors, show_run, write_report
+from tasks.credentials import set_credentials
 from tasks.kinds import all_kinds
 from tasks.naming import label_flow_run
 from tasks.store_sync import OUTPUT_DIR
@@ -135,7 +135,7 @@ class FlowInPython:
 
     def _declare(self, call: Call, source: Path) -> tuple[Run, list[str]]:
         name = call.stage["name"]
-        run = self.run or self._existing(call, source)
+        run = self.run or self._find_run(call, source)
         if run is not None:
             self._hold(run)
         saved = read_document(run.path / _CALLS, _Calls) if run else None
@@ -146,8 +146,8 @@ class FlowInPython:
                     return run, earlier_call.stages
                 _refuse_if_finished(run, earlier_call, call)
                 _forget(run, calls, name)
-            run = _with_stages_of(run, calls)  # without the stages of a call that was killed before it was recorded
-        run = self._grown(run, call, source)
+            run = _keep_stages_of(run, calls)  # drop stages of a killed call that was not recorded
+        run = self._add_stage(run, call, source)
         self._hold(run)
         others = {each for other in calls.values() for each in other.stages}
         call.stages = [stage.name for stage in run.pipeline.stages if stage.name not in others]
@@ -161,10 +161,10 @@ class FlowInPython:
             note_flow_run(run, self.flow_run)
         self.run = run
 
-    def _existing(self, call: Call, source: Path) -> Run | None:
+    def _find_run(self, call: Call, source: Path) -> Run | None:
         """Return the run of an earlier execution of the flow, in the output folder that the first stage names; None if
         there is none."""
-        pipeline = self._composed(None, call, source)
+        pipeline = self._compose(None, call, source)
         path = pipeline.output_dir.expanduser().absolute() / self.run_id
         if not (path / "pipeline.toml").is_file():
             return None
@@ -185,17 +185,17 @@ class FlowInPython:
         values = {**self.settings, "name": self.name, "output_dir": folder}
         return parse(PipelineConfig, values, source=f"{self.entrypoint}: configure_run", prefix="pipeline")
 
-    def _composed(self, run: Run | None, call: Call, source: Path) -> Pipeline:
+    def _compose(self, run: Run | None, call: Call, source: Path) -> Pipeline:
         empty = Pipeline(source, self.config(), {}, all_kinds())
-        return on_these_gpus(with_stage(run.pipeline if run else empty, call.stage, call.tables, source))
+        return resolve_gpus(with_stage(run.pipeline if run else empty, call.stage, call.tables, source))
 
-    def _grown(self, run: Run | None, call: Call, source: Path) -> Run:
-        pipeline = self._composed(run, call, source)
+    def _add_stage(self, run: Run | None, call: Call, source: Path) -> Run:
+        pipeline = self._compose(run, call, source)
         old_notices = set(notices_of(run.pipeline)) if run else set()
         for notice in dict.fromkeys(notices_of(pipeline)):
             if notice not in old_notices:
                 get_run_logger().info("note: %s", notice)
-        lend_credentials(pipeline)
+        set_credentials(pipeline)
         check_targets(pipeline)
         check_store(pipeline)
         if run is not None:
@@ -205,12 +205,12 @@ class FlowInPython:
 
 def _forget(run: Run, calls: dict[str, Call], name: str) -> None:
     """Remove a call, and the calls whose stages depend on its stages, because the flow will make these calls again."""
-    removed = {each for stage in calls[name].stages for each in run.pipeline.behind(stage)}
+    removed = {each for stage in calls[name].stages for each in run.pipeline.with_dependents(stage)}
     for other in [other for other, call in calls.items() if removed.intersection(call.stages)]:
         del calls[other]
 
 
-def _with_stages_of(run: Run, calls: Mapping[str, Call]) -> Run:
+def _keep_stages_of(run: Run, calls: Mapping[str, Call]) -> Run:
     """Return the run with only the stages that these calls made."""
     names = {name for call in calls.values() for name in call.stages}
     stages = [stage for stage in run.pipeline.stages if stage.name in names]
@@ -262,7 +262,7 @@ def _begin(context: FlowRunContext) -> FlowInPython:
     name, flow_run = context.flow.name, str(context.flow_run.id)
     _stop_on_signals()
     tags: list[str] = []
-    with never_costs_the_run():
+    with log_ui_errors():
         tags = label_flow_run(name, run_id)
     file, function = _source_of(context.flow)
     return FlowInPython(name, flow_run, run_id, f"{file}:{function}", parameters, tags)

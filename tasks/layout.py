@@ -14,14 +14,14 @@ from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.launch.worker import sleep_unless_stopping
 from cosmos_core.run import manifest
-from cosmos_core.run.content import overlaid
+from cosmos_core.run.content import link_weights_over_model
 from cosmos_core.run.directory import Run, supersede
 from cosmos_core.run.fingerprint import Fingerprint
-from cosmos_core.run.hub import changed
+from cosmos_core.run.hub import with_value
 from cosmos_core.run.lineage import origin
 from cosmos_core.run.manifest import Result, Source, read_result
-from cosmos_core.run.plan import read_fingerprint, save_fingerprint, why_remade
-from cosmos_core.run.remote import localised
+from cosmos_core.run.plan import read_fingerprint, reason_to_rerun, save_fingerprint
+from cosmos_core.run.remote import download_inputs
 from cosmos_core.run.stage import Stage
 from cosmos_core.run.state import REMADE, record_event
 
@@ -46,15 +46,15 @@ def results_of(run: Run, stage: StageConfig) -> dict[str, Result]:
     return inputs
 
 
-def lay_out(
+def prepare_stage_folder(
     run: Run, stage: StageConfig, expected: Fingerprint, on_line: Callable[[str], None] = lambda line: None
 ) -> Stage:
     """Write the folder of a stage that is about to run, and return the stage; files of another training are moved to
     `superseded/`. If the stage was made before, the reason to make it again is recorded as an event and passed to
     `on_line`."""
     path, kind = run.stage_path(stage.name), run.pipeline.kind_of(stage)
-    reason = why_remade(run, stage, expected)
-    make_room(path, expected)
+    reason = reason_to_rerun(run, stage, expected)
+    supersede_if_changed(path, expected)
     if reason:
         record_event(path, REMADE, reason)
         on_line(f"{REMADE}: {reason}")
@@ -68,18 +68,18 @@ def lay_out(
         if each.form != "stage" and (source_kind := _SOURCES.get(each.role))
     )
     origin_of_stage = origin(run.pipeline, stage)
-    stage, recipe = localised(run.pipeline, stage, partial(sleep_unless_stopping, 0))
+    stage, recipe = download_inputs(run.pipeline, stage, partial(sleep_unless_stopping, 0))
     if teacher := recipe.teacher_of(kind):
         folder = output_folder(stage.name, "model", teacher.model_name_or_path, inputs)
         recipe = recipe.derived(distillation=teacher.derived(model_name_or_path=folder))
     for key, dataset in recipe.datasets.items() if kind.reads_data == "source" else ():
         if source_of(dataset.name):
-            recipe = changed(recipe, f"{key}.name", output_folder(stage.name, "data", dataset.name, inputs))
+            recipe = with_value(recipe, f"{key}.name", output_folder(stage.name, "data", dataset.name, inputs))
         if source := source_of(dataset.pass_rates):
-            recipe = changed(recipe, f"{key}.pass_rates", str(Path(inputs[source]["path"]) / PASS_RATES))
+            recipe = with_value(recipe, f"{key}.pass_rates", str(Path(inputs[source]["path"]) / PASS_RATES))
     model = output_folder(stage.name, "model", stage.model, inputs, stage.format)
     data = output_folder(stage.name, "data", stage.data, inputs)
-    overlay = overlaid(inputs_of(stage, recipe, kind), path / "base_model")
+    overlay = link_weights_over_model(inputs_of(stage, recipe, kind), path / "base_model")
     prepared = Stage(
         path=path,
         config=stage,
@@ -97,7 +97,7 @@ def lay_out(
     return prepared
 
 
-def make_room(path: Path, expected: Fingerprint) -> None:
+def supersede_if_changed(path: Path, expected: Fingerprint) -> None:
     """Move the folder of a stage to `superseded/`, with a warning, if another training wrote it: its checkpoints must
     not be continued."""
     saved = read_fingerprint(path)

@@ -31,7 +31,7 @@ from cosmos_core.run.manifest import Result, problem
 from cosmos_core.run.state import FINISHED, read_state, record_event, update_state
 from tasks.budget import Budget
 from tasks.reuse import existing_of_pool
-from tasks.store_sync import Stored
+from tasks.store_sync import StageSync
 
 logger = logging.getLogger(__name__)
 
@@ -69,11 +69,11 @@ def perform_elsewhere(
     Raises:
         CosmosError: the error that ended the child flow run, or the deployment does not exist.
     """
-    path, stored = run.stage_path(stage.name), Stored(run, stage)
+    path, stored = run.stage_path(stage.name), StageSync(run, stage)
     if reused := existing_of_pool(run, stage):
         return reused, True
     try:
-        ended = _ended(run, stage, stored, on_line)
+        ended = _follow_child(run, stage, stored, on_line)
     except httpx.HTTPError as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         where = f"stage {stage.name!r} on {stage.work_pool!r}"
@@ -83,17 +83,17 @@ def perform_elsewhere(
         if damage := problem(path, result):
             raise StageFailed(f"stage {stage.name!r} on {stage.work_pool!r}: {damage}: do both machines share {path}?")
         return result, read_state(path).state == "reused"
-    raise _why(stage, path, ended)
+    raise _child_error(stage, path, ended)
 
 
-def _ended(run: Run, stage: StageConfig, stored: Stored, on_line: Callable[[str], None]) -> FlowRun:
+def _follow_child(run: Run, stage: StageConfig, stored: StageSync, on_line: Callable[[str], None]) -> FlowRun:
     """Follow the child flow run that an earlier parent started, or start a new one; return it when it has ended."""
     with get_client(sync_client=True) as client:
-        if (child := _going(client, run.stage_path(stage.name))) is None:
+        if (child := _running_child(client, run.stage_path(stage.name))) is None:
             Budget(run, stage).check()
             child = _begin(run, stage, stored)
         try:
-            wait = Wait(client, stage, run.stage_path(stage.name), on_line)
+            wait = WaitReporter(client, stage, run.stage_path(stage.name), on_line)
             return _follow(client, stage, UUID(child.flow_run), stored.mirror(), wait, Budget(run, stage))
         except Preempted:
             _cancel(client, child, grace_of(run.stage_path(stage.name), run.pipeline.config.grace_seconds))
@@ -101,7 +101,7 @@ def _ended(run: Run, stage: StageConfig, stored: Stored, on_line: Callable[[str]
             raise
 
 
-def count_death(path: Path) -> int:
+def count_lost_child(path: Path) -> int:
     """Count the failure of a child flow run that died without recording it, because its machine or its process was
     lost; return the number of consecutive such failures. A new child does not continue the count in state.json."""
     child, step = read_document(path / NOTE, Child), read_state(path).checkpoint_step or 0
@@ -114,7 +114,7 @@ def count_death(path: Path) -> int:
     return updated.failures
 
 
-def _going(client: SyncPrefectClient, path: Path) -> Child | None:
+def _running_child(client: SyncPrefectClient, path: Path) -> Child | None:
     """Return the child flow run that an earlier parent started; None if there is none or it has ended."""
     child = read_document(path / NOTE, Child)
     try:
@@ -124,12 +124,12 @@ def _going(client: SyncPrefectClient, path: Path) -> Child | None:
     return child if run is not None and run.state_type not in _FINAL else None
 
 
-def _begin(run: Run, stage: StageConfig, stored: Stored) -> Child:
+def _begin(run: Run, stage: StageConfig, stored: StageSync) -> Child:
     path = run.stage_path(stage.name)
     previous = read_document(path / NOTE, Child)
     if previous and previous.failures:
         sleep_unless_stopping(min(_MAX_BACKOFF_SECONDS, 2.0 ** (previous.failures - 1)))
-    request = _asked(previous)
+    request = _next_child(previous)
     try:
         where = stored.send_run()
         path.mkdir(parents=True, exist_ok=True)
@@ -154,7 +154,7 @@ def _begin(run: Run, stage: StageConfig, stored: Stored) -> Child:
     return child
 
 
-def _asked(before: Child | None) -> Child:
+def _next_child(before: Child | None) -> Child:
     """Return the next child flow run to request from the server, or the one that an earlier parent requested before it
     died without a response."""
     if before is None:
@@ -164,7 +164,7 @@ def _asked(before: Child | None) -> Child:
     return before.model_copy(update={"flow_run": "", "attempt": before.attempt + 1, "token": uuid4().hex})
 
 
-class Wait:
+class WaitReporter:
     """Reporter of the reason why a stage waits until a worker picks up its flow run, to the flow's log and to
     `state.json`."""
 
@@ -172,20 +172,20 @@ class Wait:
         self, client: SyncPrefectClient, stage: StageConfig, path: Path, on_line: Callable[[str], None]
     ) -> None:
         self._client, self._pool, self._path, self._on_line = client, stage.work_pool, path, on_line
-        self._said, self._next = "", 0.0
+        self._last_message, self._next = "", 0.0
 
-    def look(self) -> None:
+    def report(self) -> None:
         """Report the reason why the stage waits, once and whenever it changes."""
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + _WORKERS_SECONDS
-        message = self._words()
-        if message != self._said:
-            self._said = message
+        message = self._message()
+        if message != self._last_message:
+            self._last_message = message
             self._on_line(f"stage {self._path.name}: {message}")
             update_state(self._path, state="waiting", error=message)
 
-    def _words(self) -> str:
+    def _message(self) -> str:
         workers = self._client.read_workers_for_work_pool(self._pool)
         num_live = sum(getattr(worker.status, "value", worker.status) == "ONLINE" for worker in workers)
         if self._client.read_work_pool(self._pool).is_paused:
@@ -200,7 +200,7 @@ def _follow(
     stage: StageConfig,
     flow_run: UUID,
     mirror: Callable[[], None],
-    wait: Wait,
+    wait: WaitReporter,
     budget: Budget,
 ) -> FlowRun:
     mirrored, last_response = 0.0, time.monotonic()
@@ -208,7 +208,7 @@ def _follow(
         try:
             run = client.read_flow_run(flow_run)
             if run.state_type == StateType.SCHEDULED:
-                wait.look()
+                wait.report()
             elif run.state_type == StateType.PENDING:
                 _end_if_lost(client, stage, run)
             last_response = time.monotonic()
@@ -249,7 +249,7 @@ def _cancel(client: SyncPrefectClient, child: Child, grace_seconds: float) -> No
             time.sleep(_POLL_SECONDS)
 
 
-def _why(stage: StageConfig, path: Path, ended: FlowRun) -> CosmosError:
+def _child_error(stage: StageConfig, path: Path, ended: FlowRun) -> CosmosError:
     """Return the error that the stage recorded in `state.json` or, if its machine was lost before, an error made from
     the state of the flow run."""
     state, message = read_state(path), ended.state.message if ended.state else ""

@@ -13,10 +13,10 @@ from cosmos_core.run.directory import Run
 from cosmos_core.run.fingerprint import Fingerprint, fingerprint
 from cosmos_core.run.lock import stage_lock
 from cosmos_core.run.manifest import Result, read_result
-from cosmos_core.run.plan import Decision, decide, made_on_pool, register, save_fingerprint
+from cosmos_core.run.plan import Decision, decide, pool_results, register, save_fingerprint
 from cosmos_core.run.state import FINISHED, read_state, record_event, update_state
-from tasks.layout import make_room, results_of
-from tasks.store_sync import Stored
+from tasks.layout import results_of, supersede_if_changed
+from tasks.store_sync import StageSync
 
 
 def fingerprint_of(run: Run, stage: StageConfig) -> Fingerprint:
@@ -35,11 +35,11 @@ def existing(run: Run, stage: StageConfig, expected: Fingerprint) -> Result | No
         return None
     decision = decide(run.output_dir, path, expected, thorough=run.verify)
     if decision is None or decision.action == "run":
-        result = Stored(run, stage).existing(expected)
+        result = StageSync(run, stage).existing(expected)
         decision = Decision("adopt", result["reused_from"]) if result else None
     elif decision.action == "adopt":
         assert decision.result is not None and decision.source is not None
-        make_room(path, expected)
+        supersede_if_changed(path, expected)
         result = manifest.adopt(decision.source, path, decision.result)
         register(run.output_dir, path, expected.value)
     else:
@@ -61,9 +61,9 @@ def existing_of_pool(run: Run, stage: StageConfig) -> Result | None:
             return None
         try:
             local = fingerprint_of(run, stage)
-            for expected in made_on_pool(run.output_dir, run.pipeline, stage, local):
+            for expected in pool_results(run.output_dir, run.pipeline, stage, local):
                 if result := existing(run, stage, expected):
                     return result
-        except CosmosError:  # the machines of the pool may have inputs that this machine lacks
+        except CosmosError:  # machines of the work pool may have inputs that this machine lacks
             return None
     return None

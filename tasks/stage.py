@@ -24,7 +24,7 @@ from prefect.states import Completed
 from prefect.utilities.annotations import allow_failure
 
 from cosmos_core.config.schema.pipeline import StageConfig
-from cosmos_core.environment import handed_on
+from cosmos_core.environment import environment_for_user_code
 from cosmos_core.errors import (
     EXIT_REFUSED,
     EXIT_USAGE,
@@ -38,11 +38,11 @@ from cosmos_core.errors import (
 )
 from cosmos_core.launch import gpus, worker
 from cosmos_core.launch.processes import sweep
-from cosmos_core.launch.slots import branch_slots, held
-from cosmos_core.registry import import_thing
+from cosmos_core.launch.slots import branch_slots, hold_slot
+from cosmos_core.registry import import_object
 from cosmos_core.run import manifest
 from cosmos_core.run.directory import Run, note_flow_run
-from cosmos_core.run.files import disk_full, room_may_be_missing
+from cosmos_core.run.files import disk_full, warn_if_disk_full
 from cosmos_core.run.fingerprint import Fingerprint, threads
 from cosmos_core.run.held import holding, note_in_result
 from cosmos_core.run.lock import Lock, stage_lock
@@ -51,19 +51,19 @@ from cosmos_core.run.plan import fingerprint_folder, register
 from cosmos_core.run.process import this_process
 from cosmos_core.run.progress import Position
 from cosmos_core.run.state import FINISHED, read_state, record_event, record_failure, update_state
-from cosmos_core.upload.saves import saves_url, sending
+from cosmos_core.upload.checkpoint_upload import saves_url, upload_during
 from tasks import events
-from tasks.artifacts import StageArtifacts, never_costs_the_run, show_run, write_report
+from tasks.artifacts import StageArtifacts, log_ui_errors, show_run, write_report
 from tasks.budget import Budget
 from tasks.cancellation import is_cancelled, listen_for_stop, stop_stages, wait_unless_cancelled
-from tasks.credentials import lend_credentials
-from tasks.ending import ended, has_result, of_flow, skipped
-from tasks.layout import lay_out
+from tasks.credentials import set_credentials
+from tasks.final_states import failed_state, flow_state, has_result, skipped
+from tasks.layout import prepare_stage_folder
 from tasks.naming import label_flow_run
-from tasks.remote_stage import count_death, perform_elsewhere
+from tasks.remote_stage import count_lost_child, perform_elsewhere
 from tasks.reuse import existing, fingerprint_of
 from tasks.reward_service import reward_service
-from tasks.store_sync import Stored
+from tasks.store_sync import StageSync
 
 logger = logging.getLogger(__name__)
 
@@ -81,9 +81,9 @@ def run_stages(run: Run, names: Sequence[str], *, is_here: bool = False) -> Stat
     A flow that is cancelled or terminated asks its workers to save a checkpoint and waits for them.
     """
     sweep()
-    lend_credentials(run.pipeline)
+    set_credentials(run.pipeline)
     run_tags: list[str] = []
-    with never_costs_the_run():
+    with log_ui_errors():
         words = names if len(names) < len(run.pipeline.stages) else ()
         run_tags = label_flow_run(run.pipeline.config.name, run.id, *words)
     if flow_run.id and not is_here:
@@ -102,10 +102,10 @@ def run_stages(run: Run, names: Sequence[str], *, is_here: bool = False) -> Stat
             get_run_logger().warning("the flow run was cancelled: its stages are asked to stop")
             stop_stages(run, list(futures.values()))
     except (TerminationSignal, KeyboardInterrupt):
-        # Only this thread receives the signal; the tasks wait in other threads and would not notice.
+        # Only the main thread receives the signal, while the tasks wait in other threads.
         stop_stages(run, list(futures.values()))
         raise
-    state = of_flow(run, futures, is_cancelled=was_cancelled)
+    state = flow_state(run, futures, is_cancelled=was_cancelled)
     if not is_here:
         write_report(run.path)
         show_run(run.path)
@@ -143,7 +143,7 @@ def stage_task(
         missing = [other for other, future in upstream.items() if not has_result(future)]
         if missing:
             return skipped(f"it starts from {', '.join(missing)}")
-        with held(slot):
+        with hold_slot(slot):
             if is_cancelled():
                 return skipped("the flow run was cancelled")
             return bring_to_result(run, name, is_here=is_here)
@@ -186,7 +186,7 @@ def _run_stage(run: Run, name: str) -> State[Any] | Result:
         events.stage_failed(run, name, error)
         if isinstance(error, GateFailed):
             artifacts.show_refusal()
-        return ended(error)
+        return failed_state(error)
     events.stage_completed(run, name, result, was_reused=was_reused)
     if was_reused:  # the artifacts of this result were published by the run that made it
         return Completed(name="Reused", data=result, message=result["reused_from"] or "done in this run")
@@ -204,11 +204,11 @@ def _run_elsewhere(run: Run, name: str) -> State[Any] | Result:
         if isinstance(failure, OverBudget) or read_state(path).state not in {"failed", "stopped"}:
             record_failure(path, failure)
             if not isinstance(failure, Preempted):
-                update_state(path, failures=count_death(path))
-            if not should_retry(run, name, failure):  # a child flow run that records its failure emits the event itself
+                update_state(path, failures=count_lost_child(path))
+            if not should_retry(run, name, failure):  # otherwise the child flow run has emitted the event
                 events.stage_failed(run, name, failure)
         if not should_retry(run, name, failure):
-            return ended(failure)
+            return failed_state(failure)
         if failure is error:
             raise
         raise failure from error
@@ -228,7 +228,7 @@ def perform(
         CosmosError: an error of `launch.worker.run`, or an input is missing.
     """
     stage, path = run.pipeline.stage(name), run.stage_path(name)
-    stored = Stored(run, stage)
+    stored = StageSync(run, stage)
     with stage_lock(run.path, name) as lock:
         lock.acquire(while_waiting=_owner_watch(path, run.pipeline.config.grace_seconds))
         try:
@@ -236,17 +236,17 @@ def perform(
             is_finished = read_state(path).state in FINISHED
             if not is_finished:
                 worker.reap(path)
-                _take_charge(path)
+                _record_launcher(path)
             expected = fingerprint_of(run, stage)
             if read_state(path).holds and (own := read_result(path)) and not (own["reused_from"] or "attempts" in own):
                 note_in_result(path)  # the launcher was killed after the worker had written the result
             if result := existing(run, stage, expected):
                 return stored.send(result), True
             if is_finished:
-                _take_charge(path)
+                _record_launcher(path)
             if not run.pipeline.kind_of(stage).in_worker:
                 return stored.send(_in_this_process(run, stage, expected, on_line)), False
-            return _made_once(run, stage, expected, lock, on_progress, on_line)
+            return _make_exclusively(run, stage, expected, lock, on_progress, on_line)
         except Exception as error:
             failure = _failure(error, path)
             record_failure(path, failure)
@@ -268,7 +268,7 @@ def _failure(error: Exception, path: Path) -> CosmosError:
     return failure
 
 
-def _made_once(
+def _make_exclusively(
     run: Run,
     stage: StageConfig,
     expected: Fingerprint,
@@ -278,7 +278,7 @@ def _made_once(
 ) -> tuple[Result, bool]:
     """Make the result of a stage in a worker, unless another run is making the same result: then wait for that result
     and adopt it."""
-    path, stored, budget = run.stage_path(stage.name), Stored(run, stage), Budget(run, stage)
+    path, stored, budget = run.stage_path(stage.name), StageSync(run, stage), Budget(run, stage)
     with Lock(fingerprint_folder(run.output_dir, expected.value) / "lock") as shared:
         has_waited = not shared.try_acquire()
         if has_waited:
@@ -287,14 +287,14 @@ def _made_once(
         with stored.lease(expected) as is_new:
             if (has_waited or is_new) and (reused := existing(run, stage, expected)):
                 return stored.send(reused), True
-            lay_out(run, stage, expected, on_line)
+            prepare_stage_folder(run, stage, expected, on_line)
             launch = worker.Launch(
                 stage_path=path,
                 python=run.pipeline.config.python,
                 threads=threads(run.pipeline),
                 grace_seconds=run.pipeline.config.grace_seconds,
                 timeout_seconds=stage.timeout_seconds,
-                inherited=handed_on(stage.env) if stage.entry else os.environ,
+                inherited=environment_for_user_code(stage.env) if stage.entry else os.environ,
                 secrets=(*stage.env, *run.pipeline.recipes[stage.name].secret_env),
                 locks=(lock.descriptor, shared.descriptor),
                 on_progress=on_progress,
@@ -308,8 +308,8 @@ def _made_once(
                 budget.check()
                 devices.enter_context(holding(path, len(locks) or gpus.num_placed(kind, recipe)))
                 update_state(path, error="its reward service starts" if stage.reward_service else "")
-                services.enter_context(sending(path, _saves_of(run, stage)))
-                services.enter_context(stored.sending(expected))
+                services.enter_context(upload_during(path, _saves_of(run, stage)))
+                services.enter_context(stored.sync_checkpoints(expected))
                 variables = services.enter_context(reward_service(run, stage))
                 # Called first, so that GPUs are free while the last checkpoint is sent.
                 services.callback(devices.close)
@@ -329,13 +329,13 @@ def _saves_of(run: Run, stage: StageConfig) -> str:
 def _in_this_process(run: Run, stage: StageConfig, expected: Fingerprint, on_line: Callable[[str], None]) -> Result:
     """Run a stage that needs neither a worker nor torch in the flow's process, and return its manifest."""
     path = run.stage_path(stage.name)
-    prepared = lay_out(run, stage, expected, on_line)
+    prepared = prepare_stage_folder(run, stage, expected, on_line)
     state, began = read_state(path), time.time()
     spans, attempt = state.closed_spans(began), state.attempt + 1
     open_spans = [*spans, (began, None)]
     update_state(path, state="running", attempt=attempt, spans=open_spans, renewed=None, ended=None, error="")
     record_event(path, "started", f"attempt {attempt}")
-    outcome = import_thing(prepared.entry)(prepared)
+    outcome = import_object(prepared.entry)(prepared)
     update_state(path, spans=[*spans, (began, time.time())])
     manifest.commit(
         path,
@@ -350,14 +350,14 @@ def _in_this_process(run: Run, stage: StageConfig, expected: Fingerprint, on_lin
 
 def _finish(run: Run, stage: StageConfig, expected: Fingerprint) -> Result:
     path = run.stage_path(stage.name)
-    with room_may_be_missing(f"the end of stage {stage.name}"):
+    with warn_if_disk_full(f"the end of stage {stage.name}"):
         register(run.output_dir, path, expected.value)
         update_state(path, state="done", ended=time.time(), error="", failures=0, forced=False)
         record_event(path, "done")
     return note_in_result(path)
 
 
-def _take_charge(path: Path) -> None:
+def _record_launcher(path: Path) -> None:
     """Record that this process runs the stage. After a failed attempt of the same process, first wait 1, 2, 4 ... 60 s.
 
     A new process, which a user's resume starts, begins with the full number of retries and without a wait.

@@ -29,7 +29,7 @@ from cosmos_core.run.directory import Run
 from cosmos_core.run.manifest import read_result
 from cosmos_core.types import StageKind
 from tasks.cancellation import is_cancelled, wait_unless_cancelled
-from tasks.ending import ended
+from tasks.final_states import failed_state
 from tasks.flow_run import Call, FlowInPython, current_flow
 from tasks.kinds import all_kinds
 from tasks.stage import MOST_RETRIES, bring_to_result, should_retry, stage_task
@@ -126,7 +126,7 @@ def _function_of(kind: StageKind) -> Callable[..., Any]:
             with flow.stage(call, source) as (run, stages):
                 return _bring_to_handle(run, name, stages)
         except ConfigError as error:
-            return ended(error)
+            return failed_state(error)
 
     call_stage.__name__ = kind.name
     return call_stage
@@ -139,7 +139,7 @@ def _first_key(kind: StageKind) -> str:
             return key
     if kind.reads_data or kind.makes == "metrics":
         return "recipe"
-    return "model" if kind.makes in {"model", "publication"} and not kind.chooses else "after"
+    return "model" if kind.makes in {"model", "publication"} and not kind.selects_branch else "after"
 
 
 def _bring_to_handle(run: Run, name: str, stages: Sequence[str]) -> State[Any] | StageHandle:
@@ -214,7 +214,7 @@ def _call_of(
 
 def _start_of(flow: FlowInPython, name: str) -> tuple[str, Values]:
     """Return the model that a stage of the flow's run started from, empty for that of its recipe, and the recipe."""
-    assert flow.run is not None  # the stage has a handle
+    assert flow.run is not None
     pipeline = flow.run.pipeline
     recipe = pipeline.recipes[name].model_dump(mode="json", exclude_none=True)
     return pipeline.starts_from(pipeline.stage(name)), recipe

@@ -22,11 +22,11 @@ from cosmos_core.run.manifest import RESULT, STORED, Result, problem, read_resul
 from cosmos_core.run.plan import register
 from cosmos_core.run.process import is_alive, start_time, this_machine
 from cosmos_core.run.state import State, read_state, record_event, update_state
-from cosmos_core.upload.artifact_store import ArtifactStore, StoredCheckpoints, StoredRecord, opened
+from cosmos_core.upload.artifact_store import ArtifactStore, StoredCheckpoints, StoredRecord, open_stored_run
+from cosmos_core.upload.checkpoint_upload import yield_to_others
 from cosmos_core.upload.lease import Holder, Lease
-from cosmos_core.upload.saves import yield_to_others
 from tasks.kinds import all_kinds
-from tasks.layout import make_room
+from tasks.layout import supersede_if_changed
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ _RECORD_SECONDS = 10.0
 _CHECKPOINT_SECONDS = 1.0
 
 
-class Stored:
+class StageSync:
     """Synchronisation of one stage of a run with the artifact store of its pipeline."""
 
     def __init__(self, run: Run, stage: StageConfig) -> None:
@@ -71,7 +71,7 @@ class Stored:
         stored = self._store.made(expected.value) if self._store else None
         if stored is None:
             return None
-        make_room(self._path, expected)
+        supersede_if_changed(self._path, expected)
         result = stored | {"reused_from": f"{stored[STORED]}/made/{expected.value}"}
         _write(self._path, result)
         register(self._run.output_dir, self._path, expected.value)
@@ -106,7 +106,7 @@ class Stored:
         return self._lease.loss if self._lease else ""
 
     @contextmanager
-    def sending(self, expected: Fingerprint) -> Iterator[None]:
+    def sync_checkpoints(self, expected: Fingerprint) -> Iterator[None]:
         """Fetch the newest checkpoint that any machine has stored; then, while the block runs, store each new
         checkpoint and the record of progress. A failure of the store within the block costs a warning."""
         if self._store is None:
@@ -260,16 +260,16 @@ class Stored:
         return files
 
 
-def received(url: str, name: str) -> Run:
+def open_received_run(url: str, name: str) -> Run:
     """Open the run at a URL in an artifact store, on a machine that may have no files of the run; `name` is the stage
     to execute.
 
     Raises:
         ConfigError, UploadError: the store refuses, is not reached, or has no such run.
     """
-    path = opened(url, os.environ.get(OUTPUT_DIR, ""), partial(sleep_unless_stopping, 0))
+    path = open_stored_run(url, os.environ.get(OUTPUT_DIR, ""), partial(sleep_unless_stopping, 0))
     run = open_run(path, all_kinds())
-    Stored(run, run.pipeline.stage(name)).receive_state()
+    StageSync(run, run.pipeline.stage(name)).receive_state()
     return run
 
 

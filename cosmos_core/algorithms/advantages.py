@@ -34,7 +34,7 @@ def advantages(
 
     Args:
         groups: rewards of the completions of each group.
-        algo: rule, a key of `RULES`.
+        algo: rule, a key of `ADVANTAGE_RULES`.
         normalise_std: whether the rule `grpo` divides by the standard deviation; False: it only subtracts the mean.
         num_tokens: trained tokens of each completion, over which REINFORCE++ whitens; None: one per completion.
 
@@ -45,7 +45,7 @@ def advantages(
         RewardError: the rule does not support negative rewards.
     """
     valid = [[r for r in rewards if r is not None and math.isfinite(r)] for rewards in groups]
-    rule = _centre if algo == "grpo" and not normalise_std else RULES[algo]
+    rule = _centre if algo == "grpo" and not normalise_std else ADVANTAGE_RULES[algo]
     credited = rule([np.asarray(each, dtype=np.float64) for each in valid])
     if algo.startswith("reinforce++"):
         tokens = num_tokens or [[1] * len(rewards) for rewards in groups]
@@ -153,7 +153,7 @@ def _standardise(values_N: np.ndarray) -> np.ndarray:
     return centred_N / (values_N.std(ddof=1) + _GDPO_EPSILON)
 
 
-RULES: dict[str, Callable[[list[np.ndarray]], list[np.ndarray]]] = {
+ADVANTAGE_RULES: dict[str, Callable[[list[np.ndarray]], list[np.ndarray]]] = {
     "grpo": _grpo,
     "rloo": _rloo,
     "batch-std": _batch_std,

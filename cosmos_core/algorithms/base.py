@@ -68,7 +68,7 @@ class Update:
 
     If True, the backward pass does not run the output head a second time.
     """
-    compares: tuple[str, ...] = ()
+    extra_weights: tuple[str, ...] = ()
     """Names of further weight sets, such as `old`, under which the model's outputs are computed without gradient.
 
     They are computed before the outputs of the policy. A micro-batch has them as `NAME/OUTPUT`, such as `old/velocity`.
@@ -79,7 +79,7 @@ class Update:
     """Supervised loss on data rows in the same optimizer step (the data term), as an update; None: no such loss."""
 
 
-class View(Protocol):
+class TrainerView(Protocol):
     """Methods of the trainer that an algorithm may call."""
 
     def evaluate(
@@ -147,14 +147,14 @@ class Algorithm:
         """Return the samples to train on, made of the completions of scored groups, and metrics of the groups."""
         raise AssertionError(f"{type(self).__name__} does not learn from rollouts")
 
-    def updates(self, samples: Sequence[Any], view: View) -> Iterator[Update]:
+    def updates(self, samples: Sequence[Any], view: TrainerView) -> Iterator[Update]:
         """Yield the optimizer steps of one train step.
 
         `view` computes outputs with the weights at the time of the call, that is after the steps already yielded.
         """
         raise AssertionError(f"{type(self).__name__} has no updates")
 
-    def measure(self, chunks: Iterable[Sequence[Any]], view: View, size: int) -> dict[str, float]:
+    def measure(self, chunks: Iterable[Sequence[Any]], view: TrainerView, size: int) -> dict[str, float]:
         """Return metrics of held-out samples: loss in nats per token, perplexity, and top-1 accuracy of the labels.
 
         `chunks`: lists of samples that are evaluated together; `size`: number of samples in a forward pass.
@@ -210,7 +210,7 @@ def align_rows(rows: Sequence[Tensor], like_BS: Tensor) -> Tensor:
     return out_BS
 
 
-def weights_by_metric(config: AlgorithmConfig) -> dict[str, float]:
+def metric_weights(config: AlgorithmConfig) -> dict[str, float]:
     """Return the weight of each local or remote reward function, by the name of the function's metric in scores."""
     if config.remote_rewards is not None:
         return {name: function.weight for function, name in config.remote_rewards.metric_names.items()}

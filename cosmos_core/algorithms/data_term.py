@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from cosmos_core.algorithms.aggregate import denominator
-from cosmos_core.algorithms.base import Algorithm, Loss, Update, View
+from cosmos_core.algorithms.base import Algorithm, Loss, TrainerView, Update
 from cosmos_core.algorithms.sft import sft_loss
 from cosmos_core.data.sample import Sample
 from cosmos_core.models.base import MicroBatch
@@ -46,13 +46,13 @@ class WithDataTerm(Algorithm):
     def credit(self, groups: Sequence[ScoredGroup]) -> tuple[list[Sample], dict[str, float]]:
         return self._algorithm.credit(groups)
 
-    def updates(self, samples: Sequence[Any], view: View) -> Iterator[Update]:
+    def updates(self, samples: Sequence[Any], view: TrainerView) -> Iterator[Update]:
         """Yield the optimizer steps of the wrapped algorithm, each with its data term."""
         for update in self._algorithm.updates(samples, view):
             number, self._num_updates = self._num_updates, self._num_updates + 1
             yield replace(update, data=self._term(number))
 
-    def measure(self, chunks: Iterable[Sequence[Any]], view: View, size: int) -> dict[str, float]:
+    def measure(self, chunks: Iterable[Sequence[Any]], view: TrainerView, size: int) -> dict[str, float]:
         return self._algorithm.measure(chunks, view, size)
 
     def state_dict(self) -> dict[str, Any]:

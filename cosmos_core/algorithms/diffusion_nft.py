@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from cosmos_core.algorithms.base import Loss, Update, View
+from cosmos_core.algorithms.base import Loss, TrainerView, Update
 from cosmos_core.algorithms.flow_credit import FlowRollout
 from cosmos_core.algorithms.flow_objectives import NftInputs, nft_loss, optimality
 from cosmos_core.algorithms.flow_rl import FlowRl, SeededSample, random_order, sum_metrics
@@ -55,9 +55,9 @@ class DiffusionNft(FlowRl):
             )
             return Loss(value, metrics | (sum_metrics(kl=terms.kl_B) if self._compared_weights else {}))
 
-        return Update(samples, loss, compares=(OLD, *self._compared_weights))
+        return Update(samples, loss, extra_weights=(OLD, *self._compared_weights))
 
-    def after_step(self, view: View) -> None:
+    def after_step(self, view: TrainerView) -> None:
         """Move the weights of the old policy towards those of the policy."""
         view.follow(OLD, 1 - old_decay(self.diffusers.weight_copy_decay_type, self._num_updates))
 
@@ -73,7 +73,7 @@ class DiffusionNft(FlowRl):
                 rollout.prompt.embedding,
                 rollout,
                 (rollout.seed + 1 + i) & _SEED_BITS,
-                rollout.diffusion_sample.num_given,
+                rollout.diffusion_sample.num_conditioning_frames,
             )
             for i in selected
         ]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cosmos_core.algorithms.base import Algorithm, Loss, Update, View
+from cosmos_core.algorithms.base import Algorithm, Loss, TrainerView, Update
 from cosmos_core.data.flow_sample import FlowSample
 from cosmos_core.models.base import MicroBatch
 from cosmos_core.models.flow import velocity
@@ -47,11 +47,11 @@ def flow_loss(micro: MicroBatch, num_samples: int) -> Loss:
 class DiffusionSft(Algorithm):
     """Supervised flow matching: one optimizer step per train step, with the mean loss over all samples of the step."""
 
-    def updates(self, samples: Sequence[FlowSample], view: View) -> Iterator[Update]:
+    def updates(self, samples: Sequence[FlowSample], view: TrainerView) -> Iterator[Update]:
         """Yield one optimizer step with all samples of the train step."""
         yield Update(samples, lambda micro: flow_loss(micro, len(samples)))
 
-    def measure(self, chunks: Iterable[Sequence[FlowSample]], view: View, size: int) -> dict[str, float]:
+    def measure(self, chunks: Iterable[Sequence[FlowSample]], view: TrainerView, size: int) -> dict[str, float]:
         """Return the mean velocity error of held-out samples, each at the noise level that the sample carries."""
         total, count = 0.0, 0
         for samples in chunks:
@@ -65,7 +65,8 @@ def _error(sample: FlowSample, predicted: Tensor) -> float:
     """Return the mean squared error of the predicted velocity of one sample over its trained frames."""
     assert sample.noise is not None
     target = velocity(sample.latents, sample.noise).to(predicted)
-    learned: Any = slice(None) if not sample.num_given else (slice(None), slice(sample.num_given, None))
+    first = sample.num_conditioning_frames
+    learned: Any = (slice(None), slice(first, None)) if first else slice(None)
     return (predicted[learned] - target[learned]).double().square().mean().item()
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from cosmos_core.algorithms.aggregate import Metrics, apply_mask, token_metric
-from cosmos_core.algorithms.base import View
+from cosmos_core.algorithms.base import TrainerView
 from cosmos_core.config.schema.distillation import DistillationConfig
 from cosmos_core.data.sample import Sample, within_budget
 from cosmos_core.models.scorer import Wants
@@ -37,7 +37,7 @@ from cosmos_core.models.teacher import TEACHER
 
 
 @dataclass(frozen=True, slots=True)
-class TeacherTerms:
+class TeacherLoss:
     """Contribution of the teacher model to the loss of a micro-batch."""
 
     advantages_BS: Tensor | None
@@ -47,9 +47,9 @@ class TeacherTerms:
     metrics: Metrics
 
 
-def teacher_terms(
-    config: DistillationConfig, policy_BS: Tensor, teacher_BS: Tensor, mask_BS: Tensor, drawn_BS: Tensor
-) -> TeacherTerms:
+def teacher_loss(
+    config: DistillationConfig, policy_BS: Tensor, teacher_BS: Tensor, mask_BS: Tensor, sampled_BS: Tensor
+) -> TeacherLoss:
     """Return the contribution of a teacher model to the loss of a micro-batch.
 
     Args:
@@ -63,17 +63,17 @@ def teacher_terms(
     if not config.top_k:
         penalty_BS = apply_mask(policy_BS.detach() - teacher_BS, mask_BS)
         metrics = {"teacher/reverse_kl": token_metric(penalty_BS, mask_BS)}
-        summed_BS = penalty_BS + apply_mask(discounted_sums(penalty_BS, config.kl_discount_factor), drawn_BS)
-        return TeacherTerms(-config.kl_penalty_coef * summed_BS, None, metrics)
+        summed_BS = penalty_BS + apply_mask(discounted_sums(penalty_BS, config.kl_discount_factor), sampled_BS)
+        return TeacherLoss(-config.kl_penalty_coef * summed_BS, None, metrics)
     divergence_BS = apply_mask(
         jensen_shannon(append_rest(policy_BS), append_rest(teacher_BS), config.jsd_beta), mask_BS
     )
     metrics = {"teacher/divergence": token_metric(divergence_BS, mask_BS)}
     loss_BS = config.kl_penalty_coef * divergence_BS
     if not config.kl_discount_factor:
-        return TeacherTerms(None, loss_BS, metrics)
-    summed_BS = apply_mask(discounted_sums(divergence_BS.detach(), config.kl_discount_factor), drawn_BS)
-    return TeacherTerms(-config.kl_penalty_coef * summed_BS, loss_BS, metrics)
+        return TeacherLoss(None, loss_BS, metrics)
+    summed_BS = apply_mask(discounted_sums(divergence_BS.detach(), config.kl_discount_factor), sampled_BS)
+    return TeacherLoss(-config.kl_penalty_coef * summed_BS, loss_BS, metrics)
 
 
 def discounted_sums(values_BS: Tensor, discount: float) -> Tensor:
@@ -115,7 +115,7 @@ def _kl(one_BSE: Tensor, other_BSE: Tensor) -> Tensor:
 
 
 def score_with_teacher(
-    config: DistillationConfig, samples: Sequence[Sample], view: View, wants: Wants
+    config: DistillationConfig, samples: Sequence[Sample], view: TrainerView, wants: Wants
 ) -> tuple[list[Sample], list[Tensor]]:
     """Return the samples and, for each sample, the teacher's log-probabilities.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from cosmos_core.algorithms.aggregate import Metrics, apply_mask, denominator, means
-from cosmos_core.algorithms.base import Algorithm, Loss, Update, View
+from cosmos_core.algorithms.base import Algorithm, Loss, TrainerView, Update
 from cosmos_core.config.schema.dpo import DpoConfig, DpoLossConfig
 from cosmos_core.data.sample import Sample
 from cosmos_core.models.base import MicroBatch
@@ -135,7 +135,7 @@ class Dpo(Algorithm):
 
     config: DpoConfig
 
-    def updates(self, samples: Sequence[Sample], view: View) -> Iterator[Update]:
+    def updates(self, samples: Sequence[Sample], view: TrainerView) -> Iterator[Update]:
         """Yield one optimizer step with all pairs of the train step."""
         total = step_denominators(samples)
 
@@ -154,7 +154,7 @@ class Dpo(Algorithm):
 
         yield Update(samples, loss)
 
-    def measure(self, chunks: Iterable[Sequence[Sample]], view: View, size: int) -> dict[str, float]:
+    def measure(self, chunks: Iterable[Sequence[Sample]], view: TrainerView, size: int) -> dict[str, float]:
         """Return metrics of held-out pairs: loss, mean rewards, and the fraction whose chosen response has the higher
         reward.
 

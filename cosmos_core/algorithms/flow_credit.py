@@ -47,14 +47,14 @@ class CreditSettings:
 
     over: Literal["batch", "group"] = "batch"
     """Whether the standard deviation is taken over all rewards of the train step or over each group."""
-    divides: bool = True
+    divides_by_std: bool = True
     """Whether to divide by the standard deviation; False: advantages are differences to the mean of the group."""
     each: Mapping[str, float] = field(default_factory=dict)
     """Weights of the reward functions whose values are normalized individually before summing, by metric name.
 
     Empty: the weighted sum of all reward functions is normalized.
     """
-    keeps_equal: bool = False
+    keeps_constant: bool = False
     """Whether completions of a group with equal rewards get the advantage 0; False: they get None and are excluded."""
 
 
@@ -63,14 +63,14 @@ def flow_advantages(
 ) -> tuple[list[list[float | None]], dict[str, float]]:
     """Return the advantage of each completion, (reward - mean of its group) / (std + 1e-4), and metrics of the rewards.
 
-    The advantage is None if the reward is invalid, or if all rewards of the group are equal and `keeps_equal` is False.
+    It is None if the reward is invalid, or if all rewards of the group are equal and `keeps_constant` is False.
     """
     totals = [[score.value for score in scores] for scores in groups]
     valid = [[value for value in values if value is not None and math.isfinite(value)] for values in totals]
     normalised = _normalise_separately(groups, settings) if settings.each else _normalise(totals, settings)
     is_constant = [not any(row) for row in normalised]
     advantages: list[list[float | None]] = [
-        [None] * len(row) if is_constant[g] and not settings.keeps_equal else row for g, row in enumerate(normalised)
+        [None] * len(row) if is_constant[g] and not settings.keeps_constant else row for g, row in enumerate(normalised)
     ]
     num_valid = sum(bool(values) for values in valid)
     return advantages, {
@@ -102,7 +102,7 @@ def _normalise(groups: Sequence[Sequence[float | None]], settings: CreditSetting
     for rewards, values_G in zip(groups, valid, strict=True):
         is_constant = not values_G.size or values_G.max() == values_G.min()
         std = std_of_batch if settings.over == "batch" else float(values_G.std()) if values_G.size else 0.0
-        scale = std + STD_EPSILON if settings.divides else 1.0
+        scale = std + STD_EPSILON if settings.divides_by_std else 1.0
         mean = float(values_G.mean()) if values_G.size else 0.0
         result.append([None if r is None else 0.0 if is_constant else (r - mean) / scale for r in rewards])
     return result

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cosmos_core.algorithms.base import Loss, Update
 from cosmos_core.algorithms.flow_credit import FlowRollout
-from cosmos_core.algorithms.flow_objectives import MODES, RatioSettings, StepInputs, flow_grpo_loss
+from cosmos_core.algorithms.flow_objectives import ADVANTAGE_TRANSFORMS, RatioSettings, StepInputs, flow_grpo_loss
 from cosmos_core.algorithms.flow_rl import FlowRl, sum_metrics
 from cosmos_core.config.schema.flow_grpo import FlowGrpoConfig
 from cosmos_core.data.flow_sample import FlowSample
@@ -61,7 +61,7 @@ class FlowGrpo(FlowRl):
                 step.rollout.diffusion_sample.before[step.n],
                 step.levels[0],
                 step.rollout.prompt.embedding,
-                num_given=step.rollout.diffusion_sample.num_given,
+                num_conditioning_frames=step.rollout.diffusion_sample.num_conditioning_frames,
                 negative=self.null_text if is_guided else None,
                 extra={_STEP: step},
             )
@@ -81,7 +81,8 @@ class FlowGrpo(FlowRl):
             )
             return Loss(value, metrics | (sum_metrics(kl=terms.kl_B) if self._compared_weights else {}))
 
-        return Update(samples, loss, Wants(flow.guidance_scale if is_guided else 1.0), compares=self._compared_weights)
+        wants = Wants(flow.guidance_scale if is_guided else 1.0)
+        return Update(samples, loss, wants, extra_weights=self._compared_weights)
 
     def _inputs(self, micro: MicroBatch) -> StepInputs:
         steps: list[_Step] = [sample.extra[_STEP] for sample in micro.samples]
@@ -99,7 +100,7 @@ class FlowGrpo(FlowRl):
             torch.tensor(
                 [step.rollout.diffusion_sample.log_probs[step.n] for step in steps], dtype=x.dtype, device=x.device
             ),
-            MODES[self.config.advantage_mode](
+            ADVANTAGE_TRANSFORMS[self.config.advantage_mode](
                 advantages_B.clamp(self.config.advantage_low, self.config.advantage_high)
             ),
             torch.stack([step.rollout.diffusion_sample.means[step.n] for step in steps]).to(x) if has_means else None,

@@ -16,9 +16,9 @@ from torch import Tensor
 from cosmos_core.models.flow import clean_estimate, mean_per_sample
 from cosmos_core.models.flow_steps import Transition, log_prob
 
-_LEAST_WEIGHT = 1e-5
+_MIN_WEIGHT = 1e-5
 
-MODES: dict[str, Callable[[Tensor], Tensor]] = {
+ADVANTAGE_TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "all": lambda a: a,
     "positive_only": lambda a: a.clamp(min=0),
     "negative_only": lambda a: a.clamp(max=0),
@@ -33,12 +33,12 @@ def optimality(advantages_B: Tensor, low: float, high: float, mode: str = "all")
 
     Advantages are clipped to `low` and `high` and transformed by `MODES[mode]`. Source: arXiv 2509.16117, equation 12.
     """
-    clipped_B = MODES[mode](advantages_B.clamp(low, high))
+    clipped_B = ADVANTAGE_TRANSFORMS[mode](advantages_B.clamp(low, high))
     return (clipped_B / high / 2 + 0.5).clamp(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class NftTerms:
+class NftLosses:
     """Terms of the DiffusionNFT loss, one value per sample."""
 
     policy_B: Tensor
@@ -71,7 +71,7 @@ class NftInputs:
     """Mask of video frames: 1 for trained frames, 0 for conditioning frames; None: all frames are trained."""
 
 
-def nft_loss(inputs: NftInputs, beta: float, scale: float) -> NftTerms:
+def nft_loss(inputs: NftInputs, beta: float, scale: float) -> NftLosses:
     """Return the terms of the DiffusionNFT loss (arXiv 2509.16117).
 
     The positive policy beta v + (1 - beta) v_old is trained on the sample with weight r, and the negative policy (1 +
@@ -87,14 +87,14 @@ def nft_loss(inputs: NftInputs, beta: float, scale: float) -> NftTerms:
     if inputs.reference is not None:
         kl_B = mean_per_sample((v - inputs.reference.detach().float()) ** 2, inputs.mask)
     deviation_B = mean_per_sample((v - old).detach() ** 2, inputs.mask)
-    return NftTerms(scale * unweighted_B / beta, unweighted_B, kl_B, deviation_B)
+    return NftLosses(scale * unweighted_B / beta, unweighted_B, kl_B, deviation_B)
 
 
 def _regression(inputs: NftInputs, velocity: Tensor) -> Tensor:
     """Return per sample the squared error of the clean latents that `velocity` implies, divided by their mean absolute
     error."""
     error = clean_estimate(inputs.x.float(), velocity, inputs.sigma_B) - inputs.x0.float()
-    weight_B = mean_per_sample(error.detach().double().abs(), inputs.mask).clamp(min=_LEAST_WEIGHT)
+    weight_B = mean_per_sample(error.detach().double().abs(), inputs.mask).clamp(min=_MIN_WEIGHT)
     return mean_per_sample(error**2, inputs.mask) / weight_B.to(error)
 
 
@@ -115,7 +115,7 @@ class StepInputs:
 
     transition: Transition
     """Distribution of the latents after the step under the current policy, with gradient."""
-    later: Tensor
+    next_latents: Tensor
     """Latents after the step, as the rollout sampled them."""
     old_log_prob_B: Tensor
     """Log-probability of the step under the policy that sampled the rollout."""
@@ -130,7 +130,7 @@ class StepInputs:
 
 
 @dataclass(frozen=True, slots=True)
-class StepTerms:
+class StepLosses:
     """Terms of the FlowGRPO loss, one value per sample."""
 
     policy_B: Tensor
@@ -140,13 +140,14 @@ class StepTerms:
     """Whether clipping of the ratio removed the gradient of the sample."""
 
 
-def flow_grpo_loss(inputs: StepInputs, settings: RatioSettings) -> StepTerms:
+def flow_grpo_loss(inputs: StepInputs, settings: RatioSettings) -> StepLosses:
     """Return the clipped loss of a sampler step of each sample (arXiv 2505.05470), and its KL to the reference policy.
 
     The KL is mean (mu - mu_ref)^2 / (2 rate^2), or mean (mu - mu_ref)^2 / 2 for steps without a density, where mu is
     the mean of the step.
     """
-    log_ratio_B = log_prob(inputs.transition, inputs.later, inputs.mask) - inputs.old_log_prob_B.to(inputs.later)
+    log_prob_B = log_prob(inputs.transition, inputs.next_latents, inputs.mask)
+    log_ratio_B = log_prob_B - inputs.old_log_prob_B.to(inputs.next_latents)
     if settings.is_guarded:
         assert inputs.old_mean is not None
         std_B = inputs.transition.std.to(log_ratio_B)
@@ -167,4 +168,4 @@ def flow_grpo_loss(inputs: StepInputs, settings: RatioSettings) -> StepTerms:
         squared_B = mean_per_sample((inputs.transition.mean - inputs.reference.mean.detach()) ** 2, inputs.mask)
         rate = inputs.transition.rate.to(squared_B) if inputs.transition.has_density else torch.ones_like(squared_B)
         kl_B = squared_B / (2 * rate**2)
-    return StepTerms(policy_B, kl_B, ratio_B.detach(), clipped_B > plain_B)
+    return StepLosses(policy_B, kl_B, ratio_B.detach(), clipped_B > plain_B)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cosmos_core.algorithms.aggregate import Metrics
-from cosmos_core.algorithms.base import Algorithm, Update, View, equal_batches, weights_by_metric
+from cosmos_core.algorithms.base import Algorithm, TrainerView, Update, equal_batches, metric_weights
 from cosmos_core.algorithms.flow_credit import (
     CreditSettings,
     FlowRollout,
@@ -47,7 +47,7 @@ class SeededSample:
     text: Mapping[str, Tensor]
     rollout: FlowRollout
     seed: int
-    num_given: int = 0
+    num_conditioning_frames: int = 0
     negative: Mapping[str, Tensor] | None = None
 
     @property
@@ -65,7 +65,7 @@ class FlowRl(Algorithm):
 
     def __init__(self, config: Any, custom: Mapping[str, Any] = {}, sampling: Sampling | None = None) -> None:
         super().__init__(config, custom, sampling)
-        weights = weights_by_metric(config)
+        weights = metric_weights(config)
         self._watch = RewardMonitor(config.least_diversity, [name for name, weight in weights.items() if not weight])
         self._weights = {name: weight for name, weight in weights.items() if weight}
         self._num_steps = self._num_updates = 0
@@ -77,16 +77,16 @@ class FlowRl(Algorithm):
         """
         settings = CreditSettings(
             over="batch" if self.diffusers.sample.global_std else "group",
-            divides=not self.config.unbiased_advantage,
+            divides_by_std=not self.config.unbiased_advantage,
             each=self._weights if self.config.normalise_each_reward else {},
-            keeps_equal=self.keeps_equal_groups,
+            keeps_constant=self.keeps_equal_groups,
         )
         values, metrics = flow_advantages([group.scores for group in groups], settings)
         if self.diffusers.flow_rl.exp_reward:
             values = [[None if a is None else -math.exp(min(-a, _MOST)) for a in row] for row in values]
         return make_rollouts(groups, values, self._noise_seed), metrics | self._watch.metrics(groups)
 
-    def updates(self, samples: Sequence[FlowRollout], view: View) -> Iterator[Update]:
+    def updates(self, samples: Sequence[FlowRollout], view: TrainerView) -> Iterator[Update]:
         """Yield optimizer steps of at most `batch_size_per_optimize` completions.
 
         Batches without a learning signal, for which `make_update` returns None, are skipped.
@@ -106,7 +106,7 @@ class FlowRl(Algorithm):
         """Return the optimizer step that trains on `rollouts`; None if the rollouts give no learning signal."""
         raise NotImplementedError(type(self).__name__)
 
-    def after_step(self, view: View) -> None:
+    def after_step(self, view: TrainerView) -> None:
         """Update the algorithm's state at the end of a train step; subclasses override it, the default does nothing."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class FlowRl(Algorithm):
             update.samples,
             update.loss,
             update.wants,
-            compares=update.compares,
+            extra_weights=update.extra_weights,
             data=self.data_term(self._num_steps, self._num_updates),
         )
 

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from cosmos_core.algorithms.advantages import advantages, gdpo_advantages
 from cosmos_core.algorithms.aggregate import Metrics, add_metrics, denominator, token_metric, weighted_sum
-from cosmos_core.algorithms.base import Algorithm, Loss, Update, View, align_rows, equal_batches, weights_by_metric
+from cosmos_core.algorithms.base import Algorithm, Loss, TrainerView, Update, align_rows, equal_batches, metric_weights
 from cosmos_core.algorithms.correction import Correction, importance_weights, self_normalise
-from cosmos_core.algorithms.distillation import TeacherTerms, score_with_teacher, teacher_terms, train_on_prompt
+from cosmos_core.algorithms.distillation import TeacherLoss, score_with_teacher, teacher_loss, train_on_prompt
 from cosmos_core.algorithms.high_entropy import high_entropy_masks
 from cosmos_core.algorithms.idle import follows_advantage, without_idle
 from cosmos_core.algorithms.objectives.base import PolicySettings, probability_ratio
@@ -72,7 +72,7 @@ class _ReferenceLogprobs(NamedTuple):
     """`old_BS`, or the current log-probabilities if `old_BS` is None; without gradient."""
     rollout_BS: Tensor | None
     """Log-probabilities under the rollout distribution, `before_BS` for tokens that were not sampled; None: unknown."""
-    drawn_BS: Tensor
+    sampled_BS: Tensor
     """Mask of the trained tokens that the policy sampled."""
 
 
@@ -129,7 +129,7 @@ class Grpo(Algorithm):
             ],
         )
         if config.algo == "gdpo":
-            weights = weights_by_metric(config)
+            weights = metric_weights(config)
             columns = [
                 [[None if s.value is None else s.metrics.get(name) for s in group.scores] for group in groups]
                 for name in weights
@@ -159,7 +159,7 @@ class Grpo(Algorithm):
             return [0] * len(completions)
         return shared_prefixes([each.token_ids for each in completions], [s.value for s in group.scores], min_tokens)
 
-    def updates(self, samples: Sequence[Sample], view: View) -> Iterator[Update]:
+    def updates(self, samples: Sequence[Sample], view: TrainerView) -> Iterator[Update]:
         """Yield the optimizer steps of `mu_iterations` passes over the samples."""
         whole = [samples[batch] for batch in equal_batches(len(samples), self.config.batch_size_per_optimize)]
         may_be_idle = (
@@ -195,7 +195,7 @@ class Grpo(Algorithm):
         if self.config.reference_reset_interval and self._num_steps % self.config.reference_reset_interval == 0:
             view.reset("reference", optimizer=self.config.reset_optimizer_with_reference)
 
-    def _high_entropy(self, samples: Sequence[Sample], view: View) -> list[Tensor] | None:
+    def _high_entropy(self, samples: Sequence[Sample], view: TrainerView) -> list[Tensor] | None:
         if self.config.top_entropy_quantile == 1:
             return None
         rows = view.evaluate(samples, Wants(self.config.temperature, entropy="value"))
@@ -221,9 +221,9 @@ class Grpo(Algorithm):
                 value = value + config.positive_nll_coef * positive_nll(
                     micro.logprobs_BS, micro.mask_BS, rewards_B, positive_tokens
                 )
-            if (
-                config.use_rollout_logprobs_for_loss
-            ):  # `old` is the engine's: only in the first update the current policy is the trainer's old policy
+            if config.use_rollout_logprobs_for_loss:
+                # Only in the first update the current policy is the trainer's old policy, which is compared with the
+                # engine.
                 if not inputs.is_first:
                     return Loss(value, metrics)
                 references = references._replace(before_BS=micro.logprobs_BS.detach())
@@ -259,9 +259,9 @@ class Grpo(Algorithm):
         if inputs.correction is not None:
             assert references.rollout_BS is not None, "weights need the log-probabilities of the rollouts"
             weights_BS, metrics = importance_weights(
-                references.before_BS, references.rollout_BS, references.drawn_BS, inputs.correction
+                references.before_BS, references.rollout_BS, references.sampled_BS, inputs.correction
             )
-            weights_BS = torch.where(references.drawn_BS, weights_BS, 1.0)
+            weights_BS = torch.where(references.sampled_BS, weights_BS, 1.0)
         if (high_entropy_BS := _rows(inputs.high_entropy, micro)) is not None:
             weights_BS = high_entropy_BS if weights_BS is None else high_entropy_BS * weights_BS
         teacher_terms = self._teacher_terms(micro, inputs, references)
@@ -292,13 +292,13 @@ class Grpo(Algorithm):
 
     def _teacher_terms(
         self, micro: MicroBatch, inputs: _UpdateInputs, references: _ReferenceLogprobs
-    ) -> TeacherTerms | None:
+    ) -> TeacherLoss | None:
         """Return the teacher's contribution to the loss of a micro-batch; None: no teacher."""
         teacher_BS = _rows(inputs.teacher, micro)
         if self.teacher is None or teacher_BS is None:
             return None
         policy_BS = micro.outputs["top_logprobs"] if self.teacher.top_k else references.before_BS
-        return teacher_terms(self.teacher, policy_BS, teacher_BS, micro.mask_BS, references.drawn_BS)
+        return teacher_loss(self.teacher, policy_BS, teacher_BS, micro.mask_BS, references.sampled_BS)
 
 
 ALGORITHM = Grpo
@@ -340,7 +340,7 @@ def _correction(config: GrpoConfig, sampling: Sampling | None) -> Correction | N
     return correction if refuses or correction.rule != "none" else None
 
 
-def _logprobs(view: View, samples: Sequence[Sample], wants: Wants, weights: str) -> list[Tensor]:
+def _logprobs(view: TrainerView, samples: Sequence[Sample], wants: Wants, weights: str) -> list[Tensor]:
     return [row["logprobs"] for row in view.evaluate(samples, wants, weights=weights)]
 
 
@@ -387,7 +387,7 @@ def _engine_difference(references: _ReferenceLogprobs, low: float, high: float) 
     """
     if references.rollout_BS is None:
         return {}, {}
-    log_ratio_BS, sampled_BS = references.before_BS - references.rollout_BS, references.drawn_BS
+    log_ratio_BS, sampled_BS = references.before_BS - references.rollout_BS, references.sampled_BS
     difference_BS, ratio_BS = log_ratio_BS.abs(), probability_ratio(log_ratio_BS)
     return {"rollout/logprob_difference": difference_BS[sampled_BS]}, {
         "rollout/logprob_difference_mean": token_metric(difference_BS, sampled_BS),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cosmos_core.algorithms.aggregate import Metrics, apply_mask, means
-from cosmos_core.algorithms.base import Algorithm, Loss, Update, View
+from cosmos_core.algorithms.base import Algorithm, Loss, TrainerView, Update
 from cosmos_core.config.schema.kto import KtoConfig, KtoLossConfig
 from cosmos_core.data.sample import Sample, swap_responses
 from cosmos_core.models.base import MicroBatch
@@ -61,7 +61,7 @@ class Kto(Algorithm):
 
     config: KtoConfig
 
-    def updates(self, samples: Sequence[Sample], view: View) -> Iterator[Update]:
+    def updates(self, samples: Sequence[Sample], view: TrainerView) -> Iterator[Update]:
         """Yield one optimizer step with all responses of the train step."""
         reference_B, divergence_B = self._reference(samples, view)
         kl = divergence_B.mean().clamp(min=0)
@@ -77,7 +77,7 @@ class Kto(Algorithm):
 
         yield Update(samples, loss)
 
-    def measure(self, chunks: Iterable[Sequence[Sample]], view: View, size: int) -> dict[str, float]:
+    def measure(self, chunks: Iterable[Sequence[Sample]], view: TrainerView, size: int) -> dict[str, float]:
         """Return the loss and the mean rewards of held-out rows, with one KL estimate over all rows.
 
         `chunks` alternate between the labelled sample of a row and a sample with the response of another row; both
@@ -99,7 +99,7 @@ class Kto(Algorithm):
         loss, metrics = unpaired_loss(judged, kl, self.config.kto, len(labels))
         return {"loss": loss.item(), **means(metrics)}
 
-    def _reference(self, samples: Sequence[Sample], view: View) -> tuple[Tensor, Tensor]:
+    def _reference(self, samples: Sequence[Sample], view: TrainerView) -> tuple[Tensor, Tensor]:
         """Return two tensors: the reference log-probabilities of responses, and log-ratios for the KL estimate.
 
         The log-ratios are those of policy to reference for mismatched responses; they are 0 for losses without KL.
@@ -113,7 +113,7 @@ class Kto(Algorithm):
         return reference_B[: len(samples)], policy_B - reference_B[len(samples) :]
 
 
-def _sums(view: View, samples: Sequence[Sample], weights: str, size: int | None = None) -> Tensor:
+def _sums(view: TrainerView, samples: Sequence[Sample], weights: str, size: int | None = None) -> Tensor:
     """Return the log-probability of each response under the weight set named `weights`."""
     rows = view.evaluate(samples, weights=weights, size=size)
     return torch.stack([row["logprobs"].sum(dtype=torch.float64) for row in rows])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cosmos_core.algorithms.aggregate import Metrics, apply_mask, token_metric
 from cosmos_core.algorithms.kl import k2, k3
-from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, probability_ratio
+from cosmos_core.algorithms.objectives.base import ObjectiveInputs, PolicySettings, probability_ratio
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def policy_loss(inputs: PolicyInputs, settings: PolicySettings) -> PolicyLoss:
     advantages_B1 = inputs.advantages_B.to(logprobs_BT.dtype).unsqueeze(-1)
     if inputs.token_advantages_BT is not None:
         advantages_B1 = advantages_B1 + apply_mask(inputs.token_advantages_BT, mask_BT)
-    terms = Terms(logprobs_BT, log_ratio_BT, rollout_log_ratio_BT, advantages_B1, mask_BT)
+    terms = ObjectiveInputs(logprobs_BT, log_ratio_BT, rollout_log_ratio_BT, advantages_B1, mask_BT)
 
     loss_BT, metrics = getattr(_objective_module(settings), settings.objective)(terms, settings)
     if inputs.weights_BT is not None:
@@ -109,7 +109,7 @@ def _objective_module(settings: PolicySettings) -> ModuleType:
     return importlib.import_module(f"cosmos_core.algorithms.objectives.{settings.objective}")
 
 
-def _off_policy(terms: Terms, delta: float) -> Tensor:
+def _off_policy(terms: ObjectiveInputs, delta: float) -> Tensor:
     """Return a mask of the sequences that off-policy masking excludes (DeepSeek-V3.2, arXiv 2512.02556), shape (B, 1).
 
     An excluded sequence has a negative advantage (mean over tokens) and a mean log(mu / pi) above `delta`, where mu is

@@ -5,7 +5,7 @@ import importlib
 from cosmos_core.algorithms.base import Algorithm
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
-from cosmos_core.registry import import_thing, is_import_path
+from cosmos_core.registry import import_object, is_import_path
 from cosmos_core.types import Sampling
 
 _KEY = "train.train_policy.trainer_type"
@@ -21,7 +21,7 @@ def make_algorithm(recipe: Recipe, sampling: Sampling | None = None) -> Algorith
     """
     policy = recipe.train.train_policy
     if is_import_path(policy.trainer_type):
-        algorithm_class = import_thing(policy.trainer_type)
+        algorithm_class = import_object(policy.trainer_type)
         if not (isinstance(algorithm_class, type) and issubclass(algorithm_class, Algorithm)):
             raise ConfigError(
                 f"{_KEY} = {policy.trainer_type!r} is no algorithm; it must be a subclass of "

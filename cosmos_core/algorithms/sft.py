@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from cosmos_core.algorithms.aggregate import Metrics, apply_mask, denominator, token_metric
-from cosmos_core.algorithms.base import Algorithm, Loss, Update, View
+from cosmos_core.algorithms.base import Algorithm, Loss, TrainerView, Update
 from cosmos_core.data.sample import Sample
 from cosmos_core.models.base import MicroBatch
 
@@ -37,7 +37,7 @@ def loss_of_sources(batch: MicroBatch) -> Metrics:
 class Sft(Algorithm):
     """Supervised fine-tuning: one optimizer step per train step, with the mean loss over all trained tokens."""
 
-    def updates(self, samples: Sequence[Sample], view: View) -> Iterator[Update]:
+    def updates(self, samples: Sequence[Sample], view: TrainerView) -> Iterator[Update]:
         """Yield one optimizer step with all samples of the train step."""
         total = denominator("token-mean", [sample.num_learned for sample in samples])
 

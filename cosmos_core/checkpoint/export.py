@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cosmos_core.checkpoint.pinned import pinned_model, pinned_step
+from cosmos_core.checkpoint.load_checkpoint_model import pinned_model, pinned_step
 from cosmos_core.config.inputs import source_of
 from cosmos_core.errors import Preempted, StageFailed
 from cosmos_core.models.export import export_model
 from cosmos_core.models.hf import load_model, load_tokenizer
 from cosmos_core.models.lora import FOLDER
 from cosmos_core.models.processor import processor_files
-from cosmos_core.models.prove import auto_class, prove_export
+from cosmos_core.models.verify_export import auto_class, verify_export
 from cosmos_core.run.lineage import public_name
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import JsonValue, Outcome
@@ -85,7 +85,7 @@ def _export(stage: Stage, step: int) -> Outcome:
     export_model(model, tokenizer, target, dtype=dtype, extra_files=extra_files)
     if stage.stop_requested:
         raise Preempted(f"stage {stage.name!r} was asked to stop before its export was proven; run again to finish it")
-    checks = prove_export(model, target, dtype=dtype, tokenizer=tokenizer)
+    checks = verify_export(model, target, dtype=dtype, tokenizer=tokenizer)
     if adapter:
         checks.append(prove_copy(adapter, target))
     logger.info("exported %s %s; checks: %s", target, precision(stage), ", ".join(checks))

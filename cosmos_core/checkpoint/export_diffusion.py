@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from cosmos_core.checkpoint.export import Loading, adapter_files, model_card, precision, prove_copy, trained_step
-from cosmos_core.checkpoint.pinned import pinned_model, pinned_step, training_of
+from cosmos_core.checkpoint.load_checkpoint_model import pinned_model, pinned_step, training_of
 from cosmos_core.errors import Preempted
 from cosmos_core.models.diffusion import DiffusionModel
 from cosmos_core.models.export_pipeline import ADAPTER_FILE, export_pipeline
 from cosmos_core.models.families import open_family
-from cosmos_core.models.freeze import choose_trained
+from cosmos_core.models.freeze import mark_trained_weights
 from cosmos_core.models.lora import FOLDER, is_adapted
-from cosmos_core.models.prove_pipeline import prove_pipeline
+from cosmos_core.models.verify_pipeline_export import verify_pipeline
 from cosmos_core.run.loading import pipeline_arguments, pipeline_needs
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import JsonValue, Outcome
@@ -47,7 +47,7 @@ def run(stage: Stage) -> Outcome:
     export_pipeline(family, model, target, dtype=dtype, extra_files={"README.md": card, **adapter})
     if stage.stop_requested:
         raise Preempted(f"stage {stage.name!r} was asked to stop before its export was proven; run again to finish it")
-    checks = prove_pipeline(family, model, target, dtype=dtype, model_class=policy.model_class)
+    checks = verify_pipeline(family, model, target, dtype=dtype, model_class=policy.model_class)
     if adapter:
         checks.append(prove_copy(adapter, target))
     logger.info("exported %s %s; checks: %s", target, precision(stage), ", ".join(checks))
@@ -61,7 +61,7 @@ def run(stage: Stage) -> Outcome:
 def _starting_model(family: DiffusionModel, training: Stage) -> Any:
     """Return the denoiser with which a training stage began, with its trainable parameters marked."""
     model = family.load_denoiser(getattr(torch, training.recipe.train.master_dtype))
-    choose_trained(model, training.recipe.policy, family.lora_targets)
+    mark_trained_weights(model, training.recipe.policy, family.lora_targets)
     return model
 
 

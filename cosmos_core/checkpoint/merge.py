@@ -23,8 +23,8 @@ from cosmos_core.config.inputs import source_of
 from cosmos_core.config.schema.merge import MergeConfig
 from cosmos_core.errors import ConfigError, ModelError, Preempted
 from cosmos_core.models.disk import translate_disk_errors
+from cosmos_core.models.model_files import weight_files
 from cosmos_core.models.sharded_load import init_on_meta
-from cosmos_core.models.source import weight_files
 from cosmos_core.run.files import replaced_folder
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome

@@ -16,13 +16,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from cosmos_core.checkpoint.parts import EXTRA, extra_name
+from cosmos_core.checkpoint.rank_files import EXTRA, extra_name
 from cosmos_core.checkpoint.state import (
     TrainState,
     adopt_json_values,
     adopt_optimizer_tensors,
-    begin_named_weights,
     empty_tensors,
+    init_missing_weight_sets,
 )
 from cosmos_core.errors import ModelError
 from cosmos_core.models.disk import unwrap_checkpoint_errors
@@ -30,7 +30,7 @@ from cosmos_core.parallel.mesh import all_gather_object, broadcast_object, is_fi
 from cosmos_core.run.files import read_json, sha256
 
 MANIFEST = "manifest.json"
-OF_ANOTHER = "it belongs to another configuration"
+OTHER_CONFIGURATION = "it belongs to another configuration"
 _STEP = re.compile(r"step_(\d+)")
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ def saved_steps(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match in map(_STEP.fullmatch, names) if match)
 
 
-def problem(folder: Path, step: int, fingerprint: str | None, *, is_hashed: bool = False) -> str | None:
+def resume_obstacle(folder: Path, step: int, fingerprint: str | None, *, is_hashed: bool = False) -> str | None:
     """Return the reason why training cannot resume from the checkpoint of a step; None: every byte is intact.
 
     Args:
@@ -63,7 +63,7 @@ def problem(folder: Path, step: int, fingerprint: str | None, *, is_hashed: bool
     if not manifest:
         return f"{MANIFEST} is missing or damaged: it was not written to the end"
     if fingerprint is not None and manifest.get("fingerprint") != fingerprint:
-        return OF_ANOTHER
+        return OTHER_CONFIGURATION
     if manifest.get("step") != step:
         return f"{MANIFEST} is of step {manifest.get('step')}"
     if not _says_what_was_saved(manifest):
@@ -85,7 +85,7 @@ def _says_what_was_saved(manifest: dict[str, Any]) -> bool:
     return all(isinstance(record, dict) and record.keys() >= {"size", "sha256"} for record in files.values())
 
 
-def newest_whole(folder: Path, fingerprint: str, hashed: Container[int] = ()) -> int | None:
+def newest_complete_step(folder: Path, fingerprint: str, hashed: Container[int] = ()) -> int | None:
     """Return the step of the newest intact checkpoint, and log a warning for each newer checkpoint that is not intact.
 
     For steps in `hashed`, which this process wrote, only sizes of files are compared.
@@ -95,7 +95,7 @@ def newest_whole(folder: Path, fingerprint: str, hashed: Container[int] = ()) ->
     """
     for step in reversed(saved_steps(folder)):
         refuse_pickled_shards(step_folder(folder, step) / "policy")
-        reason = problem(folder, step, fingerprint, is_hashed=step in hashed)
+        reason = resume_obstacle(folder, step, fingerprint, is_hashed=step in hashed)
         if reason is None:
             return step
         logger.warning("checkpoint %s is passed over: %s", step_folder(folder, step), reason)
@@ -114,24 +114,24 @@ def load_latest(
     Raises:
         ModelError: the checkpoint is of another model, or was written by Cosmos-RL.
     """
-    step = _newest_whole_on_ranks(folder, fingerprint, beat)
+    step = _newest_complete_step_on_ranks(folder, fingerprint, beat)
     if step is not None:
         _fill(state, step_folder(folder, step) / "policy")
     return step
 
 
-def _newest_whole_on_ranks(folder: Path, fingerprint: str, beat: Callable[[], None]) -> int | None:
+def _newest_complete_step_on_ranks(folder: Path, fingerprint: str, beat: Callable[[], None]) -> int | None:
     """Return the step of the newest intact checkpoint on every rank, as a collective; None: no intact checkpoint.
 
-    Unlike `newest_whole`, every rank hashes only some of the files, because a single rank would take longer than the
-    timeout of a collective.
+    Unlike `newest_complete_step`, every rank hashes only some of the files, because a single rank would take longer
+    than the timeout of a collective.
     """
     for step in broadcast_object(saved_steps(folder)[::-1]):
         if is_first():
             refuse_pickled_shards(step_folder(folder, step) / "policy")
-        reason = broadcast_object(problem(folder, step, fingerprint, is_hashed=True) if is_first() else None)
+        reason = broadcast_object(resume_obstacle(folder, step, fingerprint, is_hashed=True) if is_first() else None)
         if reason is None:
-            damage_on_rank = damage(step_folder(folder, step) / "policy", rank_number(), num_ranks(), beat)
+            damage_on_rank = find_damaged_file(step_folder(folder, step) / "policy", rank_number(), num_ranks(), beat)
             reason = next(filter(None, all_gather_object(damage_on_rank)), None)
         if reason is None:
             return step
@@ -140,7 +140,7 @@ def _newest_whole_on_ranks(folder: Path, fingerprint: str, beat: Callable[[], No
     return None
 
 
-def damage(policy: Path, rank: int, num_ranks: int, beat: Callable[[], None] = lambda: None) -> str | None:
+def find_damaged_file(policy: Path, rank: int, num_ranks: int, beat: Callable[[], None] = lambda: None) -> str | None:
     """Return a description of the first damaged file of a checkpoint, by digest; None: no file is damaged.
 
     Only every `num_ranks`-th file is checked, from number `rank` on. `beat` is called before each file.
@@ -162,7 +162,7 @@ def load_from(policy: Path, state: TrainState) -> int:
     """
     step = int(policy.parent.name.removeprefix("step_"))
     refuse_pickled_shards(policy)
-    reason = problem(policy.parent.parent, step, None)
+    reason = resume_obstacle(policy.parent.parent, step, None)
     if reason is not None:
         raise ModelError(f"checkpoint {policy}: {reason}; name another one, or none")
     _fill(state, policy)
@@ -180,7 +180,7 @@ def _fill(state: TrainState, policy: Path) -> None:
     with unwrap_checkpoint_errors():
         dcp.load(tensors, storage_reader=reader, no_dist=True)
     adopt_optimizer_tensors(state, tensors)
-    begin_named_weights(state, tensors)
+    init_missing_weight_sets(state, tensors)
     adopt_json_values(state, _extra(policy), tensors)
 
 
@@ -212,7 +212,7 @@ def refuse_pickled_shards(policy: Path) -> None:
 
 
 def _file_problem(file: Path, record: dict[str, Any], is_hashed: bool) -> str | None:
-    if not os.path.isfile(file):  # False, not an error, for a name that the file system does not accept
+    if not os.path.isfile(file):  # unlike Path.is_file, returns False for an invalid file name
         return f"{file.name} is gone"
     size = file.stat().st_size
     if size != record["size"]:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from cosmos_core.checkpoint import resume
 from cosmos_core.checkpoint.best import BEST, Best
-from cosmos_core.checkpoint.parts import LocalTensor, own_tensors, write_rank
+from cosmos_core.checkpoint.rank_files import LocalTensor, own_tensors, write_rank
 from cosmos_core.checkpoint.resume import MANIFEST, saved_steps, step_folder
 from cosmos_core.checkpoint.state import TrainState, json_values, named_tensors
 from cosmos_core.errors import StageFailed
@@ -93,7 +93,7 @@ class Checkpointer:
         """
         self.wait()
         if is_first():
-            shutil.rmtree(self._building(step), ignore_errors=True)
+            shutil.rmtree(self._temporary_folder(step), ignore_errors=True)
         tensors = own_tensors({name: tensor.detach() for name, tensor in named_tensors(state).items()})
         extra = json.dumps(json_values(state))
         if self._writer is None:
@@ -158,7 +158,7 @@ class Checkpointer:
         written, problem = {}, ""
         try:
             with translate_disk_errors(self._name(step), self._describe_rest):
-                written = write_rank(self._building(step), tensors, extra)
+                written = write_rank(self._temporary_folder(step), tensors, extra)
         except StageFailed as error:
             problem = str(error)
         value = (written, problem)
@@ -174,7 +174,7 @@ class Checkpointer:
             with translate_disk_errors(self._name(step), self._describe_rest):
                 self._commit(step, [files for files, _ in of_all])
         finally:
-            shutil.rmtree(self._building(step), ignore_errors=True)
+            shutil.rmtree(self._temporary_folder(step), ignore_errors=True)
         with translate_disk_errors(f"{BEST} in {self._folder.parent}", self._describe_rest):
             self.name_best(best)
         self._prune(step, best)
@@ -203,7 +203,7 @@ class Checkpointer:
         target = step_folder(self._folder, step)
         with replaced_folder(target) as building:
             policy = building / "policy"
-            self._building(step).rename(policy)
+            self._temporary_folder(step).rename(policy)
             manifest = {
                 "step": step,
                 "fingerprint": self._fingerprint,
@@ -216,7 +216,7 @@ class Checkpointer:
         self._hashed.add(step)
         logger.info("saved checkpoint %s", target)
 
-    def _building(self, step: int) -> Path:
+    def _temporary_folder(self, step: int) -> Path:
         """Return the temporary folder into which the ranks write the files of a step."""
         return self._folder / f".step_{step}.parts.tmp"
 
@@ -233,7 +233,7 @@ class Checkpointer:
             return
         own_steps = [step for step in saved_steps(self._folder) if step <= newest and self._is_ours(step)]
         too_many = [step for step in own_steps[: -self._max_keep] if best is None or step != best.step]
-        if too_many and resume.problem(self._folder, newest, self._fingerprint, is_hashed=True) is None:
+        if too_many and resume.resume_obstacle(self._folder, newest, self._fingerprint, is_hashed=True) is None:
             for step in too_many:
                 # The folder is renamed first, so that a kill does not leave a partially deleted checkpoint.
                 trash = self._folder / f".step_{step}.{os.getpid()}.tmp"
@@ -245,7 +245,7 @@ class Checkpointer:
         return manifest.get("fingerprint") == self._fingerprint
 
     def _newest_whole(self) -> int | None:
-        return resume.newest_whole(self._folder, self._fingerprint, self._hashed)
+        return resume.newest_complete_step(self._folder, self._fingerprint, self._hashed)
 
     def _describe_rest(self) -> str:
         whole = self._newest_whole()

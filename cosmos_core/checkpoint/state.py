@@ -27,7 +27,7 @@ from cosmos_core.types import JsonValue
 _MODEL = "model."
 _OPTIMIZER = "optimizer."
 _TABLES = ("feed", "algorithm")
-FOLLOWING = ("ema", "old")
+COPIES_OF_POLICY = ("ema", "old")
 """Names of the weight sets that follow the policy and start as a copy of its weights if a checkpoint lacks them.
 
 Other weight sets, such as `reference`, keep the weights that the stage loaded.
@@ -137,10 +137,10 @@ def adopt_optimizer_tensors(state: TrainState, tensors: Mapping[str, Tensor]) ->
     state.optimizer.load_state_dict({"state": joined, "param_groups": live["param_groups"]})
 
 
-def begin_named_weights(state: TrainState, tensors: Mapping[str, Tensor]) -> None:
-    """Copy the policy's weights into each weight set in `FOLLOWING` whose tensors the loaded checkpoint lacks."""
+def init_missing_weight_sets(state: TrainState, tensors: Mapping[str, Tensor]) -> None:
+    """Copy the policy's weights into each of the weight sets `COPIES_OF_POLICY` that the loaded checkpoint lacks."""
     parameters = dict(state.model.named_parameters())
-    for which in FOLLOWING:
+    for which in COPIES_OF_POLICY:
         for name, tensor in state.named_weights.get(which, {}).items():
             if f"{which}.{name}" not in tensors:
                 tensor.copy_(parameters[name].detach())

@@ -40,7 +40,7 @@ class ActorGroup:
     """Whether the actors compute while the ranks compute, and not only while the ranks wait."""
 
 
-class _Host:
+class _ObjectActor:
     """Ray actor that holds one object, made by `make`, and calls its methods.
 
     `threads`: number of CPU threads of the process, 0: the default. `gpus`: value of `CUDA_VISIBLE_DEVICES`, empty: the
@@ -72,7 +72,7 @@ class ActorHandle:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ActorHandle) and self.actor._actor_id == other.actor._actor_id
 
-    def ask(self, method: str, *arguments: Any, shared: Any = None, **keywords: Any) -> Future[Any]:
+    def call(self, method: str, *arguments: Any, shared: Any = None, **keywords: Any) -> Future[Any]:
         """Call a method of the object and return a future of its result.
 
         The future raises `ConnectionError` if the process has died, or `ConnectionRefusedError` if the process is not
@@ -80,7 +80,7 @@ class ActorHandle:
         """
         reply: Future[Any] = Future()
 
-        def tell(done: Future[Any]) -> None:
+        def set_reply(done: Future[Any]) -> None:
             error = done.exception()
             if error is None:
                 reply.set_result(done.result())
@@ -93,7 +93,7 @@ class ActorHandle:
             else:
                 reply.set_exception(error)
 
-        self.actor.call.remote(method, arguments, keywords, shared).future().add_done_callback(tell)
+        self.actor.call.remote(method, arguments, keywords, shared).future().add_done_callback(set_reply)
         return reply
 
     def put(self, value: Any) -> Any:
@@ -106,21 +106,25 @@ class ActorHandle:
         ray.kill(self.actor, no_restart=False)
 
 
-def _gpus_of(rooms: Sequence[Any], count: int) -> list[str]:
+def _gpus_of(placements: Sequence[Any], count: int) -> list[str]:
     """Return for each bundle its `count` free GPUs as a value of `CUDA_VISIBLE_DEVICES`.
 
-    `rooms` are Ray's scheduling strategies, each for one reserved bundle of resources.
+    `placements` are Ray's scheduling strategies, each for one reserved bundle of resources.
     """
     remote: Any = ray.remote
     visible = remote(num_cpus=0, num_gpus=count)(lambda: os.environ["CUDA_VISIBLE_DEVICES"])
-    visible_gpus: list[str] = ray.get([visible.options(scheduling_strategy=strategy).remote() for strategy in rooms])
+    visible_gpus: list[str] = ray.get(
+        [visible.options(scheduling_strategy=strategy).remote() for strategy in placements]
+    )
     return visible_gpus
 
 
 class Actors:
     """The actors of a group, managed by the process that starts them."""
 
-    def __init__(self, group: ActorGroup, *, is_embedded: bool, threads: int = 0, rooms: Sequence[Any] = ()) -> None:
+    def __init__(
+        self, group: ActorGroup, *, is_embedded: bool, threads: int = 0, placements: Sequence[Any] = ()
+    ) -> None:
         """Start the actors that `group` describes.
 
         Args:
@@ -135,13 +139,13 @@ class Actors:
         gpus = 0.0
         if has_gpus:
             gpus = SHARED if group.shares_gpus else float(group.processes)
-        self._rooms = rooms if has_gpus or not group.shares_gpus else ()
-        self._most = len(rooms) if has_gpus and group.shares_gpus else math.inf
-        self._gpus = [""] * len(rooms)
+        self._placements = placements if has_gpus or not group.shares_gpus else ()
+        self._max_actors = len(placements) if has_gpus and group.shares_gpus else math.inf
+        self._gpus = [""] * len(placements)
         if has_gpus and group.shares_gpus and group.processes > 1:
             # Ray cannot allocate fractions of several GPUs to an actor. So ranks get whole GPUs, and an environment
             # variable makes the same GPUs visible to the actors.
-            gpus, self._gpus = 0.0, _gpus_of(rooms, group.processes)
+            gpus, self._gpus = 0.0, _gpus_of(placements, group.processes)
         remote: Any = ray.remote  # Any, because the type annotations of ray.remote cover functions only
         # On an embedded cluster actors reserve no CPU cores, so that more actors can start later.
         self._actor = remote(
@@ -149,34 +153,34 @@ class Actors:
             num_gpus=gpus,
             max_concurrency=_CALLS_AT_ONCE,
             max_restarts=-1,
-        )(type(group.name, (_Host,), {}))
+        )(type(group.name, (_ObjectActor,), {}))
         self.handles: list[ActorHandle] = []
-        self._asked = 0
-        self.adjust(lambda handles: None)
+        self._num_requested = 0
+        self.resize(lambda handles: None)
 
-    def adjust(self, tell: Callable[[list[ActorHandle]], object]) -> None:
+    def resize(self, on_change: Callable[[list[ActorHandle]], object]) -> None:
         """Start or kill actors until their number is the target number of the group.
 
-        If the number changes, `tell` is called to pass the new handles to the ranks. Surplus actors are killed after
-        `tell` has returned.
+        If the number changes, `on_change` is called to pass the new handles to the ranks. Surplus actors are killed
+        after `on_change` has returned.
         """
         requested, previous_count = max(0, self._group.target_size()), len(self.handles)
-        target = int(min(requested, self._most))
-        if requested > target and requested != self._asked:
+        target = int(min(requested, self._max_actors))
+        if requested > target and requested != self._num_requested:
             logger.warning("%d processes are asked for; each shares GPUs of ranks, so there are %d", requested, target)
-        self._asked = requested
+        self._num_requested = requested
         if target == previous_count:
             return
         while (number := len(self.handles)) < target:
             options: dict[str, Any] = {}
             gpus = ""
-            if number < len(self._rooms):
-                options, gpus = {"scheduling_strategy": self._rooms[number]}, self._gpus[number]
+            if number < len(self._placements):
+                options, gpus = {"scheduling_strategy": self._placements[number]}, self._gpus[number]
             self.handles.append(
                 ActorHandle(self._actor.options(**options).remote(self._group.make, self._threads, gpus))
             )
         surplus, self.handles = self.handles[target:], self.handles[:target]
-        tell(self.handles)
+        on_change(self.handles)
         for handle in surplus:
             ray.kill(handle.actor, no_restart=True)
         if previous_count:

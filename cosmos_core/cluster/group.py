@@ -27,9 +27,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from cosmos_core.cluster.facts import variables_of_ranks
 from cosmos_core.cluster.join import join_cluster
 from cosmos_core.cluster.placement import POLL_SECONDS, ranks_of_bundle, reserve_bundles, resource_bundles
+from cosmos_core.cluster.properties import variables_of_ranks
 from cosmos_core.cluster.rank import Messages, Program, Rank, Rendezvous
 from cosmos_core.errors import CosmosError, ProgramError, StageFailed, first_line
 from cosmos_core.transient import is_transient
@@ -110,7 +110,7 @@ def process_group(rendezvous: Rendezvous) -> Iterator[None]:
     store = dist.TCPStore(rendezvous.address, rendezvous.port, rendezvous.size)
     dist.init_process_group(backend, store=store, rank=rendezvous.rank, world_size=rendezvous.size)
     yield
-    dist.destroy_process_group()  # not after an error, because the other ranks would fail and hide the original error
+    dist.destroy_process_group()  # only without an error: a torn down group fails on other ranks
 
 
 def interface_to(address: str) -> str | None:
@@ -224,14 +224,15 @@ def _ray_ranks(
 ) -> Any:
     with _cluster(size, group) as (ray, is_embedded, of_actor):
         needed = resource_bundles(ray, size, group, is_embedded=is_embedded)
-        rooms = reserve_bundles(ray, needed, should_stop, while_waiting)
+        placements = reserve_bundles(ray, needed, should_stop, while_waiting)
         count = ranks_of_bundle(group, has_gpus=ray.cluster_resources().get("GPU", 0) > 0)
-        of_ranks = [rooms[rank // count] for rank in range(size)]
+        of_ranks = [placements[rank // count] for rank in range(size)]
         start = _make_starter(ray, of_ranks, share=0.5 if group is not None and group.shares_gpus and count == 1 else 1)
         actors = None
         if group is not None:
+            of_actors = placements if group.shares_gpus else placements[size:]
             actors = importlib.import_module("cosmos_core.cluster.actors").Actors(
-                group, is_embedded=is_embedded, threads=of_actor, rooms=rooms if group.shares_gpus else rooms[size:]
+                group, is_embedded=is_embedded, threads=of_actor, placements=of_actors
             )
         for number in range(_MOST_RESTARTS + 1):
             members, calls = start(program)
@@ -291,19 +292,19 @@ def num_threads(cores: int, num_ranks: int, num_actors: int, *, overlaps: bool) 
     return max(1, cores // max(num_ranks, num_actors)), max(1, cores // max(1, num_actors * (1 + overlaps)))
 
 
-def _make_starter(ray: Any, rooms: list[Any], share: float) -> Callable[[Program], tuple[list[Any], list[Any]]]:
+def _make_starter(ray: Any, placements: list[Any], share: float) -> Callable[[Program], tuple[list[Any], list[Any]]]:
     """Return a function that starts a program on all ranks and returns the Ray actors of the ranks and pending calls.
 
-    `rooms` are Ray's scheduling strategies, one per rank. `share` is the fraction of a GPU per rank, if there are GPUs.
+    `placements`: Ray scheduling strategies, one per rank. `share`: fraction of a GPU per rank, if there are GPUs.
     """
-    size, gpus = len(rooms), share if ray.cluster_resources().get("GPU", 0) else 0
+    size, gpus = len(placements), share if ray.cluster_resources().get("GPU", 0) else 0
     remote: Any = ray.remote  # Any, because the type annotations of ray.remote cover functions only
     actor = remote(num_cpus=1, num_gpus=gpus, max_concurrency=2)(Rank)
     address = ray.util.get_node_ip_address()
     stores = []  # never closed, so that a late connection of a dead rank does not reach another process on its port
 
     def start(program: Program) -> tuple[list[Any], list[Any]]:
-        members = [actor.options(scheduling_strategy=room).remote() for room in rooms]
+        members = [actor.options(scheduling_strategy=placement).remote() for placement in placements]
         stores.append(open_store(address, size))
         calls = [
             member.run.remote(program, Rendezvous(rank, size, address, stores[-1].port, 0))  # Ray makes one GPU visible
@@ -352,10 +353,10 @@ def _wait_for_ranks(
     while waiting:
         if should_stop() and not is_stop_sent:
             is_stop_sent = True
-            for member in members:  # not awaited, because a dead rank does not reply
+            for member in members:  # do not wait for replies, because a dead rank sends none
                 member.stop.remote()
         if actors is not None:
-            actors.adjust(lambda handles: ray.wait([members[0].set_actors.remote(handles)], timeout=_REPLY_SECONDS))
+            actors.resize(lambda handles: ray.wait([members[0].set_actors.remote(handles)], timeout=_REPLY_SECONDS))
         done, _ = ray.wait(waiting, timeout=POLL_SECONDS)
         replies = {call: call for call in done}
         if not done and time.monotonic() - last_poll > _REPLY_SECONDS:

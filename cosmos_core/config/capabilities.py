@@ -12,7 +12,7 @@ from cosmos_core.config.override import IMPLIED
 from cosmos_core.config.reported import check_gates
 from cosmos_core.config.schema.marks import Only, mark
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.config.schema.table import InStage, Table, as_toml, live_tables, set_fields, status, switched_off
+from cosmos_core.config.schema.table import InStage, Table, active_fields, active_tables, as_toml, status, switched_off
 from cosmos_core.errors import ConfigError
 
 
@@ -94,7 +94,7 @@ def _check_compared_rows(pipeline: Pipeline) -> None:
                 f", and data = {stage.data!r} has none; name a stage of kind prepare"
             )
         trainings = [other.name for other in pipeline.stages if pipeline.kind_of(other).trains]
-        if not stage.data and not any(stage.name in pipeline.behind(name) for name in trainings):
+        if not stage.data and not any(stage.name in pipeline.with_dependents(name) for name in trainings):
             raise ConfigError(
                 f"{pipeline.source}: stage {stage.name!r}: export.formats are compared with the model on rows, and no "
                 'training comes before the stage; set data = "stage:NAME" of a prepare stage'
@@ -107,25 +107,25 @@ def notices_of(pipeline: Pipeline) -> list[str]:
     lines = [
         line
         for stage in stages
-        for line in (*_without_effect(stage.recipe), *_of_local_data(stage.recipe), *_switched_off(stage))
+        for line in (*_ignored_settings(stage.recipe), *_ignored_revisions(stage.recipe), *_switched_off(stage))
     ]
-    lines += [line for stage in stages for table in live_tables(stage.recipe) for line in table.notices(stage)]
-    return list(dict.fromkeys((*pipeline.notices, *lines, *_of_light_stages(pipeline))))
+    lines += [line for stage in stages for table in active_tables(stage.recipe) for line in table.notices(stage)]
+    return list(dict.fromkeys((*pipeline.notices, *lines, *_ignored_timeouts(pipeline))))
 
 
 def _refusals(table: Table, stage: InStage) -> Iterator[str]:
-    for key, field, value, is_set in set_fields(table):
+    for key, field, value, is_set in active_fields(table):
         support, only = status(field), mark(field, Only)
         if only and only.allows(value):
             continue
         if only or (is_set and support.name in {"planned", "unsupported"}):
             yield f"{key} = {as_toml(value)}: {only.note if only else support.note}"
-    for inner in live_tables(table):
+    for inner in active_tables(table):
         yield from inner.refusals(stage)
 
 
-def _without_effect(recipe: Recipe) -> Iterator[str]:
-    for key, field, value, is_set in set_fields(recipe):
+def _ignored_settings(recipe: Recipe) -> Iterator[str]:
+    for key, field, value, is_set in active_fields(recipe):
         support = status(field)
         if is_set and support.name == "no effect":
             yield f"{key} = {as_toml(value)} has no effect here: {support.note}"
@@ -137,7 +137,7 @@ def _switched_off(stage: InStage) -> Iterator[str]:
             yield f"{key} = {as_toml(value)} has no effect here: {switch} is off"
 
 
-def _of_light_stages(pipeline: Pipeline) -> Iterator[str]:
+def _ignored_timeouts(pipeline: Pipeline) -> Iterator[str]:
     for stage in pipeline.stages:
         if stage.timeout and not pipeline.kind_of(stage).in_worker:
             yield (
@@ -146,7 +146,7 @@ def _of_light_stages(pipeline: Pipeline) -> Iterator[str]:
             )
 
 
-def _of_local_data(recipe: Recipe) -> Iterator[str]:
+def _ignored_revisions(recipe: Recipe) -> Iterator[str]:
     for table, dataset in recipe.datasets.items():
         for key in ("subset", "revision"):
             value = getattr(dataset, key)

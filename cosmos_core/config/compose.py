@@ -16,13 +16,13 @@ from typing import Any
 
 import tomli_w
 
-from cosmos_core.config.compat.translate import modern, of_algorithm
+from cosmos_core.config.compat.translate import with_algorithm_keys, with_current_keys
 from cosmos_core.config.conditions import parse_condition
 from cosmos_core.config.files import read_config
 from cosmos_core.config.inputs import STAGE_PREFIX, Input, existing, inputs_of, source_of
-from cosmos_core.config.load import MAX_FILE_BYTES, Values, excess, fit, merge, parse, printable, without_none
-from cosmos_core.config.media import located_media
-from cosmos_core.config.override import IMPLIED, entry_with, living, parse_setting, shared_values, sort_settings
+from cosmos_core.config.load import MAX_FILE_BYTES, Values, merge, parse, printable, shorten, unusable, without_none
+from cosmos_core.config.media import absolute_media
+from cosmos_core.config.override import IMPLIED, drop_dead, entry_with, parse_setting, shared_values, sort_settings
 from cosmos_core.config.schema.clean import BENCHMARKS
 from cosmos_core.config.schema.marks import Where
 from cosmos_core.config.schema.pipeline import PipelineConfig, StageConfig
@@ -99,7 +99,7 @@ class Pipeline:
                 return stage
         return None
 
-    def behind(self, name: str) -> set[str]:
+    def with_dependents(self, name: str) -> set[str]:
         """Return the stage and every stage that depends on it, by name."""
         names = {self.stage(name).name}
         for stage in self.stages:  # one pass is enough, because stages are in topological order
@@ -132,7 +132,7 @@ def load_pipeline(path: Path, overrides: Sequence[str], kinds: Kinds, over: Sequ
     notices: list[str] = []
     with _one_line_errors():
         shared = read_config(path, notices, over)
-        return _saveable(_compose(path, shared, overrides, kinds, notices))
+        return _check_saveable(_compose(path, shared, overrides, kinds, notices))
 
 
 def with_stage(pipeline: Pipeline, stage: Values, tables: Values, source: Path) -> Pipeline:
@@ -149,9 +149,9 @@ def with_stage(pipeline: Pipeline, stage: Values, tables: Values, source: Path) 
     notices: list[str] = []
     with _one_line_errors():
         values = pipeline.as_toml()
-        tables = modern(tables, f"{source}: stage {stage['name']!r}", notices)
+        tables = with_current_keys(tables, f"{source}: stage {stage['name']!r}", notices)
         values["pipeline"].setdefault("stages", []).append({**stage, "overrides": tables})
-        return _saveable(_compose(source, values, (), pipeline.kinds, notices))
+        return _check_saveable(_compose(source, values, (), pipeline.kinds, notices))
 
 
 @contextmanager
@@ -159,13 +159,13 @@ def _one_line_errors() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(fit(str(error))) from error
+        raise ConfigError(shorten(str(error))) from error
 
 
-def _saveable(pipeline: Pipeline) -> Pipeline:
+def _check_saveable(pipeline: Pipeline) -> Pipeline:
     """Return the pipeline after a check that a run, which saves it, can read it again."""
     saved = pipeline.as_toml()
-    problem = excess(saved)
+    problem = unusable(saved)
     if not problem and len(tomli_w.dumps(saved).encode()) > MAX_FILE_BYTES:
         problem = f"more than {MAX_FILE_BYTES} bytes once it is written out for {len(pipeline.stages)} stages"
     if problem:
@@ -175,10 +175,10 @@ def _saveable(pipeline: Pipeline) -> Pipeline:
 
 def _compose(path: Path, shared: Values, overrides: Sequence[str], kinds: Kinds, notices: list[str]) -> Pipeline:
     table = shared.pop("pipeline", {})
-    parsed = living([parse_setting(text) for text in overrides], notices)
+    parsed = drop_dead([parse_setting(text) for text in overrides], notices)
     entries = _entries(path, table)
     if not entries:
-        tables = of_algorithm(merge(shared, shared_values(parsed)), [])
+        tables = with_algorithm_keys(merge(shared, shared_values(parsed)), [])
         recipe = parse(Recipe, tables, source=str(path), notices=[])
         entries = [stage.model_dump(exclude_defaults=True) for stage in _stages_of_recipe(recipe, kinds)]
     settings = sort_settings(parsed, [entry["name"] for entry in entries if isinstance(entry.get("name"), str)])
@@ -190,15 +190,15 @@ def _compose(path: Path, shared: Values, overrides: Sequence[str], kinds: Kinds,
         tables = tables_of[stage.name] = merge(merge(shared, _recipe_file(path, stage, notices)), stage.overrides)
         recipe_file = f" (recipe {stage.recipe})" if stage.recipe else ""
         where = f"{path}: stage {stage.name!r}{recipe_file}"
-        recipes[stage.name] = parse(Recipe, of_algorithm(tables, notices), source=where, notices=notices)
+        recipes[stage.name] = parse(Recipe, with_algorithm_keys(tables, notices), source=where, notices=notices)
         stages.append(stage)
     complete = config.model_copy(update={"stages": tuple(stages)})
     pipeline = Pipeline(path, complete, recipes, kinds, tuple(dict.fromkeys(map(printable, notices))))
     _check_stages(pipeline)
-    pipeline = _in_one_folder(pipeline)
+    pipeline = _with_output_dir(pipeline)
     pipeline = with_sweeps(_sorted(_with_prepared_data(pipeline)), tables_of)
     pipeline = with_uploads(_sorted(pipeline))
-    return _absolute(_in_trained_precision(_sorted(pipeline)))
+    return _absolute(_inherit_export_dtype(_sorted(pipeline)))
 
 
 def _entries(path: Path, table: Any) -> list[Mapping[str, Any]]:
@@ -241,7 +241,7 @@ def _stages_of_recipe(recipe: Recipe, kinds: Kinds) -> tuple[StageConfig, ...]:
         measure = _kind(kinds, makes="metrics", reads_data="prepared")
         stages.append(StageConfig(name=measure, kind=measure, data=data, **model))
     if recipe.train.ckpt.export_safetensors:
-        export = _kind(kinds, makes="model", feed="", chooses=False, required_keys={})
+        export = _kind(kinds, makes="model", feed="", selects_branch=False, required_keys={})
         stages.append(StageConfig(name=export, kind=export, **model))
     return tuple(stages)
 
@@ -328,7 +328,7 @@ def _check_kind(where: str, stage: StageConfig, recipe: Recipe, kinds: Kinds) ->
         )
 
 
-def _in_one_folder(pipeline: Pipeline) -> Pipeline:
+def _with_output_dir(pipeline: Pipeline) -> Pipeline:
     """Return the pipeline with the folder of runs that its recipes name; refuse several, since a run has one folder."""
     if pipeline.config.output_dir:
         return pipeline
@@ -353,7 +353,7 @@ def _sorted(pipeline: Pipeline) -> Pipeline:
         inputs = list(stage.after)
         for key, reference in _references(stage, ordered.recipes[stage.name], ordered.kind_of(stage)):
             upstream = source_of(reference)
-            if upstream is not None and stage.name not in ordered.behind(upstream):
+            if upstream is not None and stage.name not in ordered.with_dependents(upstream):
                 raise ConfigError(
                     f"{pipeline.source}: stage {stage.name!r}: {key} = {reference!r} but {upstream!r} is not in its "
                     f'`after`; write after = ["{upstream}"]'
@@ -365,7 +365,7 @@ def _sorted(pipeline: Pipeline) -> Pipeline:
     return ordered.with_stages(complete)
 
 
-def _in_trained_precision(pipeline: Pipeline) -> Pipeline:
+def _inherit_export_dtype(pipeline: Pipeline) -> Pipeline:
     """Let an export without `train.param_dtype` inherit the value from the stage whose model it exports."""
     recipes = dict(pipeline.recipes)
     for stage in pipeline.stages:
@@ -397,7 +397,7 @@ def _in_order(pipeline: Pipeline) -> list[StageConfig]:
 
 def _gate_target(pipeline: Pipeline, stage: StageConfig) -> str:
     """Return the publication target of a gate, by default that of the first upload stage that depends on the gate."""
-    dependents = pipeline.behind(stage.name)
+    dependents = pipeline.with_dependents(stage.name)
     uploads = [s.target for s in pipeline.stages if pipeline.kind_of(s).makes == "publication" and s.name in dependents]
     target = stage.target or (uploads[0] if stage.require and uploads else "")
     where = f"{pipeline.source}: stage {stage.name!r}"
@@ -430,7 +430,7 @@ def _with_prepared_data(pipeline: Pipeline) -> Pipeline:
         is_training = trained is not None and kinds[trained.name].trains
         if trained is not None and is_training and kinds[stage.name].makes == "metrics" and not stage.data:
             name = prepared(trained) or f"{trained.name}{IMPLIED}"
-            stages.append(_depending(stage, data=f"stage:{name}", after=name))
+            stages.append(_depend_on_data(stage, data=f"stage:{name}", after=name))
             continue
         name = f"{stage.name}{IMPLIED}"
         if name in by_name:
@@ -444,11 +444,11 @@ def _with_prepared_data(pipeline: Pipeline) -> Pipeline:
         needs = tuple(dict.fromkeys(source for _, reference in references if (source := source_of(reference))))
         stages.append(own.model_copy(update={"after": needs}))
         recipes[name] = recipes[stage.name]
-        stages.append(_depending(stage, data=f"stage:{name}", after=name))
+        stages.append(_depend_on_data(stage, data=f"stage:{name}", after=name))
     return pipeline.with_stages(stages, recipes)
 
 
-def _depending(stage: StageConfig, *, data: str, after: str) -> StageConfig:
+def _depend_on_data(stage: StageConfig, *, data: str, after: str) -> StageConfig:
     return stage.model_copy(update={"data": data, "after": tuple(dict.fromkeys((*stage.after, after)))})
 
 
@@ -471,7 +471,7 @@ def _absolute(pipeline: Pipeline) -> Pipeline:
         path = None if source_of(text) is not None else existing(text, Path.cwd()) or existing(text, folder)
         return str(path.resolve()) if path else text
 
-    def placed(where: Where, text: str) -> str:
+    def convert(where: Where, text: str) -> str:
         if where is Where.PUBLISHED:
             return absolute_target(text, absolute)
         file, colon, thing = text.rpartition(":")
@@ -479,7 +479,7 @@ def _absolute(pipeline: Pipeline) -> Pipeline:
             return f"{absolute(file)}{colon}{thing}"
         return absolute(text) if where is Where.PATH and text else text
 
-    stages = [with_located(stage, placed) for stage in pipeline.stages]
-    recipes = {name: with_located(recipe, placed) for name, recipe in pipeline.recipes.items()}
-    recipes = {name: recipe.derived(custom=located_media(recipe.custom, absolute)) for name, recipe in recipes.items()}
+    stages = [with_located(stage, convert) for stage in pipeline.stages]
+    recipes = {name: with_located(recipe, convert) for name, recipe in pipeline.recipes.items()}
+    recipes = {name: recipe.derived(custom=absolute_media(recipe.custom, absolute)) for name, recipe in recipes.items()}
     return pipeline.with_stages(stages, recipes)

@@ -116,7 +116,7 @@ def _standard_error(name: str, metrics: Mapping[str, float]) -> float | None:
     count = metrics.get(f"{folder}/prompts", 0.0)
     if count < 1 or not (last == "accuracy" or last.startswith("pass@")):
         return None
-    if metrics[name] < 0 or metrics[name] > 1:  # a percentage or another number outside of 0 to 1
+    if metrics[name] < 0 or metrics[name] > 1:  # not a fraction, for example a percentage
         return None
     fraction = (metrics[name] * count + 1) / (count + 2)
     return math.sqrt(fraction * (1 - fraction) / count)

@@ -16,8 +16,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from cosmos_core.config.compat import trl
-from cosmos_core.config.compat.translate import DEAD, MOVED, today
-from cosmos_core.config.load import fit
+from cosmos_core.config.compat.translate import DEAD, MOVED, current_name
+from cosmos_core.config.load import shorten
 from cosmos_core.config.schema.marks import Only, Since, Status, StatusName, Unit, mark
 from cosmos_core.config.schema.pipeline import PipelineConfig
 from cosmos_core.config.schema.recipe import Recipe
@@ -63,17 +63,17 @@ def find_key(name: str) -> list[Key]:
     Raises:
         ConfigError: there is no such key; the message suggests similar keys or the replacement for a key of TRL.
     """
-    current_name = MOVED.get(name) or today(name)
-    keys = [key for key in all_keys() if key.name == current_name]
-    if current_name in DEAD and not trl.keys_of(name):
-        raise ConfigError(f"{name} does nothing in any version; it would have meant {DEAD[current_name]}")
+    key_name = MOVED.get(name) or current_name(name)
+    keys = [key for key in all_keys() if key.name == key_name]
+    if key_name in DEAD and not trl.keys_of(name):
+        raise ConfigError(f"{name} does nothing in any version; it would have meant {DEAD[key_name]}")
     keys = keys or [key for key in all_keys() if key.name in trl.keys_of(name) or key.name.rpartition(".")[2] == name]
     if not keys:
-        raise ConfigError(fit(f"{name}: unknown key{trl.told(name) or _near(name)}"))
+        raise ConfigError(shorten(f"{name}: unknown key{trl.equivalent(name) or _suggest_keys(name)}"))
     return keys
 
 
-def _near(name: str) -> str:
+def _suggest_keys(name: str) -> str:
     """Return suggestions for an unknown key: the same name in other tables, otherwise similar names."""
     names = sorted({key.name for key in all_keys()})
     similar = [key for key in names if key.rpartition(".")[2] == name.rpartition(".")[2]]
@@ -106,7 +106,7 @@ def explain(name: str, kinds: Mapping[str, StageKind]) -> Iterator[str]:
     """
     for key in find_key(name):
         yield f"{key.name}  ({key.table.__name__})"
-        if key.name in {MOVED.get(name), today(name)} - {name}:
+        if key.name in {MOVED.get(name), current_name(name)} - {name}:
             yield f"  was       {name}"
         elif key.name in trl.keys_of(name):
             yield f"  in TRL    {name.rpartition('.')[2]}"
@@ -139,7 +139,7 @@ def _key(name: str, table: type[Table], field: FieldInfo, tables: Mapping[str, S
         type=type_name(field.annotation),
         default="required" if field.is_required() else toml_text(field.get_default(call_default_factory=True)),
         unit=unit.name if unit else "",
-        meaning=" ".join((field.description or _documented(table).get(name.rpartition(".")[2], "")).split()),
+        meaning=" ".join((field.description or _field_docstrings(table).get(name.rpartition(".")[2], "")).split()),
         status=key_status.name,
         note=key_status.note or (only.note if only else ""),
         since=_GENERATIONS["ours" if is_ours else since.generation if since else "first"],
@@ -148,7 +148,7 @@ def _key(name: str, table: type[Table], field: FieldInfo, tables: Mapping[str, S
 
 
 @cache
-def _documented(table: type[Table]) -> Mapping[str, str]:
+def _field_docstrings(table: type[Table]) -> Mapping[str, str]:
     """Map each field of a table to its docstring. Docstrings are parsed only on request, not by every process that
     imports the schema."""
     docstrings: dict[str, str] = {}

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from cosmos_core.config.compat.translate import modern
+from cosmos_core.config.compat.translate import with_current_keys
 from cosmos_core.config.load import MAX_DEPTH, Values, merge, read_toml
 from cosmos_core.errors import ConfigError
 
@@ -31,11 +31,11 @@ def _read(path: Path, notices: list[str], below: tuple[Path, ...]) -> Values:
     if resolved in below:
         circle = " -> ".join(str(file) for file in (*below, resolved))
         raise ConfigError(f"{path}: extends itself: {circle}")
-    values = modern(read_toml(path), str(path), notices)
+    values = with_current_keys(read_toml(path), str(path), notices)
     for stage in _stages(values):
         if isinstance(stage.get("overrides"), dict):
             where = f"{path}: stage {stage.get('name')!r}: overrides"
-            stage["overrides"] = modern(stage["overrides"], where, notices)
+            stage["overrides"] = with_current_keys(stage["overrides"], where, notices)
     bases = values.pop("extends", [])
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) and base for base in bases):

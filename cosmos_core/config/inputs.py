@@ -16,14 +16,14 @@ from typing import Literal
 
 from cosmos_core.config.benchmark_files import TASK_FILES, local_data_files
 from cosmos_core.config.load import read_toml
-from cosmos_core.config.media import Media, media_of
+from cosmos_core.config.media import Media, media_settings
 from cosmos_core.config.prompt_sets import SETS, named_set
 from cosmos_core.config.schema.dataset import data_suffix, generator_of
 from cosmos_core.config.schema.marks import Where, mark
 from cosmos_core.config.schema.modality import ALL, TOKENIZER_FILES
 from cosmos_core.config.schema.pipeline import BLOCK, StageConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.config.schema.table import affects_result, set_fields
+from cosmos_core.config.schema.table import active_fields, affects_result
 from cosmos_core.config.target import split_target
 from cosmos_core.errors import ConfigError, DataError
 from cosmos_core.registry import code_file, is_code, is_import_path
@@ -94,7 +94,7 @@ def inputs_of(stage: StageConfig, recipe: Recipe, kind: StageKind) -> tuple[Inpu
     """Return the inputs of a stage, models first, then rows, files and code.
 
     Raises:
-        ConfigError: as `config.media.media_of`.
+        ConfigError: as `config.media.media_settings`.
     """
     models = tuple(_models(stage, recipe, kind))
     rows = _rows(stage, recipe, kind, next((each for each in models if each.role == "model"), None))
@@ -139,7 +139,7 @@ def _weights(name: str) -> Iterator[Input]:
 
 def _rows(stage: StageConfig, recipe: Recipe, kind: StageKind, model: Input | None) -> Iterator[Input]:
     """Yield the data sets of a stage, and the folder to which image paths in their rows are relative."""
-    media, modality = media_of(recipe), recipe.policy.modality
+    media, modality = media_settings(recipe), recipe.policy.modality
     # A user function (`entry`) may read any file of a folder.
     data_files, media_files = (ALL, ALL) if stage.entry else (modality.data_files, modality.media_files)
     is_source, of_training = kind.reads_data == "source", recipe.train.train_policy.sources
@@ -250,7 +250,7 @@ def _code(stage: StageConfig, recipe: Recipe, kind: StageKind) -> Iterator[Input
     if is_import_path(target := split_target(stage.target)[0]):
         yield Input("target", "target", target, "code")
     policy, held_out = recipe.train.train_policy, recipe.validation.reward_function
-    for key, field, value, _ in set_fields(recipe):
+    for key, field, value, _ in active_fields(recipe):
         if mark(field, Where) is Where.CODE:
             names = (value,) if isinstance(value, str) else value or ()
             role: Role = "code" if affects_result(field) else "hook"

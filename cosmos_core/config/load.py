@@ -40,7 +40,7 @@ def read_toml(path: Path) -> Values:
     try:
         with open(path, "rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
-        values = _parsed(content) if len(content) <= MAX_FILE_BYTES else None
+        values = _parse_toml(content) if len(content) <= MAX_FILE_BYTES else None
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except IsADirectoryError:
@@ -55,13 +55,13 @@ def read_toml(path: Path) -> Values:
         raise ConfigError(f"{path}: not valid TOML: {_one_line(str(error))}") from error
     if values is None:
         raise ConfigError(f"{path}: more than {MAX_FILE_BYTES} bytes, the most that a configuration may have")
-    if problem := excess(values):
+    if problem := unusable(values):
         raise ConfigError(f"{path}: {problem}")
     return values
 
 
 @lru_cache(maxsize=4)  # the file of a large run has half a megabyte and is read several times
-def _parsed(content: bytes) -> Values:
+def _parse_toml(content: bytes) -> Values:
     return tomllib.loads(content.decode("utf-8-sig"))
 
 
@@ -81,9 +81,9 @@ def parse(
         mistakes.sort(key=lambda mistake: mistake["type"] != "extra_forbidden")
         first = _deepest(table, mistakes)
         message = _explain(table, first, prefix, values)
-        keys = dict.fromkeys(_shown(tuple(_keys(table, mistake)), prefix) for mistake in mistakes)
-        others = [key for key in keys if key != _shown(tuple(_keys(table, first)), prefix)]
-        raise ConfigError(f"{source}: {message}{_more(others)}") from error
+        keys = dict.fromkeys(_printable_key(tuple(_keys(table, mistake)), prefix) for mistake in mistakes)
+        others = [key for key in keys if key != _printable_key(tuple(_keys(table, first)), prefix)]
+        raise ConfigError(f"{source}: {message}{_other_mistakes(others)}") from error
 
 
 class Part(dict[str, Any]):
@@ -143,7 +143,7 @@ def without_none(value: Any) -> Any:
     return value
 
 
-def excess(values: Values) -> str:
+def unusable(values: Values) -> str:
     """Return a description of a value that Python can parse but later steps cannot use, without recursion; empty if
     none."""
     level: list[Any] = [values]
@@ -166,7 +166,7 @@ def _deepest(table: type[Table], mistakes: list[Any]) -> Any:
     return max(below, key=lambda mistake: len(list(_keys(table, mistake))))
 
 
-def _more(keys: Sequence[str]) -> str:
+def _other_mistakes(keys: Sequence[str]) -> str:
     """Return the end of an error message that names other keys with mistakes; empty if there are none."""
     named = [key if len(key) <= 60 else f"{key[:57]}..." for key in keys[:_MOST_NAMED]]
     if len(keys) > len(named):
@@ -174,7 +174,7 @@ def _more(keys: Sequence[str]) -> str:
     return f" (and {', '.join(named)})" if named else ""
 
 
-def _shown(keys: Sequence[int | str], prefix: str) -> str:
+def _printable_key(keys: Sequence[int | str], prefix: str) -> str:
     """Return the dotted key of a mistake, with names quoted that contain control characters for a terminal."""
     shown = [name if name.isprintable() and name else repr(name) for name in map(str, keys)]
     return ".".join([prefix, *shown] if prefix else shown)
@@ -182,7 +182,7 @@ def _shown(keys: Sequence[int | str], prefix: str) -> str:
 
 def _explain(table: type[Table], mistake: Any, prefix: str, values: Any) -> str:
     keys = [str(key) for key in _keys(table, mistake)]
-    key = _shown(keys, prefix)
+    key = _printable_key(keys, prefix)
     value = short(mistake.get("input"))
     if mistake["type"] == "extra_forbidden":
         return f"{key}: unknown key{_suggest(table, keys, prefix, values)}"
@@ -240,7 +240,7 @@ def _suggest(table: type[Table], keys: list[str], prefix: str, values: Any) -> s
         if not _says_type(values, keys[:-1]):
             return f" here; set {type_key} = {kinds}"
         return f" here; it belongs to {type_key} = {kinds}" if kinds else " here"
-    if foreign := trl.told(dotted):
+    if foreign := trl.equivalent(dotted):
         return foreign
     if (meant := _near_meaning(keys[-1], names)) and not prefix:
         return f"; did you mean {meant}?"
@@ -290,7 +290,7 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in _one_line(text))
 
 
-def fit(message: str) -> str:
+def shorten(message: str) -> str:
     """Return a message on one line, with its middle omitted if it is too long."""
     line = printable(message)
     return line if len(line) <= MAX_LINE else f"{line[: MAX_LINE - 300]} ... {line[-295:]}"

@@ -31,7 +31,7 @@ class Media:
     """Dotted keys about videos that the recipe sets and that have no effect."""
 
 
-def media_of(recipe: Recipe) -> Media:
+def media_settings(recipe: Recipe) -> Media:
     """Return the settings of a recipe about images.
 
     Raises:
@@ -56,7 +56,7 @@ def media_of(recipe: Recipe) -> Media:
     )
 
 
-def located_media(custom: dict[str, Any], absolute: Callable[[str], str]) -> dict[str, Any]:
+def absolute_media(custom: dict[str, Any], absolute: Callable[[str], str]) -> dict[str, Any]:
     """Return the table `[custom]` with the paths in `[custom.dataset]` converted by `absolute`."""
     media = custom.get("dataset")
     if not isinstance(media, dict):

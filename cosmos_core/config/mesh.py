@@ -13,11 +13,11 @@ from typing import Any
 
 from cosmos_core.config.compose import Pipeline
 from cosmos_core.config.inputs import existing, source_of
-from cosmos_core.config.placement import is_open, needs_gpu, placed, placement, with_engines_in_ranks
+from cosmos_core.config.placement import is_open, needs_gpu, placement, with_default_mode, with_engines_in_ranks
 from cosmos_core.config.schema.parallelism import ParallelismConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
-from cosmos_core.facts import facts_of_workers
+from cosmos_core.machine_properties import facts_of_workers
 
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -35,7 +35,7 @@ def check_mesh(recipe: Recipe, gpus: int | None, model: Mapping[str, Any]) -> in
     _check_split("policy.parallelism", recipe.policy.parallelism, model)
     if recipe.train.train_policy.has_rollouts:
         _check_split("rollout.parallelism", recipe.rollout.parallelism, model)
-    whole = filled(recipe, gpus)
+    whole = with_dp_shard_size(recipe, gpus)
     mesh = whole.policy.parallelism
     _check_batch(recipe, abs(mesh.dp_shard_size))
     total = whole.num_gpus(has_rollouts=recipe.train.train_policy.has_rollouts)
@@ -64,7 +64,7 @@ def check_meshes(pipeline: Pipeline) -> dict[str, int]:
     return gpus_by_stage
 
 
-def on_these_gpus(pipeline: Pipeline) -> Pipeline:
+def resolve_gpus(pipeline: Pipeline) -> Pipeline:
     """Return the pipeline with each dp_shard_size = -1 replaced by the number of ranks that the other sizes leave of
     `pipeline.gpus`, or of the GPUs of the machine that runs the stages. Without GPUs -1 remains, which means 1. An open
     `mode` is replaced by the mode that fits the GPUs (see `placement`).
@@ -79,14 +79,14 @@ def on_these_gpus(pipeline: Pipeline) -> Pipeline:
             continue
         if is_open(recipe, kind):
             elsewhere = bool(stage.work_pool) and not pipeline.config.gpus
-            recipe, notice = placed(recipe, None if elsewhere else gpus_of_workers(pipeline))
+            recipe, notice = with_default_mode(recipe, None if elsewhere else gpus_of_workers(pipeline))
             notices += [notice] if notice else []
         elif kind.makes == "metrics" and (recipe.mode == "disaggregated" or recipe.is_of_cosmos_rl):
             recipe, changed = with_engines_in_ranks(recipe)
             notices += [f"stage {stage.name!r}: {changed}, because its ranks generate"] if changed else []
         if recipe.policy.parallelism.dp_shard_size == -1:
             try:
-                recipe = filled(recipe, gpus_of_workers(pipeline) or None)
+                recipe = with_dp_shard_size(recipe, gpus_of_workers(pipeline) or None)
             except ConfigError as error:
                 raise ConfigError(f"{pipeline.source}: stage {stage.name!r}: {error}") from error
         if (settings := needs_gpu(recipe, kind)) and not stage.work_pool and not gpus_of_workers(pipeline):
@@ -110,7 +110,7 @@ def placements(pipeline: Pipeline) -> list[str]:
     ]
 
 
-def filled(recipe: Recipe, gpus: int | None) -> Recipe:
+def with_dp_shard_size(recipe: Recipe, gpus: int | None) -> Recipe:
     """Return the recipe with dp_shard_size = -1 replaced by the number of GPUs that the other sizes leave; unchanged if
     `gpus` is None.
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cosmos_core.config.compat.translate import dead, today
-from cosmos_core.config.load import MAX_DEPTH, Values, excess, merge, nested
+from cosmos_core.config.compat.translate import current_name, no_effect_message
+from cosmos_core.config.load import MAX_DEPTH, Values, merge, nested, unusable
 from cosmos_core.config.schema.pipeline import PipelineConfig, StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
@@ -57,7 +57,7 @@ def parse_setting(text: str) -> Setting:
         ConfigError: there is no `=` or no key.
     """
     match = _SETTING.fullmatch(text)
-    keys = tuple(part.strip().strip("'\"") for part in _KEY.findall(today(match[1].strip()))) if match else ()
+    keys = tuple(part.strip().strip("'\"") for part in _KEY.findall(current_name(match[1].strip()))) if match else ()
     if match is None or not all(keys) or len(keys) > MAX_DEPTH:
         raise ConfigError(f"--set {text[:60]!r}: write key=value, for example train.optm_lr=2e-6")
     value = match[2]
@@ -65,14 +65,14 @@ def parse_setting(text: str) -> Setting:
         values = tomllib.loads(f"value = {value}")
     except (ValueError, RecursionError):
         return Setting(text, keys, value)
-    is_one_value = set(values) == {"value"} and not excess(values)
+    is_one_value = set(values) == {"value"} and not unusable(values)
     return Setting(text, keys, values["value"] if is_one_value else value)
 
 
-def living(settings: Sequence[Setting], notices: list[str]) -> list[Setting]:
+def drop_dead(settings: Sequence[Setting], notices: list[str]) -> list[Setting]:
     """Return the settings without those whose keys have no effect (files may contain such keys too); add a message for
     each to `notices`."""
-    messages = [dead(".".join(setting.keys), setting.value) for setting in settings]
+    messages = [no_effect_message(".".join(setting.keys), setting.value) for setting in settings]
     notices += filter(None, messages)
     return [setting for setting, is_dead in zip(settings, messages, strict=True) if not is_dead]
 

@@ -13,7 +13,7 @@ def is_open(recipe: Recipe, kind: StageKind) -> bool:
     return has_choice and "mode" not in recipe.model_fields_set and recipe.is_of_cosmos_rl
 
 
-def placed(recipe: Recipe, gpus: int | None) -> tuple[Recipe, str]:
+def with_default_mode(recipe: Recipe, gpus: int | None) -> tuple[Recipe, str]:
     """Return the recipe with the `mode` that fits `gpus` GPUs, and a notice if it is not Cosmos-RL's `disaggregated`.
     If `gpus` is None, another machine runs the stage and is assumed to have enough GPUs.
 
@@ -56,9 +56,9 @@ def placement(recipe: Recipe, kind: StageKind, *, has_gpus: bool) -> str:
     """Return a description of the GPUs, or of the processes on a machine without GPUs, on which a stage trains and
     generates."""
     unit = "GPU" if has_gpus else "process"
-    mesh, engine, count = recipe.policy.parallelism, recipe.rollout.parallelism, recipe.engines_apart
+    mesh, engine, count = recipe.policy.parallelism, recipe.rollout.parallelism, recipe.num_engines
     num_ranks = mesh.world_size * mesh.n_init_replicas
-    ranks = _numbered(unit, 0, num_ranks)
+    ranks = _format_range(unit, 0, num_ranks)
     if kind.feed != "rollouts":
         return f"{ranks} {'train' if kind.trains else 'generate' if kind.completes_prompts else 'measure'}"
     if recipe.mode == "colocated":
@@ -66,10 +66,10 @@ def placement(recipe: Recipe, kind: StageKind, *, has_gpus: bool) -> str:
     engines = _engines(count, engine.tp_size)
     if recipe.mode == "colocated_separated":
         return f"{ranks} train, and generate in turns ({engines} in processes of their own)"
-    return f"{ranks} train, {_numbered(unit, num_ranks, count * engine.tp_size)} generate ({engines})"
+    return f"{ranks} train, {_format_range(unit, num_ranks, count * engine.tp_size)} generate ({engines})"
 
 
-def _numbered(unit: str, first: int, count: int) -> str:
+def _format_range(unit: str, first: int, count: int) -> str:
     if count == 1:
         return f"{unit} {first}"
     return f"{unit}{'es' if unit.endswith('s') else 's'} {first}-{first + count - 1}"

@@ -60,7 +60,7 @@ def _check_choice(pipeline: Pipeline, stage: StageConfig) -> None:
 
 def _can_report(pipeline: Pipeline, stage: StageConfig, metric: str) -> bool:
     kind, recipe = pipeline.kind_of(stage), pipeline.recipes[stage.name]
-    if kind.hands_on_metrics:
+    if kind.forwards_metrics:
         return any(_can_report(pipeline, pipeline.stage(name), metric) for name in stage.after)
     if kind.scores and kind.makes and metric.startswith(HELD_OUT):
         is_measured = recipe.validation.enable or not kind.trains

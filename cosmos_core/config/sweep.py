@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cosmos_core.config.compat.translate import of_algorithm, today
+from cosmos_core.config.compat.translate import current_name, with_algorithm_keys
 from cosmos_core.config.inputs import STAGE_PREFIX, source_of
 from cosmos_core.config.load import Values, merge, nested, parse
 from cosmos_core.config.schema.pipeline import STAGE_NAME_LENGTH, StageConfig
@@ -80,7 +80,7 @@ def _check(pipeline: Pipeline, stage: StageConfig) -> None:
     sweep, where = stage.sweep, _where(pipeline, stage)
     if sweep is None:
         return
-    chooses, names = pipeline.kind_of(stage).chooses, [each.name for each in pipeline.stages]
+    chooses, names = pipeline.kind_of(stage).selects_branch, [each.name for each in pipeline.stages]
     for name in [*sweep.through, *(name for branch in sweep.branches for name in branch.stages)]:
         if name not in names:
             raise ConfigError(f"{where}: sweep: {name!r} is no stage of this pipeline{suggestion(name, names)}")
@@ -102,7 +102,7 @@ def _expand(pipeline: Pipeline, head: StageConfig, sweep: SweepConfig, tables: M
             if name in recipes:
                 raise ConfigError(f"{where}: sweep: the name {name!r} of a branch is taken by another stage")
             # The stage that prepares rows has the settings of the stage with the sweep.
-            owner = member if member in pipeline.behind(head.name) else head.name
+            owner = member if member in pipeline.with_dependents(head.name) else head.name
             overrides = point.of(owner, head.name, members)
             member_overrides = overrides if owner == member else {}
             arguments = {key.partition(".")[2]: value for key, value in member_overrides.items() if _is_argument(key)}
@@ -110,7 +110,7 @@ def _expand(pipeline: Pipeline, head: StageConfig, sweep: SweepConfig, tables: M
             recipe = pipeline.recipes[member]
             if overrides:
                 settings = "".join(f" with {key} = {value!r}" for key, value in overrides.items())
-                merged = of_algorithm(merge(tables[owner], _nested(overrides)), [])
+                merged = with_algorithm_keys(merge(tables[owner], _nested(overrides)), [])
                 recipe = parse(Recipe, merged, source=f"{where}{settings}", notices=[])
             recipes[name] = _renamed_teacher(recipe, names)
             stage = _rename_references(pipeline.stage(member), names)
@@ -123,7 +123,7 @@ def _expand(pipeline: Pipeline, head: StageConfig, sweep: SweepConfig, tables: M
     inner = tuple(name for branch in branches for name in branch.stages)
     choice = StageConfig(
         name=head.name,
-        kind=next(name for name, kind in pipeline.kinds.items() if kind.chooses),
+        kind=next(name for name, kind in pipeline.kinds.items() if kind.selects_branch),
         after=inner,
         sweep=sweep.model_copy(update={"grid": {}, "through": (), "branches": tuple(branches)}),
     )
@@ -141,13 +141,13 @@ def _members(
     `through`, and the stage that prepares its rows if the grid affects the rows."""
     where, members = _where(pipeline, head), {head.name}
     for name in sweep.through:
-        if name not in pipeline.behind(head.name):
+        if name not in pipeline.with_dependents(head.name):
             raise ConfigError(f"{where}: sweep.through: stage {name!r} is not behind {head.name!r}")
-        members |= {other for other in pipeline.behind(head.name) if name in pipeline.behind(other)}
+        members |= {other for other in pipeline.with_dependents(head.name) if name in pipeline.with_dependents(other)}
     rows = source_of(head.data) or ""
     has_own_rows = bool(rows) and tables.get(rows, tables[head.name]) == tables[head.name]
     for key in sweep.grid:
-        owner, rest = _owner(today(key), head.name, tuple(members))
+        owner, rest = _owner(current_name(key), head.name, tuple(members))
         if not owner:
             raise ConfigError(f"{where}: sweep.grid: {key!r} is no key of a recipe{suggestion(key, list(_tables()))}")
         kind = pipeline.kind_of(pipeline.stage(owner))
@@ -185,8 +185,8 @@ def _is_argument(key: str) -> bool:
 
 def _points(grid: Mapping[str, list[Any]], longest: int) -> list[_Point]:
     """Return the combinations of the grid, each with a suffix for stage names of up to `longest` characters."""
-    settings = [dict(zip(map(today, grid), values, strict=True)) for values in itertools.product(*grid.values())]
-    labels = _labels([today(key) for key in grid])
+    settings = [dict(zip(map(current_name, grid), values, strict=True)) for values in itertools.product(*grid.values())]
+    labels = _labels([current_name(key) for key in grid])
     suffixes = ["-".join(f"{labels[key]}-{_word(value)}" for key, value in each.items()) for each in settings]
     room = STAGE_NAME_LENGTH - longest - 1
     points = []

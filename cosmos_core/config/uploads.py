@@ -59,7 +59,7 @@ def _makers(pipeline: Pipeline) -> Iterator[tuple[StageConfig, str, bool]]:
     trainings = [stage for stage in pipeline.stages if pipeline.kind_of(stage).trains]
     for training in trainings:
         if pipeline.choice_among(training.name) is None:
-            dependents = pipeline.behind(training.name)
+            dependents = pipeline.with_dependents(training.name)
             yield training, training.name, not any(other.name in dependents for other in trainings if other != training)
     for stage in pipeline.stages:
         if stage.sweep is not None and stage.sweep.branches:

@@ -22,7 +22,7 @@ class _TooLong(Exception):
 
 
 @contextmanager
-def bounded(what: str) -> Iterator[None]:
+def limit_resources(what: str) -> Iterator[None]:
     """Limit the code in the block to `SECONDS` of time and to `MEMORY` bytes of additional memory.
 
     A loop in Python stops at its next bytecode; a single operation in C is limited only by memory. The time limit needs

@@ -14,7 +14,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from cosmos_core.config.schema.multi_turn import MultiTurnRolloutConfig
-from cosmos_core.data.bounds import bounded
+from cosmos_core.data.bounds import limit_resources
 from cosmos_core.data.messages import Message
 from cosmos_core.data.tool_calls import with_texts
 from cosmos_core.errors import DataError, ModelError
@@ -130,7 +130,7 @@ class ToolText:
         marks = [token for token in tokenizer.all_special_tokens if len(token) > 2]
         self._marks = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True)))) if marks else None
         self._form: Message | None = None
-        with bounded(f"{_KEY}: the chat template"):
+        with limit_resources(f"{_KEY}: the chat template"):
             self._form = self._kept_form()
             self._check_calls()
 

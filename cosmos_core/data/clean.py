@@ -34,9 +34,9 @@ from cosmos_core.run.stage import Stage
 logger = logging.getLogger(__name__)
 
 FILE = "clean.jsonl"
-_SHINGLE = 2  # words
-_FEWEST_WORDS = 8  # words of the shortest text of a benchmark that is compared, as for GPT-3 (arXiv 2005.14165)
-_MOST_CANDIDATES = 32  # rows with one key that a row is compared with, and benchmark texts with a common n-gram
+_SHINGLE = 2  # number of words per shingle, the unit of comparison of two rows
+_FEWEST_WORDS = 8  # minimum number of words of a compared benchmark text, as in GPT-3 (arXiv 2005.14165)
+_MOST_CANDIDATES = 32  # maximum number of candidates with which a row is compared
 _MOST_CHARACTERS = 2_000
 _NUM_EXAMPLES = 3
 _HEADER = struct.Struct("<16sIII")

@@ -31,7 +31,7 @@ class FlowSample:
     """Embedding of the prompt, as the model adapter's `text_embedding` returns it."""
     noise: Tensor | None = None
     """Noise that the adapter's `add_noise` adds to clean latents; None if `latents` are already noisy."""
-    num_given: int = 0
+    num_conditioning_frames: int = 0
     """Number of leading latent frames that are clean conditioning frames of the network and have no loss."""
     weight: float = 1.0
     """Weight of the sample's loss."""
@@ -42,7 +42,7 @@ class FlowSample:
 
 
 @dataclass(frozen=True, slots=True)
-class Draws:
+class NoiseSampler:
     """Settings for sampling the noise level, the prompt dropout and the conditioning frames of a row."""
 
     config: DiffusersConfig
@@ -50,7 +50,7 @@ class Draws:
     """Embedding that replaces the embedding of a dropped prompt."""
     shift: float
     """Timestep shift: moves noise levels towards pure noise, which larger images need."""
-    max_given: int = 0
+    max_conditioning_frames: int = 0
     """Maximum number of conditioning frames that the model supports, in latent frames; 0: no conditioning."""
 
     def sample(self, row: MediaRow, seed: int, *, dropout: float | None = None) -> FlowSample:
@@ -67,7 +67,7 @@ class Draws:
         is_dropped = torch.rand((), generator=generator).item() < (
             config.prompt_dropout if dropout is None else dropout
         )
-        num_given = self._given(row, generator)
+        num_frames = self._random_conditioning_count(row, generator)
         latents = row.mean
         if row.logvar is not None:
             spread = torch.exp(0.5 * row.logvar)
@@ -78,16 +78,18 @@ class Draws:
             sigma_1.item(),
             self.null_text if is_dropped else row.text,
             noise,
-            num_given=num_given,
+            num_conditioning_frames=num_frames,
             weight=loss_weights(sigma_1, config.weighting_scheme).item(),
         )
 
-    def _given(self, row: MediaRow, generator: torch.Generator) -> int:
+    def _random_conditioning_count(self, row: MediaRow, generator: torch.Generator) -> int:
         """Return a random number of conditioning frames, at least one fewer than the row's latent frames."""
         frames = row.mean.shape[1] if row.mean.ndim == 4 else 1
         low = min(self.config.min_given_frames, frames - 1)
-        high = min(self.config.max_given_frames, self.max_given, frames - 1)
-        return int(torch.randint(low, max(low, high) + 1, (), generator=generator)) if self.max_given else 0
+        high = min(self.config.max_given_frames, self.max_conditioning_frames, frames - 1)
+        if not self.max_conditioning_frames:
+            return 0
+        return int(torch.randint(low, max(low, high) + 1, (), generator=generator))
 
 
 def seed_of(*numbers: int) -> int:

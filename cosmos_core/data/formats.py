@@ -57,7 +57,7 @@ def _opened(path: Path, newline: str) -> Iterator[TextIO]:
         DataError: the file cannot be read, or is not UTF-8.
     """
     with ExitStack() as stack:
-        with refused(f"{path.name} cannot be read"):
+        with reader_errors(f"{path.name} cannot be read"):
             file = stack.enter_context(_OPENERS.get(path.suffix, open)(path, "rb"))
             marks = 0  # some programs add a byte order mark with each save
             while file.read(len(BOM_UTF8)) == BOM_UTF8:
@@ -207,13 +207,13 @@ def _text(read: Callable[[Path], Iterator[Located]], path: Path) -> Part:
 def _parquet(path: Path) -> Part:
     """Return the rows of a parquet file, read batch by batch."""
     reason = f"{path.name} is not a readable parquet file"
-    with refused(reason):
+    with reader_errors(reason):
         num_rows = pa.parquet.read_metadata(path).num_rows
 
     def rows() -> Iterator[Row]:
         batches = pa.parquet.ParquetFile(path).iter_batches(_BATCH_ROWS)
         while True:
-            with refused(reason):
+            with reader_errors(reason):
                 batch = next(batches, None)
                 if batch is None:
                     return
@@ -226,7 +226,7 @@ def _parquet(path: Path) -> Part:
 
 def _arrow(path: Path) -> Part:
     """Return the rows of an Arrow file, or of the Arrow stream that `datasets` writes."""
-    with refused(f"{path.name} is not a readable Arrow file"):
+    with reader_errors(f"{path.name} is not a readable Arrow file"):
         source = pa.memory_map(str(path))
         try:
             table = pa.ipc.open_file(source).read_all()
@@ -262,7 +262,7 @@ def _numbered(name: str, rows: Iterable[Row]) -> Iterator[Located]:
     remaining = iter(rows)
     for index in count():
         where = f"{name} row {index}"
-        with refused(f"{where} cannot be read"):
+        with reader_errors(f"{where} cannot be read"):
             row = next(remaining, None)
         if row is None:
             return
@@ -282,7 +282,7 @@ def _with_own_arguments(value: Any) -> Any:
 
 
 @contextmanager
-def refused(what: str) -> Iterator[None]:
+def reader_errors(what: str) -> Iterator[None]:
     """Convert any exception of a reader to a `DataError` of one line, unless the machine is at fault."""
     try:
         yield

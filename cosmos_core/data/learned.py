@@ -11,14 +11,14 @@ from typing import Any, cast
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from cosmos_core.data.bounds import bounded
+from cosmos_core.data.bounds import limit_resources
 from cosmos_core.data.messages import Message, SkippedRow, texts_of
 from cosmos_core.data.rendering import Tools, render, render_template
 from cosmos_core.data.spans import Render, Span, prefix_spans, skeleton_spans, trimmed
 from cosmos_core.data.turn_weights import is_learned
 from cosmos_core.errors import DataError
 
-_LONG = 64  # turns; longer conversations try the skeleton method first, as the prefix method takes quadratic time
+_LONG = 64  # number of turns above which the skeleton method is tried before the prefix method, whose time is quadratic
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -45,7 +45,7 @@ def learned_spans(
     tokenizer = owner.tokenizer if isinstance(owner, ProcessorMixin) else owner
     closing, ends = added_tokens(tokenizer), _end_tokens(tokenizer, end_ids)
     render_part = partial(render_template, owner, where=where, tools=tools)
-    with bounded(f"{where}: the chat template"):
+    with limit_resources(f"{where}: the chat template"):
         spans = _marked_spans(owner, tokenizer, turns, full, tools)
     is_marked, assistant = spans is not None, [turn for turn in turns if turn["role"] == "assistant"]
     if spans is None or not all(map(is_learned, assistant)):
@@ -109,7 +109,7 @@ def _says_something(message: Message) -> bool:
 def _unfound(turns: list[Message], where: str) -> DataError:
     """Return the error to raise if the assistant's turns cannot be located in the rendering."""
     first = next(turn["role"] for turn in turns if turn["role"] not in {"system", "developer"})
-    if first == "assistant":  # skip the row, since another template would not help
+    if first == "assistant":  # skip the row: other chat templates would not render it either
         return SkippedRow(where, "that begins with the assistant, in a way that the chat template hides")
     return DataError(
         f"{where}: the assistant's turns cannot be found in what the chat template renders, which reorders turns, or "

@@ -67,8 +67,9 @@ def bucket_sizes(size: Size, multiple: int) -> tuple[Size, ...]:
     return tuple(dict.fromkeys(sizes))
 
 
-def pixels_of(content: Content, framing: Framing, draw: float) -> np.ndarray:
-    """Return an image (HWC) or a clip (FHWC) as uint8; `draw` in [0, 1] selects the clip if `sampling` is random.
+def pixels_of(content: Content, framing: Framing, position: float) -> np.ndarray:
+    """Return an image (HWC) or a clip (FHWC) as uint8; `position` in [0, 1] selects the clip if `sampling` is
+    random.
 
     Raises:
         DataError: the content cannot be decoded completely, or a video has too few frames.
@@ -78,7 +79,7 @@ def pixels_of(content: Content, framing: Framing, draw: float) -> np.ndarray:
         if content.is_video:
             if not framing.num_frames:
                 raise DataError("it is a video, and the model makes images")
-            return _clip(content, framing, draw)
+            return _clip(content, framing, position)
         image = _framed(_image(content), framing)
         return image[None] if framing.num_frames else image
     except DataError:
@@ -110,12 +111,12 @@ def _framed(image: Image, framing: Framing) -> np.ndarray:
     return np.asarray(image.resize((width, height), pillow.Resampling.LANCZOS, box=box))
 
 
-def _clip(content: Content, framing: Framing, draw: float) -> np.ndarray:
+def _clip(content: Content, framing: Framing, position: float) -> np.ndarray:
     """Return the frames of a clip; the video is decoded once, up to the last of these frames."""
     total = _count(content)
     if total < framing.num_frames:
         raise DataError(f"it has {total} frames, and policy.diffusers.train_frames = {framing.num_frames} are needed")
-    indices = _chosen(total, framing, draw)
+    indices = _chosen(total, framing, position)
     frames: list[np.ndarray] = []
     for index, frame in enumerate(_frames(content)):
         if index == indices[len(frames)]:
@@ -125,13 +126,13 @@ def _clip(content: Content, framing: Framing, draw: float) -> np.ndarray:
     raise DataError(f"its frame {indices[len(frames)]} of {total} cannot be decoded")
 
 
-def _chosen(total: int, framing: Framing, draw: float) -> list[int]:
+def _chosen(total: int, framing: Framing, position: float) -> list[int]:
     """Return the indices of a clip's frames in a video of `total` frames."""
     count = framing.num_frames
     if framing.sampling == "uniform":
         return np.linspace(0, total - 1, count).round().astype(int).tolist()
     room = total - count
-    start = {"first": 0, "middle": room // 2}.get(framing.sampling, min(room, int(draw * (room + 1))))
+    start = {"first": 0, "middle": room // 2}.get(framing.sampling, min(room, int(position * (room + 1))))
     return list(range(start, start + count))
 
 

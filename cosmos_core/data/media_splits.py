@@ -35,7 +35,7 @@ class Encoders(Protocol):
     """Encoders of text and pixels: the part of a diffusion model's adapter that a `prepare` stage needs."""
 
     residence: Any
-    """Location of the encoders' weights, a `models.offload.Residence`."""
+    """Location of the encoders' weights, a `models.offload.ComponentOffload`."""
 
     def text_embedding(self, prompts: list[str]) -> dict[str, Tensor]:
         """Return the embeddings of prompts, each with a batch dimension."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
-from cosmos_core.data.tool_calls import calls_of, parsed, with_objects
+from cosmos_core.data.tool_calls import calls_of, parse_json, with_objects
 from cosmos_core.data.turn_weights import check_parts, take_weight
 from cosmos_core.errors import DataError
 
@@ -29,10 +29,10 @@ _PAIR_COLUMNS = (
     ("question", "response"), ("instruction", "output"), ("instruction", "response"), ("input", "output"),
 )  # fmt: skip
 _RESPONSE_COLUMNS = ("output", "response", "completion", "answer")
-_BEHIND_AN_INSTRUCTION = ("input", "context")  # columns of Alpaca and Dolly that continue `instruction`
+_INSTRUCTION_INPUT_COLUMNS = ("input", "context")  # columns of Alpaca and Dolly that continue `instruction`
 _PROMPT_COLUMNS = ("prompt", "question", "problem", "conversations", "messages")
 _SYSTEM_COLUMNS = ("system", "system_prompt")
-_KNOWN = {*_CONVERSATION_COLUMNS, *_PROMPT_COLUMNS, *_BEHIND_AN_INSTRUCTION, *chain.from_iterable(_PAIR_COLUMNS)}
+_KNOWN = {*_CONVERSATION_COLUMNS, *_PROMPT_COLUMNS, *_INSTRUCTION_INPUT_COLUMNS, *chain.from_iterable(_PAIR_COLUMNS)}
 _REFERENCE_COLUMNS = ("answer", "response", "solution", "result")
 _ROLES = {
     "system": "system", "developer": "developer", "user": "user", "assistant": "assistant", "tool": "tool",
@@ -66,18 +66,18 @@ class SkippedRow(DataError):
 class ReadRow(Row):
     """Row of a data set that records which of its columns have been read."""
 
-    def __init__(self, row: Row, own_names: Mapping[str, str], where: str) -> None:
-        """`own_names` maps `prompt`, `response`, `chosen` and `rejected` to the names of the row's columns.
+    def __init__(self, row: Row, column_names: Mapping[str, str], where: str) -> None:
+        """`column_names` maps `prompt`, `response`, `chosen` and `rejected` to the names of the row's columns.
 
         Raises:
             DataError: the row lacks one of these columns.
         """
-        if missing := [name for name in own_names.values() if row.get(name) is None]:
+        if missing := [name for name in column_names.values() if row.get(name) is None]:
             raise DataError(f"{where}: no column {missing[0]!r}, which the recipe names; the row has {columns_of(row)}")
-        hidden = _KNOWN if "prompt" in own_names else own_names.keys()
+        hidden = _KNOWN if "prompt" in column_names else column_names.keys()
         super().__init__({name: value for name, value in row.items() if name not in hidden})
-        self.update({known: row[name] for known, name in own_names.items()})
-        self._own_names, self._taken = own_names, set[str]()
+        self.update({known: row[name] for known, name in column_names.items()})
+        self._column_names, self._taken = column_names, set[str]()
         self._columns = [
             name for name, value in row.items() if value is not None and not (isinstance(value, str) and not value)
         ]
@@ -87,18 +87,18 @@ class ReadRow(Row):
         return super().__getitem__(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return a value and record its column as read; the function `has` does not record it."""
+        """Return a value and record its column as read; the function `has_value` does not record it."""
         self._taken.add(name)
         return super().get(name, default)
 
     @property
     def unread(self) -> list[str]:
         """Return the names of the non-empty columns that have not been read."""
-        taken = {self._own_names.get(name, name) for name in self._taken}
+        taken = {self._column_names.get(name, name) for name in self._taken}
         return [name for name in self._columns if name not in taken]
 
 
-def has(row: Row, column: str) -> bool:
+def has_value(row: Row, column: str) -> bool:
     """Return whether a row has a value in a column, without recording the column as read."""
     return column in row and dict.get(row, column) is not None
 
@@ -109,11 +109,11 @@ def plain_texts(row: Row, *columns: str | tuple[str, ...]) -> list[str] | None:
     A tuple in `columns` lists alternative names of one column, of which the first that exists is used. The texts are
     meant to be concatenated as they are.
     """
-    if any(has(row, name) for name in _CONVERSATION_COLUMNS):
+    if any(has_value(row, name) for name in _CONVERSATION_COLUMNS):
         return None
     names = [[column] if isinstance(column, str) else column for column in columns]
-    present = [next((name for name in alternatives if has(row, name)), "") for alternatives in names]
-    values = [decoded(row[name]) for name in present if name]
+    present = [next((name for name in alternatives if has_value(row, name)), "") for alternatives in names]
+    values = [decode_conversation(row[name]) for name in present if name]
     is_text = len(values) == len(columns) and all(isinstance(value, str) for value in values)
     return values if is_text and not system_of(row) else None
 
@@ -134,33 +134,33 @@ def read_conversation(
         DataError: the row has no known column, an unknown role, or content that is not text.
         SkippedRow: the text or conversation is empty.
     """
-    present = next((c for c in (column, *_CONVERSATION_COLUMNS) if has(row, c)), None)
+    present = next((c for c in (column, *_CONVERSATION_COLUMNS) if has_value(row, c)), None)
     if present is not None:
-        value = row[present] if present == "text" else decoded(row[present])
+        value = row[present] if present == "text" else decode_conversation(row[present])
         if not isinstance(value, str):
             return with_system(read_turns(value, present, where, with_images), system_of(row) or system_prompt)
         if not value.strip():
             raise SkippedRow(where, "empty")
         return value
     for question, response in _PAIR_COLUMNS:
-        if has(row, question) and has(row, response):
+        if has_value(row, question) and has_value(row, response):
             question_turns = as_turns(row, question, "user", where, with_images)
             response_turns = as_turns(row, response, "assistant", where, with_images)
             return with_system(question_turns + response_turns, system_of(row) or system_prompt)
     remedy = "set train.train_policy.prompt_column_name and response_column_name"
-    if not _has_response(row):  # with a response column, this remedy would lose the response
+    if not _has_response(row):  # otherwise this remedy would ignore the response column
         remedy += ", or conversation_column_name for one column of turns or of plain text"
     raise DataError(f"{where}: no conversation among the columns {columns_of(row)}; {remedy}")
 
 
 def leaves_out_response(row: Row, column: str) -> bool:
     """Return whether learning `column` learns only its plain text and leaves out a response in another column."""
-    is_text = column not in {"", "text"} and isinstance(decoded(row.get(column)), str)
+    is_text = column not in {"", "text"} and isinstance(decode_conversation(row.get(column)), str)
     return is_text and _has_response(row, column)
 
 
-def _has_response(row: Row, beside: str = "") -> bool:
-    return any(has(row, column) for column in _RESPONSE_COLUMNS if column != beside)
+def _has_response(row: Row, except_column: str = "") -> bool:
+    return any(has_value(row, column) for column in _RESPONSE_COLUMNS if column != except_column)
 
 
 def read_prompt(  # noqa: PLR0913 - column names, and flags whose defaults fit most rows
@@ -183,11 +183,11 @@ def read_prompt(  # noqa: PLR0913 - column names, and flags whose defaults fit m
         SkippedRow: the row has no user turn.
     """
     for key, name in (("prompt_column_name", prompt_column), ("response_column_name", response_column)):
-        if name in row and not has(row, name):
+        if name in row and not has_value(row, name):
             raise DataError(f"{where}: column {name!r} (train_policy.{key}) is null; fill it, or leave the row out")
         if name and name not in row:
             raise DataError(f"{where}: no column {name!r} (train_policy.{key}); the row has {columns_of(row)}")
-    column = prompt_column or next((c for c in _PROMPT_COLUMNS if has(row, c)), "")
+    column = prompt_column or next((c for c in _PROMPT_COLUMNS if has_value(row, c)), "")
     if not column:
         raise DataError(
             f"{where}: no prompt among the columns {columns_of(row)}; set train.train_policy.prompt_column_name"
@@ -226,7 +226,7 @@ def _ask(turns: list[Message], reference: str | None, where: str) -> tuple[list[
 
 
 def _reference(row: Row, column: str, where: str) -> str | None:
-    column = column or next((c for c in _REFERENCE_COLUMNS if has(row, c)), "")
+    column = column or next((c for c in _REFERENCE_COLUMNS if has_value(row, c)), "")
     if not column:
         return None
     value = row[column]
@@ -238,11 +238,11 @@ def _reference(row: Row, column: str, where: str) -> str | None:
 
 def as_turns(row: Row, column: str, role: str, where: str, with_images: bool = False) -> list[Message]:
     """Return the turns in a column, or its text as one turn of `role`; `input` or `context` extend an `instruction`."""
-    value = decoded(row[column])
+    value = decode_conversation(row[column])
     if not isinstance(value, str):
         return read_turns(value, column, where, with_images)
     if column == "instruction":
-        value = "\n\n".join([value, *filter(None, (_text(row, name) for name in _BEHIND_AN_INSTRUCTION))])
+        value = "\n\n".join([value, *filter(None, (_text(row, name) for name in _INSTRUCTION_INPUT_COLUMNS))])
     return [{"role": role, "content": read_content(value, where, with_images)}]
 
 
@@ -252,9 +252,9 @@ def _text(row: Row, column: str) -> str:
     return value if isinstance(value, str) and value.strip() else ""
 
 
-def decoded(value: Any) -> Any:
+def decode_conversation(value: Any) -> Any:
     """Decode a conversation that is stored as a JSON string, as in CSV; return any other value unchanged."""
-    turns = parsed(value) if isinstance(value, str) and re.match(r"\s*\[\s*\{", value) else None
+    turns = parse_json(value) if isinstance(value, str) and re.match(r"\s*\[\s*\{", value) else None
     is_talk = turns and all(isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in turns)
     return turns if is_talk else value
 
@@ -334,7 +334,7 @@ def texts_of(message: Message) -> list[str]:
     return [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
 
 
-def alternating(turns: list[Message]) -> Iterator[list[Message]]:
+def alternative_turns(turns: list[Message]) -> Iterator[list[Message]]:
     """Yield alternative forms of the turns for a chat template that refuses their sequence of roles.
 
     The closest form comes first: consecutive turns of one role are merged. Then system turns become user turns too.

@@ -14,7 +14,7 @@ import numpy as np
 
 _UNSPACED = "\u0e00-\u0eff\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 _WORD = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+|[+*/=<>^%]|-(?=\s?[\d(])")
-_MOST_WORDS = 1 << 20  # words whose hashes are cached, about 200 MB
+_MOST_WORDS = 1 << 20  # maximum number of words whose hashes are cached, about 200 MB
 _PERMUTATIONS = 128
 _RECALL = 0.99
 _BASE = 0x9E3779B97F4A7C15

@@ -13,8 +13,8 @@ from cosmos_core.data.messages import (
     SkippedRow,
     as_turns,
     columns_of,
-    decoded,
-    has,
+    decode_conversation,
+    has_value,
     merged,
     read_content,
     read_conversation,
@@ -56,10 +56,10 @@ def read_preference(
         DataError: `chosen`, `rejected` or the prompt is missing or has the wrong form.
         SkippedRow: the completions are equal or empty, or the prompt is empty.
     """
-    one, other = (_compared(row, name, where, with_images) for name in ("chosen", "rejected"))
+    one, other = (_read_completion(row, name, where, with_images) for name in ("chosen", "rejected"))
     if one == other:
         raise SkippedRow(where, "with equal chosen and rejected")
-    prompt_column = next((c for c in (column, *_PROMPT_COLUMNS) if has(row, c)), None)
+    prompt_column = next((c for c in (column, *_PROMPT_COLUMNS) if has_value(row, c)), None)
     if prompt_column is None and isinstance(one, str) and isinstance(other, str):
         return _plain_preference(one, other, where)
     chosen, rejected = _response_turns(one), _response_turns(other)
@@ -67,7 +67,7 @@ def read_preference(
     if "assistant" not in {chosen[0]["role"], rejected[0]["role"]}:
         shared = chosen[: _num_shared(chosen, rejected)]
         chosen, rejected = chosen[len(shared) :], rejected[len(shared) :]
-        prompt = _agreed(prompt, shared, prompt_column, where) if shared else []
+        prompt = _longer_prompt(prompt, shared, prompt_column, where) if shared else []
     if any(not turns or turns[0]["role"] != "assistant" for turns in (chosen, rejected)):
         raise SkippedRow(where, "whose chosen and rejected answer different prompts")
     if any(turn.get("weight") == 0 for turn in (*chosen, *rejected)):
@@ -122,13 +122,13 @@ def read_labelled(
     return [{**turn, "weight": 0} if i < last and turn["role"] == "assistant" else turn for i, turn in enumerate(turns)]
 
 
-def _agreed(prompt: list[Message], shared: list[Message], column: str | None, where: str) -> list[Message]:
+def _longer_prompt(prompt: list[Message], shared: list[Message], column: str | None, where: str) -> list[Message]:
     """Return the longer of the prompt in a column and the turns that both completions begin with.
 
     Raises:
         DataError: neither list of turns contains the other, so the prompts differ.
     """
-    prompt_words, shared_words = ([_words(turn) for turn in turns] for turns in (prompt, shared))
+    prompt_words, shared_words = ([_role_and_words(turn) for turn in turns] for turns in (prompt, shared))
     says_nothing = not any(words for _, words in prompt_words)
     if says_nothing or any(shared_words[i : i + len(prompt_words)] == prompt_words for i in range(len(shared_words))):
         return shared
@@ -140,19 +140,19 @@ def _agreed(prompt: list[Message], shared: list[Message], column: str | None, wh
     )
 
 
-def _words(turn: Message) -> tuple[str, list[str]]:
+def _role_and_words(turn: Message) -> tuple[str, list[str]]:
     """Return role and words of a turn, for comparison regardless of whitespace and of the form of images."""
     return turn["role"], IMAGE_MARK.sub(" ", " ".join(texts_of(turn))).split()
 
 
-def _compared(row: Row, name: str, where: str, with_images: bool) -> list[Message] | str:
+def _read_completion(row: Row, name: str, where: str, with_images: bool) -> list[Message] | str:
     value = row.get(name)
     if value is None:
         raise DataError(
             f"{where}: no {name!r} among the columns {columns_of(row)}; give both completions, or set "
             f"train.train_policy.{name}_column_name"
         )
-    value = decoded(value)
+    value = decode_conversation(value)
     if isinstance(value, str):
         return read_content(value, where)
     return read_turns([value] if isinstance(value, dict) else value, name, where, with_images)

@@ -25,7 +25,7 @@ from typing import Any
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
-from cosmos_core.config.media import media_of
+from cosmos_core.config.media import media_settings
 from cosmos_core.config.schema.algorithm import AlgorithmConfig
 from cosmos_core.config.schema.dataset import DatasetConfig, RowsConfig, SourceConfig
 from cosmos_core.config.schema.policy import PolicyConfig
@@ -40,7 +40,7 @@ from cosmos_core.data.messages import SkippedRow
 from cosmos_core.data.order import apportion
 from cosmos_core.data.pool import begin
 from cosmos_core.data.prepared import DATA_TERM, LEARNED_HELD_OUT, STATISTICS, split_path
-from cosmos_core.data.records import Job, make_chunk, processor_of, read_pass_rates
+from cosmos_core.data.records import Job, convert_rows, processor_of, read_pass_rates
 from cosmos_core.data.rows import Rows, has_local_split, load_rows, split_rows, training_sources
 from cosmos_core.data.statistics import Chunk, Counts
 from cosmos_core.data.user_dataset import Opener
@@ -92,7 +92,9 @@ def tokenise(stage: Stage) -> Outcome:
     lost, loses_much = lost_text(tokenizer, first_texts)
     jobs, tool_notices = _rendered_jobs(stage, jobs, tokenizer)
     statistics: dict[str, dict[str, Any]] = {}
-    notices: list[JsonValue] = [f"{key} has no effect: videos are not read" for key in media_of(stage.recipe).ignored]
+    notices: list[JsonValue] = [
+        f"{key} has no effect: videos are not read" for key in media_settings(stage.recipe).ignored
+    ]
     notices += [*tool_notices, *filter(None, [lost])]
     if lost:
         logger.warning("%s", lost)
@@ -171,8 +173,8 @@ def _write_split(
     Raises:
         DataError: too many rows cannot be read, or no row of a data set is left to write.
     """
-    counts = Counts(jobs[0].kind, jobs[0].column, jobs[0].room)
-    of_sources = [Counts(job.kind, job.column, job.room) for job in jobs]
+    counts = Counts(jobs[0].kind, jobs[0].column, jobs[0].num_free_tokens)
+    of_sources = [Counts(job.kind, job.column, job.num_free_tokens) for job in jobs]
     with pa.ipc.new_file(path, jobs[0].schema) as file, closing(_chunks(stage, jobs, sources)) as chunks:
         for i, chunk in chunks:
             if chunk.batch.num_rows:
@@ -238,8 +240,8 @@ def _splits(stage: Stage) -> dict[str, list[_Source]]:
             counts = apportion(validation.max_rows, [len(source.rows) for source in held_out])
             held_out = [replace(each, rows=each.rows.first(n)) for each, n in zip(held_out, counts, strict=True) if n]
         splits |= dict.fromkeys(_held_out_kinds(stage.recipe), held_out)
-    if policy.real_rows is not None:
-        dataset = policy.real_rows.dataset
+    if policy.supervised_rows is not None:
+        dataset = policy.supervised_rows.dataset
         rows = load_rows(dataset, "train.train_policy.data_term")
         splits[DATA_TERM] = [_Source(rows, stage.recipe, dataset)]
     return splits
@@ -313,7 +315,7 @@ def _job(stage: Stage, split: str, source: _Source) -> Job:
     is_data_term, policy = split == DATA_TERM, recipe.train.train_policy
     name = "sequences" if is_data_term else _held_out_kinds(recipe).get(split, policy.rows)
     kind = tokenised_kind(name)
-    media = media_of(recipe)
+    media = media_settings(recipe)
     root: Path | None = Path(os.path.expanduser(media.media_path)).absolute() if media.media_path else rows.folder
     revision = recipe.policy.model_revision
     keep, rates_file = source.dataset.keep, source.dataset.pass_rates
@@ -338,7 +340,7 @@ def _tokenised(stage: Stage, job: Job, rows: Rows) -> Generator[Chunk]:
     chunks = iter(lambda: list(islice(remaining, _CHUNK_ROWS)), [])
     num_workers = min(job.recipe.train.train_policy.dataloader_num_workers, -(-len(rows) // _CHUNK_ROWS))
     if num_workers <= 1:
-        yield from map(partial(make_chunk, _tokenizer(model, policy), job), chunks)
+        yield from map(partial(convert_rows, _tokenizer(model, policy), job), chunks)
         return
     convert = partial(_make_chunk_there, model, policy, job)
     context = multiprocessing.get_context("spawn")  # a forked process would copy locks that other threads hold
@@ -353,7 +355,7 @@ def _tokenised(stage: Stage, job: Job, rows: Rows) -> Generator[Chunk]:
 
 
 def _make_chunk_there(model: str, policy: PolicyConfig, job: Job, rows: list[Located]) -> Chunk:
-    return make_chunk(_held_tokenizer(model, policy.model_revision, policy.chat_template), job, rows)
+    return convert_rows(_held_tokenizer(model, policy.model_revision, policy.chat_template), job, rows)
 
 
 def _tokenizer(model: str, policy: PolicyConfig) -> PreTrainedTokenizerBase:

@@ -46,7 +46,7 @@ CACHE = "media"
 """Name of the cache folder, in the folder that runs share."""
 _TEXTS_AT_ONCE = 32
 _MOST_NAMED = 5
-_MOST_DECODED = 1000  # maximum number of images or clips of a split that `look` decodes
+_MOST_DECODED = 1000  # maximum number of images or clips of a split that `preview` decodes
 
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ def run(stage: Stage) -> Outcome:
     return prepare(stage, source_of(stage))
 
 
-def look(stage: Stage, source: Source | None = None) -> dict[str, tuple[str, int, list[JsonValue]]]:
+def preview(stage: Stage, source: Source | None = None) -> dict[str, tuple[str, int, list[JsonValue]]]:
     """Return a description, the number of rows and the first prompts of each split, for `cosmos check`.
 
     Nothing is encoded. Media to learn are decoded, for a large data set only an evenly spaced sample of them.
@@ -70,10 +70,10 @@ def look(stage: Stage, source: Source | None = None) -> dict[str, tuple[str, int
         ModelError, DataError: as in `run`.
     """
     source = source or source_of(stage)
-    return {name: _look(stage, source, name, split) for name, split in read_splits(stage, source).items()}
+    return {name: _preview_split(stage, source, name, split) for name, split in read_splits(stage, source).items()}
 
 
-def _look(stage: Stage, source: Source, name: str, split: Split) -> tuple[str, int, list[JsonValue]]:
+def _preview_split(stage: Stage, source: Source, name: str, split: Split) -> tuple[str, int, list[JsonValue]]:
     skipped, rates, num_kept = list(split.skipped), set[float](), len(split.kept)
     details = ""
     if is_learned(stage, name, split):
@@ -148,7 +148,7 @@ def prepare(stage: Stage, source: Source) -> Outcome:
         for name, split in splits.items():
             num_rows, skipped = work.write(name, split, next(iter(null.values())), folder)
             metrics |= {f"data/{name}_rows": float(num_rows), f"data/{name}_skipped_rows": float(len(skipped))}
-            for line in _told(name, skipped, split.total):
+            for line in _skipped_message(name, skipped, split.total):
                 logger.warning("%s", line)
                 notices.append(line)
         write_json(folder / "statistics.json", metrics)
@@ -175,9 +175,9 @@ class _Work:
             DataError: too many rows cannot be used, or no row is left.
         """
         is_media = is_learned(self._stage, name, split)
-        with self._source.encoders.residence.staying():
+        with self._source.encoders.residence.keep_on_device():
             texts = self._entries(split, is_media=False, folder=folder)
-        with self._source.encoders.residence.staying():
+        with self._source.encoders.residence.keep_on_device():
             media = self._entries(split, is_media=True, folder=folder) if is_media else _Entries({}, {}, {})
         skipped = list(split.skipped)
         records = []
@@ -335,7 +335,7 @@ def _check_skipped(name: str, skipped: Sequence[str], split: Split, num_kept: in
         raise DataError(f"{name}: no row is left of {split.total}; give others")
 
 
-def _told(name: str, skipped: Sequence[str], total: int) -> list[str]:
+def _skipped_message(name: str, skipped: Sequence[str], total: int) -> list[str]:
     """Return a line about the rows that were left out, with the first reasons; no line if no row was left out."""
     if not skipped:
         return []

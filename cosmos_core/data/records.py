@@ -19,7 +19,7 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from cosmos_core.config.conditions import parse_range
-from cosmos_core.config.media import media_of
+from cosmos_core.config.media import media_settings
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.supervised import SupervisedConfig
@@ -27,7 +27,7 @@ from cosmos_core.data.chat import PLAIN, Chat
 from cosmos_core.data.formats import Located
 from cosmos_core.data.images import placed_images, read_image
 from cosmos_core.data.kinds.base import TokenisedKind
-from cosmos_core.data.messages import Message, ReadRow, Row, SkippedRow, alternating
+from cosmos_core.data.messages import Message, ReadRow, Row, SkippedRow, alternative_turns
 from cosmos_core.data.rendering import RefusedRow
 from cosmos_core.data.statistics import Chunk, Skipped
 from cosmos_core.errors import DataError
@@ -67,7 +67,7 @@ class Job:
     """Maximum number of tokens of a completion, unless a long prompt leaves fewer."""
 
     @property
-    def room(self) -> tuple[int, int] | None:
+    def num_free_tokens(self) -> tuple[int, int] | None:
         """Return the maximum length in tokens of a prompt that leaves enough for the longest completion, and of a
         completion; None: rows are not completed."""
         if not self.kind.is_completed:
@@ -86,16 +86,16 @@ class Job:
         policy = self.recipe.train.train_policy
         if isinstance(policy, SupervisedConfig):
             return policy.conversation_column_name, policy.system_prompt
-        data_term = policy.real_rows if self.is_data_term else None
+        data_term = policy.supervised_rows if self.is_data_term else None
         if data_term is None or not isinstance(policy, RlConfig):
             return "", ""
         return data_term.conversation_column_name, policy.system_prompt
 
     @property
-    def own_names(self) -> dict[str, str]:
+    def column_names(self) -> dict[str, str]:
         """Return the recipe's names for the columns of prompt and responses, by their standard names."""
         policy = self.recipe.train.train_policy
-        return policy.own_names if isinstance(policy, SupervisedConfig) else {}
+        return policy.column_names if isinstance(policy, SupervisedConfig) else {}
 
     @property
     def schema(self) -> pa.Schema:
@@ -113,15 +113,15 @@ class Record(NamedTuple):
     """Counts about the row for the statistics of the split, with the keys of `Chunk.counts`."""
 
 
-def make_chunk(tokenizer: PreTrainedTokenizerBase, job: Job, rows: list[Located]) -> Chunk:
+def convert_rows(tokenizer: PreTrainedTokenizerBase, job: Job, rows: list[Located]) -> Chunk:
     """Convert rows to one record batch; rows that cannot be used are skipped and recorded with a reason."""
     records: list[Record] = []
     skipped = []
     counts: Counter[str] = Counter()
     unread: Counter[str] = Counter()
-    for where, given in rows:
+    for where, values in rows:
         try:
-            row = ReadRow(given, job.own_names, where)
+            row = ReadRow(values, job.column_names, where)
             record = job.kind.record(tokenizer, job, row, where)
             if job.keep:
                 _check_rate(job, row, record, where)
@@ -200,7 +200,7 @@ def read_images(job: Job, turns: list[Message], row: Row, where: str) -> tuple[l
 def processor_for(job: Job) -> ProcessorMixin:
     """Return the processor of the model, which reads images."""
     policy = job.recipe.policy
-    processor = processor_of(job.model, policy.model_revision, media_of(job.recipe).pixels, policy.chat_template)
+    processor = processor_of(job.model, policy.model_revision, media_settings(job.recipe).pixels, policy.chat_template)
     assert processor is not None
     return processor
 
@@ -227,7 +227,7 @@ def tokenise_turns(tokenise: Callable[[_Turns], _Tokens], turns: _Turns) -> tupl
         return tokenise(turns), False
     except RefusedRow:
         assert not isinstance(turns, str)  # plain text is not rendered by a template
-        for merged_turns in alternating(turns):
+        for merged_turns in alternative_turns(turns):
             with suppress(RefusedRow):
                 return tokenise(merged_turns), True
         raise

@@ -6,9 +6,9 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from cosmos_core.data.bounds import bounded
+from cosmos_core.data.bounds import limit_resources
 from cosmos_core.data.messages import Message, SkippedRow, texts_of
-from cosmos_core.data.tool_calls import in_python, with_texts
+from cosmos_core.data.tool_calls import uses_python_notation, with_texts
 from cosmos_core.errors import DataError, ModelError
 
 _LONGEST = 1 << 26  # maximum number of characters that a template may render, more than any model reads
@@ -56,7 +56,7 @@ def render(
             reason = error
     rewritten = _with_written_arguments(turns)
     if rewritten != turns and (
-        not renderings or any(in_python(turn.get("tool_calls"), renderings[0][2]) for turn in turns)
+        not renderings or any(uses_python_notation(turn.get("tool_calls"), renderings[0][2]) for turn in turns)
     ):
         return render(
             owner, rewritten, where, add_generation_prompt=add_generation_prompt, tools=tools, options=options
@@ -123,7 +123,7 @@ def render_template(
         ModelError: the template does not end, takes too much memory, or renders too much text.
     """
     try:
-        with bounded(f"{where}: the chat template"):
+        with limit_resources(f"{where}: the chat template"):
             text = owner.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=add_generation_prompt, tools=tools, **options
             )

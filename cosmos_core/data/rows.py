@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from huggingface_hub import constants
 
-from cosmos_core.config.media import media_of
+from cosmos_core.config.media import media_settings
 from cosmos_core.config.schema.algorithm import AlgorithmConfig
 from cosmos_core.config.schema.dataset import (
     DATA_SUFFIXES,
@@ -28,12 +28,12 @@ from cosmos_core.config.schema.dataset import (
     data_suffix,
     generator_of,
 )
-from cosmos_core.data.formats import Located, Part, dataset_part, open_part, refused
+from cosmos_core.data.formats import Located, Part, dataset_part, open_part, reader_errors
 from cosmos_core.data.generated import generated_part
 from cosmos_core.data.order import shuffled
 from cosmos_core.data.user_dataset import Opener
 from cosmos_core.errors import DataError, first_line
-from cosmos_core.models.source import hub_is_reachable
+from cosmos_core.models.model_files import hub_is_reachable
 from cosmos_core.registry import is_code
 from cosmos_core.run.stage import Stage
 from cosmos_core.transient import is_of_machine, is_of_network
@@ -123,7 +123,7 @@ def training_sources(stage: Stage) -> dict[str, AlgorithmConfig]:
     policy = stage.recipe.train.train_policy
     name, key = str(stage.data), f"stage {stage.name!r}: data"
     if stage.data is None:
-        name, key = media_of(stage.recipe).annotation_path, "custom.dataset.annotation_path"
+        name, key = media_settings(stage.recipe).annotation_path, "custom.dataset.annotation_path"
     if not name:
         return dict(policy.sources)
     kept = {name: getattr(policy.dataset, name) for name in ("test_size", "max_skipped_fraction", "keep", "pass_rates")}
@@ -238,7 +238,7 @@ def _folders_to_name(folder: Path) -> str:
 def _saved_part(path: Path, split: str, key: str) -> Part:
     import datasets
 
-    with refused(f"{key}.name: {path} cannot be read by `datasets`"):
+    with reader_errors(f"{key}.name: {path} cannot be read by `datasets`"):
         saved = datasets.load_from_disk(str(path))
     splits = saved if isinstance(saved, datasets.DatasetDict) else {_TRAIN: saved}
     if split not in splits:

@@ -13,7 +13,7 @@ from cosmos_core.data.messages import Message, texts_of
 Span = tuple[int, int]
 Render = Callable[[list[Message], bool], str]
 """Function that renders messages, with the generation prompt if its second argument is True; raises TemplateError."""
-Head = tuple[str, str]
+TextBeforeCompletion = tuple[str, str]
 """Text that the template writes before a completion, and the rest of the generation prompt, with which the completion
 may begin."""
 
@@ -59,7 +59,7 @@ def skeleton_spans(
         heads = _heads(render, with_placeholders, turns, fixed)
     except TemplateError:
         return None
-    closers = [_closer(part, ending[-1], closing_tokens) for part in fixed[1:]]
+    closers = [_turn_end(part, ending[-1], closing_tokens) for part in fixed[1:]]
     return _align(full, heads, fixed[-1], closers)
 
 
@@ -93,18 +93,18 @@ def _split_at(text: str, words: list[str]) -> list[str] | None:
     return [*parts, text]
 
 
-def _heads(render: Render, messages: list[Message], turns: list[int], fixed: list[str]) -> list[Head]:
+def _heads(render: Render, messages: list[Message], turns: list[int], fixed: list[str]) -> list[TextBeforeCompletion]:
     """Return the text of the template before each completion, up to the end of its generation prompt."""
-    first, last = (_invitation(render, messages[:i]) for i in (turns[0], turns[-1]))
+    first, last = (_generation_prompt(render, messages[:i]) for i in (turns[0], turns[-1]))
     heads = []
     for number, i in enumerate(turns):
-        invitation = first if first == last else _invitation(render, messages[:i])
-        last_words = _last_words(messages[max(0, i - 1) : i])
-        heads.append(_head(fixed[number], last_words, *invitation) if invitation else (fixed[number], ""))
+        invitation = first if first == last else _generation_prompt(render, messages[:i])
+        last_words = _last_text(messages[max(0, i - 1) : i])
+        heads.append(_text_before(fixed[number], last_words, *invitation) if invitation else (fixed[number], ""))
     return heads
 
 
-def _invitation(render: Render, before: list[Message]) -> tuple[str, str] | None:
+def _generation_prompt(render: Render, before: list[Message]) -> tuple[str, str] | None:
     """Return the template's text between the last turn and a completion: the turn's end, and the generation prompt.
 
     Return None if adding the generation prompt changes the rendering of the turns.
@@ -119,16 +119,16 @@ def _invitation(render: Render, before: list[Message]) -> tuple[str, str] | None
         without, with_prompt = render(before, False), render(before, True)
     if not with_prompt.startswith(without):
         return None
-    last_words = _last_words(before)
+    last_words = _last_text(before)
     return without[without.rfind(last_words) + len(last_words) :], with_prompt[len(without) :]
 
 
-def _last_words(before: list[Message]) -> str:
+def _last_text(before: list[Message]) -> str:
     """Return the last text of the last turn; empty if there is no turn or no text."""
     return texts_of(before[-1])[-1].strip() if before and texts_of(before[-1]) else ""
 
 
-def _head(part: str, asked: str, closing: str, prompt: str) -> Head:
+def _text_before(part: str, asked: str, closing: str, prompt: str) -> TextBeforeCompletion:
     """Return the template's text up to the end of the generation prompt or of its longest prefix, and the missing rest.
 
     If a generation prompt ends with `<think>`, a completion without thoughts follows only a prefix of the prompt.
@@ -149,7 +149,7 @@ def _head(part: str, asked: str, closing: str, prompt: str) -> Head:
     return part, ""
 
 
-def _closer(part: str, ending: str, closing_tokens: Sequence[str]) -> str:
+def _turn_end(part: str, ending: str, closing_tokens: Sequence[str]) -> str:
     """Return the beginning of the template's text after a completion that closes the turn.
 
     This is the common prefix with the last turn's ending, up to the end of a whole token: `<|end|><|user|>` and
@@ -162,7 +162,7 @@ def _closer(part: str, ending: str, closing_tokens: Sequence[str]) -> str:
     return part[: max(ends)] if ends else part[:shared]
 
 
-def _align(full: str, heads: list[Head], tail: str, closers: list[str]) -> list[Span] | None:
+def _align(full: str, heads: list[TextBeforeCompletion], tail: str, closers: list[str]) -> list[Span] | None:
     """Return the spans between the template's texts, each with the text that closes its turn; None if ambiguous."""
     parts = [part for part, _ in heads]
     first, last = len(parts[0]), len(full) - len(tail)

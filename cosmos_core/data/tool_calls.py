@@ -14,7 +14,7 @@ def read_tools(row: dict[str, Any], where: str) -> list[Any] | None:
     """
     tools = row.get("tools")
     if isinstance(tools, str):
-        decoded = parsed(tools)
+        decoded = parse_json(tools)
         tools = [tools] if decoded is None and tools.strip() not in {"", "null"} else decoded
     if not tools:
         return None
@@ -25,7 +25,7 @@ def read_tools(row: dict[str, Any], where: str) -> list[Any] | None:
 
 def calls_of(text: Any) -> list[Any] | None:
     """Return the tool calls in the JSON text of a ShareGPT `function_call`; None if the text holds no calls."""
-    value = parsed(text)
+    value = parse_json(text)
     calls = value if isinstance(value, list) else [value]
     if not calls or not all(isinstance(call, dict) and {"name", "arguments"} <= call.keys() for call in calls):
         return None
@@ -47,7 +47,7 @@ def with_texts(calls: Any) -> Any:
     )
 
 
-def in_python(calls: Any, text: str) -> bool:
+def uses_python_notation(calls: Any, text: str) -> bool:
     """Return whether a rendering has arguments in Python's notation: the chat template then expects JSON strings."""
     functions = [
         call.get("function", call) for call in (calls if isinstance(calls, list) else ()) if isinstance(call, dict)
@@ -72,11 +72,11 @@ def _as_object(value: Any) -> Any:
     """Decode the JSON object in a string, `{}` if the string is empty; return any other value unchanged."""
     if not isinstance(value, str):
         return value
-    decoded = parsed(value) if value.strip() else {}
+    decoded = parse_json(value) if value.strip() else {}
     return decoded if isinstance(decoded, dict) else value
 
 
-def parsed(text: Any) -> Any:
+def parse_json(text: Any) -> Any:
     """Decode a JSON text; return None if it is not JSON."""
     try:
         return json.loads(text)

@@ -61,7 +61,7 @@ class Opener:
             DataError: the class raised an error, or has no length.
         """
         loaded = import_user_code(name)
-        with _blamed(f"{key}.name = {name!r}", None):
+        with _user_code_errors(f"{key}.name = {name!r}", None):
             dataset = _thing_of(loaded, self._recipe)
             self._set_up(dataset)
             length = len(dataset)
@@ -85,7 +85,7 @@ class Opener:
                 "here: batches are made by the model's adapter; remove it, or write an algorithm of your own"
             )
         method_name = tokenised_kind(policy.rows).packer_method
-        with _blamed(f"train.train_policy.data_packer = {policy.data_packer!r}", loaded):
+        with _user_code_errors(f"train.train_policy.data_packer = {policy.data_packer!r}", loaded):
             packer = _thing_of(loaded, self._recipe)
             self._set_up(packer)
         method = getattr(packer, method_name, None) if method_name else None
@@ -123,7 +123,7 @@ def _items(dataset: Any, name: str, length: int, policy: AlgorithmConfig) -> Ite
     look_up = getattr(dataset, "get_reference_answer", None) if isinstance(policy, RlConfig) else None
     for index in range(length):
         where = f"{name} item {index}"
-        with _blamed(where, getattr(type(dataset), "__getitem__", None)):
+        with _user_code_errors(where, getattr(type(dataset), "__getitem__", None)):
             row = _row(dataset[index], policy, where)
             if look_up is not None:
                 row |= _reference(look_up(index), policy)
@@ -132,7 +132,7 @@ def _items(dataset: Any, name: str, length: int, policy: AlgorithmConfig) -> Ite
 
 def _packed(method: Callable[[Any], Any], policy: AlgorithmConfig, row: Row, where: str) -> Row:
     """Return the row that a packer's method makes of a row; a prompt keeps the columns of its reference answer."""
-    with _blamed(where, method):
+    with _user_code_errors(where, method):
         packed = method(row)
     if isinstance(packed, dict) or not isinstance(policy, RlConfig):
         return _row(packed, policy, where)
@@ -181,7 +181,7 @@ def _reference(reference: Any, policy: AlgorithmConfig) -> Row:
 
 
 @contextmanager
-def _blamed(where: str, function: Any) -> Iterator[None]:
+def _user_code_errors(where: str, function: Any) -> Iterator[None]:
     """Convert errors of a user's code to a `DataError` with file and line.
 
     `SkippedRow` passes unchanged. A transient error becomes a `StageFailed`, because the data are not at fault.

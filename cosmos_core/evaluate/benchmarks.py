@@ -13,7 +13,7 @@ from cosmos_core.config.schema.evaluate import EvaluateConfig
 from cosmos_core.errors import ConfigError, DataError, first_line
 from cosmos_core.registry import suggestion
 
-_AWAY = (OSError, ValueError, httpx.HTTPError, DatasetsError)
+_UNAVAILABLE_ROWS = (OSError, ValueError, httpx.HTTPError, DatasetsError)
 """Errors raised if the rows of a task are not in the cache and cannot be downloaded, or cannot be read."""
 _REMEDY = (
     "download them where there is a network and set HF_HOME to that cache, or name a task of local files in "
@@ -90,7 +90,7 @@ def _load(manager: TaskManager, name: str) -> dict[str, Any]:
             len(task.eval_docs)
     except ImportError as error:
         raise ConfigError(f"evaluate.tasks: {name!r} needs a package that is not installed: {error}") from error
-    except _AWAY as error:
+    except _UNAVAILABLE_ROWS as error:
         entry = manager.task_index[name]
         rows = f", {entry.cfg['dataset_path']}," if entry.cfg and entry.cfg.get("dataset_path") else ""
         raise DataError(

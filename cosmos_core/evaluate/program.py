@@ -18,7 +18,7 @@ from cosmos_core.evaluate.benchmarks import open_benchmarks
 from cosmos_core.evaluate.engines.registry import engine_of, open_model
 from cosmos_core.evaluate.results import facts_of, items_of, metrics_of, texts_of
 from cosmos_core.models.hf import load_config, load_tokenizer
-from cosmos_core.models.source import check_weights
+from cosmos_core.models.model_files import check_weights
 from cosmos_core.run.files import write_json, write_text
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome

@@ -21,7 +21,7 @@ from transformers import AutoConfig
 from cosmos_core.data.kinds.base import TRAIN, VALIDATION
 from cosmos_core.data.prepared import RowImages, has_split, open_table
 from cosmos_core.errors import DataError, StageFailed
-from cosmos_core.models.prove import auto_class
+from cosmos_core.models.verify_export import auto_class
 from cosmos_core.rollout.vllm_logits import prompt_logits
 
 Row = list[int]

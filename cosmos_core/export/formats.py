@@ -36,8 +36,8 @@ from cosmos_core.export.divergence import (
     text_rows,
 )
 from cosmos_core.export.quantize import Layers, describe, find_layers, quantize_folder, scheme_of
-from cosmos_core.models.fresh import call_in_interpreter, fresh_interpreter
 from cosmos_core.models.hf import load_config, model_without_weights
+from cosmos_core.models.new_interpreter import call_in_interpreter, fresh_interpreter
 from cosmos_core.rollout.vllm_logits import vllm_problem, vllm_version
 from cosmos_core.run.files import read_object, write_json, write_text
 from cosmos_core.run.progress import read_progress

@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from cosmos_core.checkpoint.parts import safetensors_blocks
+from cosmos_core.checkpoint.rank_files import safetensors_blocks
 from cosmos_core.errors import ModelError
 from cosmos_core.models.first_layers import layers_path
-from cosmos_core.models.source import weight_files
+from cosmos_core.models.model_files import weight_files
 from cosmos_core.run.files import sync_folder, write_json
 
 _PRESETS = {

@@ -16,17 +16,17 @@ from cosmos_core.errors import DataError, StageFailed
 from cosmos_core.launch.managed_service import service_named
 from cosmos_core.launch.processes import LOOK, sweep
 from cosmos_core.launch.worker import Launch, run, stoppable
-from cosmos_core.run.content import files_of, overlaid
+from cosmos_core.run.content import files_of, link_weights_over_model
 from cosmos_core.run.digests import shared_digests
 from cosmos_core.run.files import write_json
 from cosmos_core.run.fingerprint import fingerprint, threads
 from cosmos_core.run.manifest import Result
 from cosmos_core.run.plan import fingerprint_folder
-from cosmos_core.run.remote import localised
+from cosmos_core.run.remote import download_inputs
 from cosmos_core.run.stage import CHECKED_PROMPTS, Stage
 from cosmos_core.types import JsonValue
 
-_FIRST_ROWS = "cosmos_core.data.look:run"
+_FIRST_ROWS = "cosmos_core.data.quick_check:run"
 _FEW_BYTES = 32 << 20
 
 
@@ -54,7 +54,7 @@ def check_in_worker(pipeline: Pipeline, num_shown: int = 0) -> Iterator[str]:
             recipe = recipe.derived(policy=recipe.policy.derived(**model_of_base))
         model = "" if base is stage else base.model or base_policy.model_name_or_path
         rows = "" if data else stage.data
-        result = look(
+        result = run_check(
             pipeline,
             stage,
             pipeline.kind_of(stage).check,
@@ -91,7 +91,7 @@ def check_readers(pipeline: Pipeline, name: str, info: dict[str, JsonValue]) -> 
             raise DataError(f"{pipeline.source}: stage {stage.name!r}: {next(filter(None, reasons))}")
 
 
-def look_at_rows(pipeline: Pipeline) -> None:
+def check_first_rows(pipeline: Pipeline) -> None:
     """Check the first rows of each stage that reads local files of moderate size or generated rows, which takes a
     second or two.
 
@@ -110,7 +110,7 @@ def look_at_rows(pipeline: Pipeline) -> None:
         if not is_local or any(_size(Path(each.location)) > _FEW_BYTES for each in rows if each.form == "folder"):
             continue
         try:
-            look(pipeline, stage, _FIRST_ROWS, data=stage.data)
+            run_check(pipeline, stage, _FIRST_ROWS, data=stage.data)
         except DataError as error:
             raise DataError(f"{pipeline.source}: stage {stage.name!r}: {error}") from error
         except StageFailed:  # the check itself crashed, which is no error of the rows
@@ -131,7 +131,7 @@ def _size(path: Path) -> int:
     return sum(file.stat().st_size for file in (files_of(path, DATA_FILES) if path.is_dir() else [path]))
 
 
-def look(  # noqa: PLR0913 - a stage, and the inputs that differ between callers
+def run_check(  # noqa: PLR0913 - a stage, and the inputs that differ between callers
     pipeline: Pipeline,
     stage: StageConfig,
     program: str,
@@ -148,7 +148,7 @@ def look(  # noqa: PLR0913 - a stage, and the inputs that differ between callers
         ConfigError, DataError, ModelError, RewardError: the first mistake.
         StageFailed: the program crashed.
     """
-    stage, stage_recipe = localised(pipeline, stage, lambda: None)
+    stage, stage_recipe = download_inputs(pipeline, stage, lambda: None)
     recipe = recipe or stage_recipe
     data = stage.data if is_remote(data) else data
     kind = pipeline.kind_of(stage)
@@ -159,7 +159,7 @@ def look(  # noqa: PLR0913 - a stage, and the inputs that differ between callers
         if prompts:
             write_json(path / CHECKED_PROMPTS, prompts)
         model = model or stage.model or recipe.policy.model_name_or_path
-        model = overlaid(inputs_of(stage, recipe, kind), path / "model") or model
+        model = link_weights_over_model(inputs_of(stage, recipe, kind), path / "model") or model
         Stage(
             path=path,
             config=stage,

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from cosmos_core.config.compose import Pipeline
 from cosmos_core.config.schema.pipeline import StageConfig
-from cosmos_core.launch.estimate import Found
+from cosmos_core.launch.estimate import StageEstimate
 from cosmos_core.launch.machine import Machine
 from cosmos_core.launch.pace import measured_seconds
 from cosmos_core.observe import formatting
@@ -56,7 +56,7 @@ class Cost:
 def costs(
     pipeline: Pipeline,
     decisions: Mapping[str, Decision],
-    found: Mapping[str, Found],
+    found: Mapping[str, StageEstimate],
     gpus: Mapping[str, int],
     output_dir: Path,
     machine: Machine | None,
@@ -135,7 +135,7 @@ def wall_seconds(pipeline: Pipeline, found: Sequence[Cost]) -> float:
     return max(ends.values(), default=0.0)
 
 
-def _disk(stage: StageConfig, found: Mapping[str, Found], earlier: Sequence[RunRecord]) -> int | None:
+def _disk(stage: StageConfig, found: Mapping[str, StageEstimate], earlier: Sequence[RunRecord]) -> int | None:
     """Return the bytes that a stage leaves on disk: from the estimate of a training, or from the newest result of
     another stage."""
     sizes = found.get(stage.name)

@@ -28,9 +28,9 @@ _LEAST_ROOM = 20 * 2**30
 class Finding:
     """Result of one check: its name, a message, and whether the checked property is healthy."""
 
-    what: str
-    told: str
-    is_well: bool = True
+    name: str
+    message: str
+    is_ok: bool = True
 
 
 Check = Callable[[Any], Iterator[Finding]]
@@ -45,7 +45,7 @@ def findings(output_dir: Path, client: Any) -> Iterator[Finding]:
         try:
             yield from check(client)
         except Exception as error:  # noqa: BLE001 - any error of a request is the finding
-            yield Finding(name, masked(f"{type(error).__name__}: {' '.join(str(error).split())}")[:300], is_well=False)
+            yield Finding(name, masked(f"{type(error).__name__}: {' '.join(str(error).split())}")[:300], is_ok=False)
     yield from _ray()
     yield from _rewards()
     free = shutil.disk_usage(next(each for each in (output_dir, *output_dir.parents) if each.exists())).free
@@ -82,7 +82,7 @@ def _pools(client: Any) -> Iterator[Finding]:
         yield Finding(f"pool {pool.name}", message, is_well)
     for name in sorted(pool_names - {pool.name for pool in client.read_work_pools()} - {None}):
         yield Finding(
-            f"pool {name}", "deployments name it, and it is not there; cosmos bootstrap makes it", is_well=False
+            f"pool {name}", "deployments name it, and it is not there; cosmos bootstrap makes it", is_ok=False
         )
 
 
@@ -102,7 +102,7 @@ def _workers(client: Any) -> Iterator[Finding]:
         is_live = any(_is_online(each) for each in client.read_workers_for_work_pool(pool.name))
         if is_live and pool.type == "process" and pool.name not in reported_pools:
             message = "none was started by cosmos worker: after an outage of the server they stop no cancelled flow run"
-            yield Finding(f"workers of {pool.name}", message, is_well=False)
+            yield Finding(f"workers of {pool.name}", message, is_ok=False)
 
 
 def _is_online(worker: Any) -> bool:
@@ -118,7 +118,7 @@ def _cancelling(client: Any) -> Iterator[Finding]:
         if seconds > _LATE_SECONDS:
             message = f"{run.name} has been Cancelling for {seconds:.0f} s: no worker of {run.work_pool_name} looks; "
             message += "restart it"
-            yield Finding("cancellation", message, is_well=False)
+            yield Finding("cancellation", message, is_ok=False)
             return
     yield Finding("cancellation", "no flow run waits for it")
 
@@ -141,7 +141,7 @@ def _ray() -> Iterator[Finding]:
     try:
         socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
     except (OSError, ValueError) as error:
-        yield Finding("Ray", f"RAY_ADDRESS = {address!r} is not reached: {error}", is_well=False)
+        yield Finding("Ray", f"RAY_ADDRESS = {address!r} is not reached: {error}", is_ok=False)
         return
     token = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
     has_token = os.environ.get("RAY_AUTH_MODE") == "token" and bool(token)

@@ -11,23 +11,23 @@ from rich.table import Table
 
 from cosmos_core.config.compose import Pipeline
 from cosmos_core.config.inputs import source_of
-from cosmos_core.config.mesh import filled
+from cosmos_core.config.mesh import with_dp_shard_size
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.launch.check import look
-from cosmos_core.run.hub import changed
+from cosmos_core.launch.check import run_check
+from cosmos_core.run.hub import with_value
 from cosmos_core.run.plan import Decision
 
 _PROGRAM = "cosmos_core.train.estimate:run"
 _GIB = 2**30
 
-Found = dict[str, Any] | str
+StageEstimate = dict[str, Any] | str
 """Estimate of a training stage: the fields of `cosmos_core.train.estimate.Estimate`, or the reason why there is
 none."""
 
 
-def estimate_in_worker(pipeline: Pipeline, decisions: Mapping[str, Decision]) -> Iterator[tuple[str, Found]]:
+def estimate_in_worker(pipeline: Pipeline, decisions: Mapping[str, Decision]) -> Iterator[tuple[str, StageEstimate]]:
     """Estimate each training stage in turn; yield its name and the estimate. `decisions` tell which stages are
     finished.
 
@@ -49,12 +49,12 @@ def estimate_in_worker(pipeline: Pipeline, decisions: Mapping[str, Decision]) ->
             )
             continue
         prepared = _made(stage.data, "data", decisions)
-        recipe = filled(_with_rows(pipeline, stage, decisions), pipeline.config.gpus)
-        result = look(pipeline, stage, _PROGRAM, model=model, data=prepared, recipe=recipe)
+        recipe = with_dp_shard_size(_with_rows(pipeline, stage, decisions), pipeline.config.gpus)
+        result = run_check(pipeline, stage, _PROGRAM, model=model, data=prepared, recipe=recipe)
         yield stage.name, result["info"]["estimate"]
 
 
-def estimate_table(found: Sequence[tuple[str, Found]], gpus: Mapping[str, int], gpus_per_node: int) -> Table:
+def estimate_table(found: Sequence[tuple[str, StageEstimate]], gpus: Mapping[str, int], gpus_per_node: int) -> Table:
     """Return the estimates as a table with notes about unknown values; `gpus` is the number of GPUs by stage."""
     title = "per GPU in GiB, at the peak of a train step"
     table = Table("stage", "parameters", "trained", title=title, caption_justify="left")
@@ -141,5 +141,5 @@ def _with_rows(pipeline: Pipeline, stage: StageConfig, decisions: Mapping[str, D
     if prepare is not stage and prepare.data:
         dataset = DatasetConfig(name=_made(prepare.data, "data", decisions), test_size=dataset.test_size)
         datasets = ()
-    recipe = changed(changed(recipe, "train.train_policy.dataset", dataset), "validation", source.validation)
-    return changed(recipe, "train.train_policy.datasets", datasets)
+    recipe = with_value(with_value(recipe, "train.train_policy.dataset", dataset), "validation", source.validation)
+    return with_value(recipe, "train.train_policy.datasets", datasets)

@@ -25,7 +25,7 @@ _UNTAKEN_SECONDS = 60.0
 _UNHEARD_SECONDS = 600.0
 
 
-def find_unbegun(run_id: str) -> FlowRun | None:
+def find_failed_start(run_id: str) -> FlowRun | None:
     """Return the newest flow run of a deployment that was started to create the run `run_id` and failed before its
     first task; None if there is no such flow run or no server."""
     if not run_id or not os.environ.get("PREFECT_API_URL"):
@@ -52,7 +52,7 @@ def find_unbegun(run_id: str) -> FlowRun | None:
         return None
 
 
-def begin_again(flow_run: FlowRun) -> Iterator[str]:
+def reschedule(flow_run: FlowRun) -> Iterator[str]:
     """Schedule a flow run again on its work pool and wait for its end; yield lines of text about it.
 
     Raises:

@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.facts import gpu_entries
 from cosmos_core.launch.worker import sleep_unless_stopping
+from cosmos_core.machine_properties import gpu_entries
 from cosmos_core.run.files import user_cache
 from cosmos_core.run.lock import Lock
 from cosmos_core.run.state import update_state
@@ -27,7 +27,7 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 def num_gpus(kind: StageKind, recipe: Recipe) -> int:
     """Return the number of GPUs on this machine that a stage needs; 0 on a Ray cluster, where Ray allocates them."""
     total = num_placed(kind, recipe)
-    uses_ray = total > 1 or (kind.feed == "rollouts" and recipe.engines_apart > 0)
+    uses_ray = total > 1 or (kind.feed == "rollouts" and recipe.num_engines > 0)
     return 0 if os.environ.get("RAY_ADDRESS") and uses_ray else total
 
 
@@ -45,7 +45,7 @@ def of_stage(
     kind: StageKind, recipe: Recipe, path: Path
 ) -> AbstractContextManager[tuple[dict[str, str], Sequence[int]]]:
     """Return a context manager that holds the GPUs of a stage; while it waits, the reason is in the state of the stage.
-    See `held`.
+    See `hold_gpus`.
 
     Raises:
         Preempted: the run was stopped while waiting.
@@ -57,11 +57,11 @@ def of_stage(
 
     # `cosmos scale` may start engines on the other free GPUs.
     more = kind.feed == "rollouts" and recipe.mode == "disaggregated"
-    return held(num_gpus(kind, recipe), wait, takes_more=more)
+    return hold_gpus(num_gpus(kind, recipe), wait, takes_more=more)
 
 
 @contextmanager
-def held(
+def hold_gpus(
     count: int, while_waiting: Callable[[str], None], *, takes_more: bool = False
 ) -> Iterator[tuple[dict[str, str], Sequence[int]]]:
     """Hold `count` GPUs (all GPUs if there are fewer) during the block; yield the environment variable that selects

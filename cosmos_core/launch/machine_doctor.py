@@ -18,8 +18,8 @@ from pathlib import Path
 import psutil
 from packaging.requirements import Requirement
 
-from cosmos_core.facts import Facts, measure
 from cosmos_core.launch.doctor import Finding
+from cosmos_core.machine_properties import MachineProperties, measure
 from cosmos_core.run.libraries import ENGINES
 
 _MIN_SHARED_BYTES, _MIN_DISK_BYTES, _MIN_FILES = 2**30, 20 * 2**30, 1024
@@ -76,7 +76,7 @@ def package_findings(requirements: Iterable[str]) -> Iterator[Finding]:
     yield Finding("packages", "; ".join(dict.fromkeys(problems)) or f"{count} fit their requirements", not problems)
 
 
-def gpu_findings(facts: Facts, cuda_of_torch: str) -> Iterator[Finding]:
+def gpu_findings(facts: MachineProperties, cuda_of_torch: str) -> Iterator[Finding]:
     """Report the GPUs, and if torch can use them. `cuda_of_torch` has three words: the CUDA version that torch was made
     for, which is empty for a CPU build, `True` or `False` for a usable GPU, the version of torch."""
     if not facts.gpus:
@@ -84,7 +84,7 @@ def gpu_findings(facts: Facts, cuda_of_torch: str) -> Iterator[Finding]:
         return
     yield Finding("GPU", f"{len(facts.gpus)} visible: {facts.device}; driver {_driver()}")
     if not cuda_of_torch:
-        yield Finding("torch", "it cannot be imported; install it again", is_well=False)
+        yield Finding("torch", "it cannot be imported; install it again", is_ok=False)
         return
     *built_for, sees_gpu, torch_version = cuda_of_torch.split()
     if sees_gpu == "True":
@@ -92,10 +92,10 @@ def gpu_findings(facts: Facts, cuda_of_torch: str) -> Iterator[Finding]:
         return
     reason = f"is built for CUDA {built_for[0]}, which the driver is too old for" if built_for else "is a CPU build"
     remedy = "update the driver, or install the build of torch for its CUDA version"
-    yield Finding("torch", f"{torch_version} {reason}; {remedy}", is_well=False)
+    yield Finding("torch", f"{torch_version} {reason}; {remedy}", is_ok=False)
 
 
-def vllm_finding(facts: Facts) -> Finding:
+def vllm_finding(facts: MachineProperties) -> Finding:
     """Report whether vLLM can be imported; a machine with GPUs needs vLLM."""
     installed = next(iter(facts.versions.values()), "")
     if not installed:
@@ -123,9 +123,9 @@ def lock_finding(folder: Path) -> Finding:
                 fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return Finding("file locks", f"they hold in {folder}")
-            return Finding("file locks", f"two processes get one lock in {folder}; {remedy}", is_well=False)
+            return Finding("file locks", f"two processes get one lock in {folder}; {remedy}", is_ok=False)
     except OSError as error:
-        return Finding("file locks", f"{folder} has none: {error.strerror}; {remedy}", is_well=False)
+        return Finding("file locks", f"{folder} has none: {error.strerror}; {remedy}", is_ok=False)
 
 
 def _open_files() -> Finding:
@@ -140,7 +140,7 @@ def _loopback() -> Finding:
             return Finding("ports", "a free port of 127.0.0.1 can be opened and reached")
     except OSError as error:
         remedy = "ranks and the Prefect server of a run need one; allow connections to 127.0.0.1"
-        return Finding("ports", f"no port of 127.0.0.1 can be used: {error}; {remedy}", is_well=False)
+        return Finding("ports", f"no port of 127.0.0.1 can be used: {error}; {remedy}", is_ok=False)
 
 
 def _driver() -> str:

@@ -25,7 +25,7 @@ def branch_slots(pipeline: Pipeline) -> dict[str, threading.Semaphore]:
 
 
 @contextmanager
-def held(slot: threading.Semaphore | None) -> Iterator[None]:
+def hold_slot(slot: threading.Semaphore | None) -> Iterator[None]:
     """Hold the semaphore `slot` during the block; None: there is no limit.
 
     Raises:

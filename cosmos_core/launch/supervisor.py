@@ -55,7 +55,7 @@ class Supervisor:
             self.child.terminate()
         while self.child.poll() is None:
             self._watch_pipe()
-            self._bury()
+            self._reap_adopted()
             if self.kill_at is not None and time.monotonic() > self.kill_at:
                 self.child.kill()
         attempt = os.environ.get(ATTEMPT, "")
@@ -78,7 +78,7 @@ class Supervisor:
         if self.child is not None:
             self.child.send_signal(number)
 
-    def _bury(self) -> None:
+    def _reap_adopted(self) -> None:
         """Reap ended processes that the supervisor has adopted; `poll` reaps the command itself."""
         assert self.child is not None
         while (dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and dead.si_pid != self.child.pid:

@@ -19,7 +19,7 @@ from cosmos_core.environment import mask_file, masked
 from cosmos_core.errors import BY_NAME, EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE, ConfigError, Preempted, StageFailed
 from cosmos_core.launch.child import Child
 from cosmos_core.launch.processes import kill_marked, remove_scratch
-from cosmos_core.run.files import SHARED, Document, read_document, room_may_be_missing
+from cosmos_core.run.files import SHARED, Document, read_document, warn_if_disk_full
 from cosmos_core.run.manifest import Result, read_result
 from cosmos_core.run.process import is_alive, this_process
 from cosmos_core.run.progress import PHASE_SECONDS, Position, read_progress
@@ -158,7 +158,7 @@ def run(launch: Launch) -> Result:
         child.kill()
         mask_file(log, launch.secrets)  # child processes of the worker may write secrets to the log
         ended = time.time()
-        with room_may_be_missing(f"the end of attempt {attempt} of {path.name}"):
+        with warn_if_disk_full(f"the end of attempt {attempt} of {path.name}"):
             update_state(path, spans=[*spans, (began, ended)], ended=ended, **_position(path))
     if stop is not None and not reason and code != EXIT_OK:
         raise stop
@@ -210,7 +210,7 @@ def _follow(launch: Launch, child: Child, log: Path) -> tuple[int, str, Preempte
     if the worker ended by itself, and the error of `must_stop` if it stopped the worker."""
     reason, stop = "", None
     began = time.monotonic()
-    lines, pulse = _LogLines(log), _Pulse()
+    lines, pulse = _LogLines(log), _ProgressWatch()
 
     def show(line: str) -> None:
         launch.on_line(masked(line, launch.secrets))
@@ -221,7 +221,7 @@ def _follow(launch: Launch, child: Child, log: Path) -> tuple[int, str, Preempte
         lines.forward(show)
         if progress := read_progress(launch.stage_path):
             _tell(launch.on_progress, progress)
-            pulse.feel(progress)
+            pulse.update(progress)
         if not reason and (reason := launch.must_end()):
             child.kill()
         if stop is None and (stop := launch.must_stop()) is not None:
@@ -247,7 +247,7 @@ class Refusal(Document):
     message: str
 
 
-class _Pulse:
+class _ProgressWatch:
     """Time since the last change of a worker's progress, measured on the clock of this process.
 
     The clocks of the worker are not used: it may run on another machine, and its wall clock may jump.
@@ -259,7 +259,7 @@ class _Pulse:
         self._seen: Position | None = None
         self._since = time.monotonic()
 
-    def feel(self, progress: Position) -> None:
+    def update(self, progress: Position) -> None:
         """Compare the content of `progress.json` with that of the last call, and restart the time if it has changed."""
         if progress != self._seen:
             self._seen, self._since = progress, time.monotonic()

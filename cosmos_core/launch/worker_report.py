@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.facts import git_commit
+from cosmos_core.machine_properties import git_commit
 
 PREFIX = "cosmos-worker-"
 DIRECTORY = "prefect.deployments.steps.set_working_directory"

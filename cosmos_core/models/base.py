@@ -131,7 +131,7 @@ class ModelAdapter(Protocol):
     mesh: Mesh | None
     device: torch.device
     """Device of the model inputs; weights may be on another device."""
-    whole: Any
+    meta_copy: Any
     """Unsharded copy of the model on the meta device, if `model` is sharded; None: `model` is not sharded."""
     has_model_loss: bool
     """Whether the model adds a loss of its own to each update (`MicroBatch.model_loss`)."""
@@ -170,11 +170,11 @@ class ModelAdapter(Protocol):
         """
         ...
 
-    def cost(self, sample: Any) -> int:
+    def num_tokens(self, sample: Any) -> int:
         """Return the cost of a sample in tokens, used to build micro-batches of similar cost and to report speed."""
         ...
 
-    def group(self, sample: Any) -> Any:
+    def batching_key(self, sample: Any) -> Any:
         """Return the group of a sample, an orderable value: a micro-batch holds samples of one group only."""
         ...
 
@@ -212,14 +212,14 @@ class ModelAdapter(Protocol):
         """Return the outputs of each sample of a micro-batch without padding."""
         ...
 
-    def expect(self, batch: Any, loss: Callable[[MicroBatch], Tensor]) -> Any:
+    def attach_loss_derivative(self, batch: Any, loss: Callable[[MicroBatch], Tensor]) -> Any:
         """Return the batch with the derivative of `loss`, with which the forward pass already computes gradients.
 
         `loss` must have a derivative that does not depend on the outputs.
         """
         ...
 
-    def prove(self) -> None:
+    def check_parallel_plan(self) -> None:
         """Check on a few tokens that the model has no operations that its parallel plan does not cover.
 
         Raises:

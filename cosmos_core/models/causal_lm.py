@@ -25,6 +25,7 @@ from cosmos_core.models.balance import Balance, sequences_of
 from cosmos_core.models.base import Batch, Export, MicroBatch
 from cosmos_core.models.export import export_model
 from cosmos_core.models.kernels import remove_fp8
+from cosmos_core.models.length_rounding import kernel_length
 from cosmos_core.models.lora import FOLDER as ADAPTER
 from cosmos_core.models.lora import is_adapted
 from cosmos_core.models.micro_batches import (
@@ -38,15 +39,14 @@ from cosmos_core.models.micro_batches import (
 from cosmos_core.models.packing import NAME as PACKED
 from cosmos_core.models.packing import can_merge_prompts, enable_packing
 from cosmos_core.models.pipelined import PipelineRunner
-from cosmos_core.models.processor import Vision
-from cosmos_core.models.prove import prove_export
+from cosmos_core.models.processor import ImageReader
 from cosmos_core.models.scorer import LOGPROBS, Scorer, Wants
 from cosmos_core.models.sequential import SequentialRunner, forward_context
-from cosmos_core.models.shapes import kernel_length
 from cosmos_core.models.sharded_load import load_sharded
-from cosmos_core.parallel.context import apply_cp, gather_chosen, shard_rows
+from cosmos_core.models.verify_export import verify_export
+from cosmos_core.parallel.context import apply_cp, gather_scored, shard_rows
 from cosmos_core.parallel.expert import apply_ep
-from cosmos_core.parallel.fsdp import apply_fsdp, copy_without_weights, fill, gathers_casts
+from cosmos_core.parallel.fsdp import apply_fsdp, copy_without_weights, gather_into, gathers_in_param_dtype
 from cosmos_core.parallel.mesh import Mesh
 from cosmos_core.parallel.pipeline import apply_pp
 from cosmos_core.parallel.tensor import apply_tp, check_split
@@ -59,24 +59,24 @@ class TokenBatch(Batch):
     """Model inputs of a micro-batch of token rows."""
 
     samples: Sequence[Sample]
-    chosen_N: Tensor
+    scored_N: Tensor
     """Positions, in the model inputs, of the trained tokens whose log-probabilities this rank computes."""
-    is_mine_N: Tensor | None
+    is_local_N: Tensor | None
     """Mask over all trained tokens: True for tokens whose log-probabilities this rank computes; None: all tokens."""
     learned: Sequence[np.ndarray]
     """Positions of the trained tokens among the S predicted tokens of each sample."""
-    expected_N: Tensor | None = None
+    derivative_N: Tensor | None = None
     """Derivative of the loss by the log-probability of each trained token of this rank; None: unknown."""
     top_ids_NK: Tensor | None = None
     """Token ids whose log-probabilities are requested at each trained token of this rank; None: the most likely ids."""
 
 
-class Reading(NamedTuple):
+class InputProcessing(NamedTuple):
     """Tokenizer, image reader and processor files with which text and images become model inputs."""
 
     pad_id: int
     """Token id for padding; any id is valid, because masks are built from positions."""
-    vision: Vision | None = None
+    vision: ImageReader | None = None
     """Reader that converts images of samples to model inputs; None: samples have no images."""
     tokenizer: PreTrainedTokenizerBase | None = None
     """Tokenizer for rollout engines and exports; None: the model is used for neither."""
@@ -93,7 +93,7 @@ class CausalLM:
         self,
         model: PreTrainedModel,
         train: TrainConfig,
-        reading: Reading,
+        reading: InputProcessing,
         mesh: Mesh | None = None,
         balance: Balance | None = None,
     ) -> None:
@@ -105,7 +105,7 @@ class CausalLM:
         self.has_model_loss = balance is not None
         self.mesh = mesh
         self.device = torch.device(mesh.data.device_type) if mesh else model.device
-        self.whole = copy_without_weights(model) if mesh else None
+        self.meta_copy = copy_without_weights(model) if mesh else None
         self._train, self._reading = train, reading
         self._dtype = getattr(torch, train.logprob_dtype)
         packs = train.sequence_packing
@@ -131,13 +131,13 @@ class CausalLM:
         return self._reading.tokenizer
 
     @property
-    def vision(self) -> Vision | None:
+    def vision(self) -> ImageReader | None:
         """Return the reader that converts images of samples to model inputs; None: samples have no images."""
         return self._reading.vision
 
     def whole_model(self) -> PreTrainedModel | None:
         """Return the model with all weights; with a mesh, a copy on the first rank's CPU and None on other ranks."""
-        return self.model if self.whole is None else fill(self.whole, self.model)
+        return self.model if self.meta_copy is None else gather_into(self.meta_copy, self.model)
 
     def export(self, target: Path) -> Export | None:
         model = self.whole_model()
@@ -145,16 +145,16 @@ class CausalLM:
             return None
         remove_fp8(model)
         export_model(model, self.tokenizer, target, dtype=None, extra_files=self._reading.files)
-        checks = prove_export(model, target, dtype=None, tokenizer=self.tokenizer)
+        checks = verify_export(model, target, dtype=None, tokenizer=self.tokenizer)
         return Export(tuple(checks), ADAPTER if is_adapted(model) else "")
 
-    def cost(self, sample: Sample) -> int:
+    def num_tokens(self, sample: Sample) -> int:
         """Return the number of tokens of a sample as its cost: rows of similar length need little padding."""
         return len(sample.input_ids)
 
-    def group(self, sample: Sample) -> int:
+    def batching_key(self, sample: Sample) -> int:
         """Return the group of a sample, so that rows with and without images are in separate micro-batches."""
-        return self._reading.vision.group(sample) if self._reading.vision else 0
+        return self._reading.vision.batching_key(sample) if self._reading.vision else 0
 
     def assigned_batch(self, sample: Sample) -> Hashable | None:
         return sample.micro_batch
@@ -200,17 +200,15 @@ class CausalLM:
             return TokenBatch(samples, indices, inputs, chosen, None, learned, top_ids_NK=top_ids_NK)
         local_rows = shard_rows(inputs, chosen, self.mesh.context)
         if top_ids_NK is not None:
-            top_ids_NK = top_ids_NK[local_rows.is_mine_N]
-        return TokenBatch(
-            samples, indices, local_rows.inputs, local_rows.chosen, local_rows.is_mine_N, learned, top_ids_NK=top_ids_NK
-        )
+            top_ids_NK = top_ids_NK[local_rows.is_local_N]
+        return TokenBatch(samples, indices, *local_rows, learned, top_ids_NK=top_ids_NK)
 
     def gather_outputs(self, batch: TokenBatch, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the outputs of all trained tokens, because each context-parallel rank computes only some of them."""
-        if batch.is_mine_N is None:
+        if batch.is_local_N is None:
             return outputs
         assert self.mesh and self.mesh.context
-        return {name: gather_chosen(values, batch.is_mine_N, self.mesh.context) for name, values in outputs.items()}
+        return {name: gather_scored(values, batch.is_local_N, self.mesh.context) for name, values in outputs.items()}
 
     def micro_batch(self, batch: TokenBatch, outputs: dict[str, Tensor]) -> MicroBatch:
         """Return outputs as a `MicroBatch` with tensors of shape BS, with 0 for tokens that are not trained."""
@@ -233,13 +231,13 @@ class CausalLM:
             {name: values[b, :length] for name, values in micro.outputs.items()} for b, length in enumerate(lengths)
         ]
 
-    def expect(self, batch: TokenBatch, loss: Callable[[MicroBatch], Tensor]) -> TokenBatch:
+    def attach_loss_derivative(self, batch: TokenBatch, loss: Callable[[MicroBatch], Tensor]) -> TokenBatch:
         count = sum(len(positions) for positions in batch.learned)
         logprobs_N = torch.zeros(count, dtype=self._dtype, device=self.device, requires_grad=True)
-        (expected_N,) = torch.autograd.grad(loss(self.micro_batch(batch, {"logprobs": logprobs_N})), logprobs_N)
-        return replace(batch, expected_N=expected_N if batch.is_mine_N is None else expected_N[batch.is_mine_N])
+        (derivative_N,) = torch.autograd.grad(loss(self.micro_batch(batch, {"logprobs": logprobs_N})), logprobs_N)
+        return replace(batch, derivative_N=derivative_N if batch.is_local_N is None else derivative_N[batch.is_local_N])
 
-    def prove(self) -> None:
+    def check_parallel_plan(self) -> None:
         """Check that the tensor-parallel plan, if one is used, covers all operations of the model."""
         if self.mesh and self.mesh.tensor:
             with forward_context(self._train, self.device) if self._is_gathered_cast else nullcontext():
@@ -274,7 +272,7 @@ class CausalLM:
 
     def _forward(self, scorer: Scorer, batch: TokenBatch, wants: Wants) -> dict[str, Tensor]:
         outputs: dict[str, Tensor] = scorer(
-            batch.inputs, batch.chosen_N, wants=wants, dtype=self._dtype, expected_N=batch.expected_N,
+            batch.inputs, batch.scored_N, wants=wants, dtype=self._dtype, derivative_N=batch.derivative_N,
             top_ids_NK=batch.top_ids_NK,
         )  # fmt: skip
         return outputs
@@ -306,7 +304,7 @@ class CausalLM:
     @property
     def _is_gathered_cast(self) -> bool:
         """Return True if FSDP gathers weights in `param_dtype`, so that blocks can only run under autocast to it."""
-        return bool(self.mesh and self.mesh.fsdp) and gathers_casts(self._train)
+        return bool(self.mesh and self.mesh.fsdp) and gathers_in_param_dtype(self._train)
 
     def _row_length(self, length: int) -> int:
         """Return the length in tokens to which rows of `length` tokens are padded.

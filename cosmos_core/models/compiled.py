@@ -6,7 +6,7 @@ import torch._dynamo.callback
 from torch import nn
 
 from cosmos_core.errors import ConfigError
-from cosmos_core.facts import measure
+from cosmos_core.machine_properties import measure
 from cosmos_core.parallel.fsdp import blocks_of
 from cosmos_core.run.progress import Progress
 

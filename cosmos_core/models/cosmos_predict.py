@@ -23,7 +23,7 @@ from cosmos_core.models.video_context import Shards, UlyssesAttention, shard_blo
 
 PIPELINES = ("Cosmos2_5_PredictBasePipeline",)
 
-GIVEN_LEVEL = 0.0001
+CONDITIONING_LEVEL = 0.0001
 """Noise level that the network expects for conditioning frames."""
 _TRAIN_SHIFT = 5.0
 _NETWORK = "diffusers.models.transformers.transformer_cosmos"
@@ -50,7 +50,7 @@ class CosmosPredict(SanaVideo):
 
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2")
     pipeline_multiple = 16
-    max_given = 2
+    max_conditioning_frames = 2
 
     def text_embedding(self, prompts: Sequence[str]) -> Text:
         with self._working("text_encoder"):
@@ -62,11 +62,11 @@ class CosmosPredict(SanaVideo):
         return {name: torch.zeros_like(value) for name, value in empty.items()}
 
     def nft_prepare_transformer_input(
-        self, latents: Tensor, sigma_B: Tensor, text: Mapping[str, Tensor], num_given_B: Tensor | None = None
+        self, latents: Tensor, sigma_B: Tensor, text: Mapping[str, Tensor], num_conditioning_B: Tensor | None = None
     ) -> dict[str, Any]:
         """Return the denoiser's arguments for latents at their noise levels; timesteps are noise levels from 0 to 1,
         one for each frame."""
-        is_learned = self.learned_mask(latents, num_given_B)
+        is_learned = self.learned_mask(latents, num_conditioning_B)
         if is_learned is None:
             is_learned = latents.new_ones(len(latents), 1, latents.shape[2], 1, 1)
         sigma = sigma_B.to(latents.device).view(-1, 1, 1, 1, 1)
@@ -75,7 +75,7 @@ class CosmosPredict(SanaVideo):
         return {
             "hidden_states": latents,
             "condition_mask": (1 - is_learned).expand(-1, -1, -1, height, width),
-            "timestep": (1 - is_learned) * GIVEN_LEVEL + is_learned * sigma,
+            "timestep": (1 - is_learned) * CONDITIONING_LEVEL + is_learned * sigma,
             "encoder_hidden_states": text["prompt_embeds"],
             "padding_mask": latents.new_zeros(1, 1, height * in_space, width * in_space),
         }

@@ -20,9 +20,9 @@ from cosmos_core.models.diffusion import DiffusionModel, Text
 from cosmos_core.models.export_pipeline import export_pipeline
 from cosmos_core.models.lora import FOLDER as ADAPTER
 from cosmos_core.models.lora import is_adapted
-from cosmos_core.models.prove_pipeline import prove_pipeline
 from cosmos_core.models.sequential import SequentialRunner, forward_context
-from cosmos_core.parallel.fsdp import apply_fsdp, copy_without_weights, fill
+from cosmos_core.models.verify_pipeline_export import verify_pipeline
+from cosmos_core.parallel.fsdp import apply_fsdp, copy_without_weights, gather_into
 from cosmos_core.parallel.mesh import Mesh
 
 
@@ -42,7 +42,7 @@ class FlowBatch(Batch):
     sigma_B: Tensor
     text: Text
     negative: Text | None
-    num_given_B: Tensor | None
+    num_conditioning_B: Tensor | None
 
 
 class Denoiser:
@@ -59,7 +59,7 @@ class Denoiser:
         self.model, self.family, self.mesh = model, family, mesh
         self.device = torch.device(mesh.data.device_type) if mesh else next(model.parameters()).device
         self.dtype: torch.dtype = next(model.parameters()).dtype
-        self.whole = copy_without_weights(model) if mesh else None
+        self.meta_copy = copy_without_weights(model) if mesh else None
         self.has_model_loss, self._train = False, train
         if mesh and mesh.context:
             family.shard_tokens(model, mesh.context)
@@ -84,14 +84,14 @@ class Denoiser:
         return None
 
     def whole_model(self) -> Any:
-        return self.model if self.whole is None else fill(self.whole, self.model)
+        return self.model if self.meta_copy is None else gather_into(self.meta_copy, self.model)
 
     def predict(
         self,
         latents: Tensor,
         sigma_B: Tensor,
         text: Mapping[str, Tensor],
-        num_given_B: Tensor | None = None,
+        num_conditioning_B: Tensor | None = None,
         *,
         negative: Mapping[str, Tensor] | None = None,
         guidance: float = 1.0,
@@ -99,15 +99,15 @@ class Denoiser:
         """Return the velocity for a batch of latents at their noise levels, in the dtype of the latents.
 
         With `negative`, the embedding of a negative prompt, classifier-free guidance of scale `guidance` is applied.
-        `num_given_B` is the number of clean conditioning frames. Samplers call this method under `torch.no_grad`. With
-        a mesh all ranks must call this method.
+        `num_conditioning_B` is the number of clean conditioning frames. Samplers call this method under
+        `torch.no_grad`. With a mesh all ranks must call this method.
         """
         [root] = self.runner.roots
 
         def velocity(condition: Mapping[str, Tensor]) -> Tensor:
             on_device = {name: value.to(self.device) for name, value in condition.items()}
             with forward_context(self._train, self.device):
-                return self.family.predict(root, latents, sigma_B, on_device, num_given_B, dtype=self.dtype)
+                return self.family.predict(root, latents, sigma_B, on_device, num_conditioning_B, dtype=self.dtype)
 
         conditional = velocity(text)
         return (
@@ -119,14 +119,14 @@ class Denoiser:
         if model is None:
             return None
         export_pipeline(self.family, model, target)
-        checks = prove_pipeline(self.family, model, target, model_class=self.model_class)
+        checks = verify_pipeline(self.family, model, target, model_class=self.model_class)
         return Export(tuple(checks), ADAPTER if is_adapted(model) else "")
 
-    def cost(self, sample: FlowSample) -> int:
+    def num_tokens(self, sample: FlowSample) -> int:
         """Return the cost of a sample: the number of positions of its latents."""
         return sample.latents[0].numel()
 
-    def group(self, sample: FlowSample) -> Any:
+    def batching_key(self, sample: FlowSample) -> Any:
         """Return the group of a sample, whose samples can be stacked: shapes of latents and text, and whether there is
         noise and guidance."""
         texts = tuple(sorted((name, tuple(value.shape)) for name, value in sample.text.items()))
@@ -146,12 +146,12 @@ class Denoiser:
         samples_or_filler = samples or [filler]
         latents = self._stack_latents([sample.latents for sample in samples_or_filler])
         sigma_B = torch.tensor([sample.sigma for sample in samples_or_filler], dtype=torch.float64, device=self.device)
-        counts = [sample.num_given for sample in samples_or_filler]
-        num_given_B = torch.tensor(counts, device=self.device) if any(counts) else None
+        counts = [sample.num_conditioning_frames for sample in samples_or_filler]
+        num_conditioning_B = torch.tensor(counts, device=self.device) if any(counts) else None
         inputs = {"noisy": latents}
         if samples_or_filler[0].noise is not None:
             noise = self._stack_latents([sample.noise for sample in samples_or_filler if sample.noise is not None])
-            noisy = self.family.add_noise(latents, noise, sigma_B.to(latents.dtype), num_given_B)
+            noisy = self.family.add_noise(latents, noise, sigma_B.to(latents.dtype), num_conditioning_B)
             inputs = {"noisy": noisy, "latents": latents, "noise": noise}
         negative = None
         if samples_or_filler[0].negative is not None:
@@ -165,7 +165,7 @@ class Denoiser:
             sigma_B,
             self._stack_texts([sample.text for sample in samples_or_filler]),
             negative,
-            num_given_B,
+            num_conditioning_B,
         )
 
     def gather_outputs(self, batch: FlowBatch, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -173,7 +173,7 @@ class Denoiser:
         return outputs
 
     def micro_batch(self, batch: FlowBatch, outputs: dict[str, Tensor]) -> MicroBatch:
-        mask = self.family.learned_mask(batch.inputs["noisy"], batch.num_given_B)
+        mask = self.family.learned_mask(batch.inputs["noisy"], batch.num_conditioning_B)
         if mask is None:
             mask = batch.inputs["noisy"].new_ones(())
         return MicroBatch(batch.samples, batch.indices, outputs | batch.inputs, mask)
@@ -181,16 +181,16 @@ class Denoiser:
     def rows(self, micro: MicroBatch) -> list[dict[str, Tensor]]:
         return [{"velocity": velocity} for velocity in micro.outputs["velocity"]]
 
-    def expect(self, batch: FlowBatch, loss: Callable[[MicroBatch], Tensor]) -> FlowBatch:
+    def attach_loss_derivative(self, batch: FlowBatch, loss: Callable[[MicroBatch], Tensor]) -> FlowBatch:
         """Return the batch unchanged: knowing the derivative of the loss early saves nothing in a denoiser."""
         return batch
 
-    def prove(self) -> None:
+    def check_parallel_plan(self) -> None:
         """Do nothing: replicas and FSDP shards of a denoiser compute the same as one rank."""
 
     def _forward(self, batch: FlowBatch, wants: Wants) -> dict[str, Tensor]:
         velocity = self.predict(
-            batch.inputs["noisy"], batch.sigma_B, batch.text, batch.num_given_B,
+            batch.inputs["noisy"], batch.sigma_B, batch.text, batch.num_conditioning_B,
             negative=batch.negative if wants.guidance != 1.0 else None, guidance=wants.guidance,
         )  # fmt: skip
         return {"velocity": velocity}

@@ -22,13 +22,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from cosmos_core.config.schema.diffusers import DiffusersConfig
 from cosmos_core.errors import ConfigError
 from cosmos_core.models import flow
-from cosmos_core.models.offload import Residence
+from cosmos_core.models.offload import ComponentOffload
 from cosmos_core.models.pipeline_folder import PipelineFolder
 
 Text = dict[str, Tensor]
 """Text inputs of a denoiser by name; the first dimension of each tensor counts the prompts."""
 Predict = Callable[..., Tensor]
-"""`DiffusionModel.predict` bound to a denoiser: a function `(latents, sigma_B, text, num_given_B)` to velocity."""
+"""`DiffusionModel.predict` bound to a denoiser: a function `(latents, sigma_B, text, num_conditioning_B)` to
+velocity."""
 
 TIMESTEPS = 1000.0
 """Usual factor from noise level to timestep; `DiffusionModel.num_timesteps` is the factor of a pipeline."""
@@ -47,31 +48,27 @@ class DiffusionModel:
     """Suffixes of the module names that LoRA adapts if the recipe names no modules."""
     pipeline_multiple: ClassVar[int] = 1
     """Divisor of height and width in pixels that the pipeline requires regardless of its VAE."""
-    max_given: ClassVar[int] = 0
+    max_conditioning_frames: ClassVar[int] = 0
     """Maximum number of clean conditioning frames that the network accepts, in latent frames; 0: none."""
 
     def __init__(self, folder: PipelineFolder, config: DiffusersConfig, device: torch.device | str = "cpu") -> None:
         self.folder, self.config, self.device = folder, config, torch.device(device)
-        self.residence = Residence(self.device, is_offloaded=config.offload)
-        if config.min_given_frames > self.max_given:
+        self.residence = ComponentOffload(self.device, is_offloaded=config.offload)
+        if config.min_given_frames > self.max_conditioning_frames:
             raise ConfigError(
                 f"policy.diffusers.min_given_frames = {config.min_given_frames}: {type(self).__name__} can be given "
-                f"{self.max_given or 'no'} latent frames"
+                f"{self.max_conditioning_frames or 'no'} latent frames"
             )
-
-    # Methods that each family implements.
 
     def text_embedding(self, prompts: Sequence[str]) -> Text:
         """Encode prompts to text inputs of the denoiser, on the CPU."""
         raise NotImplementedError(type(self).__name__)
 
     def nft_prepare_transformer_input(
-        self, latents: Tensor, sigma_B: Tensor, text: Mapping[str, Tensor], num_given_B: Tensor | None = None
+        self, latents: Tensor, sigma_B: Tensor, text: Mapping[str, Tensor], num_conditioning_B: Tensor | None = None
     ) -> dict[str, Any]:
         """Return the denoiser's arguments by name for latents at their noise levels, for all losses and samplers."""
         raise NotImplementedError(type(self).__name__)
-
-    # Defaults that most families share.
 
     def visual_embedding(self, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return mean and log-variance of the normalised latents of media (B, C, [F,] H, W) in [-1, 1].
@@ -126,18 +123,20 @@ class DiffusionModel:
             )
         return sigmas_N
 
-    def add_noise(self, latents: Tensor, noise: Tensor, sigma_B: Tensor, num_given_B: Tensor | None = None) -> Tensor:
+    def add_noise(
+        self, latents: Tensor, noise: Tensor, sigma_B: Tensor, num_conditioning_B: Tensor | None = None
+    ) -> Tensor:
         """Add noise to clean latents up to their noise levels; conditioning frames stay clean."""
         noisy = flow.noisy_latents(latents, noise, sigma_B)
-        mask = self.learned_mask(latents, num_given_B)
+        mask = self.learned_mask(latents, num_conditioning_B)
         return noisy if mask is None else mask * noisy + (1 - mask) * latents
 
-    def learned_mask(self, latents: Tensor, num_given_B: Tensor | None) -> Tensor | None:
+    def learned_mask(self, latents: Tensor, num_conditioning_B: Tensor | None) -> Tensor | None:
         """Return a mask (B, 1, F, 1, 1): 1 for trained frames, 0 for conditioning frames; None: all are trained."""
-        if num_given_B is None or not num_given_B.any():
+        if num_conditioning_B is None or not num_conditioning_B.any():
             return None
         frames_F = torch.arange(latents.shape[2], device=latents.device)
-        is_learned_BF = frames_F[None] >= num_given_B.to(latents.device)[:, None]
+        is_learned_BF = frames_F[None] >= num_conditioning_B.to(latents.device)[:, None]
         return is_learned_BF.to(latents.dtype)[:, None, :, None, None]
 
     def predict(
@@ -146,7 +145,7 @@ class DiffusionModel:
         latents: Tensor,
         sigma_B: Tensor,
         text: Mapping[str, Tensor],
-        num_given_B: Tensor | None = None,
+        num_conditioning_B: Tensor | None = None,
         *,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
@@ -156,12 +155,12 @@ class DiffusionModel:
         None means the dtype of the latents.
         """
         sigma_B = sigma_B.to(latents.device, torch.float32)
-        arguments = self.nft_prepare_transformer_input(latents, sigma_B, text, num_given_B)
+        arguments = self.nft_prepare_transformer_input(latents, sigma_B, text, num_conditioning_B)
         weight_dtype = dtype or latents.dtype
         # Half precision cannot represent a timestep such as 961.3, so `timestep` stays float32.
         cast = {name: value if name == "timestep" else _cast(value, weight_dtype) for name, value in arguments.items()}
         velocity = self.velocity_of(denoiser(**cast, return_dict=False)[0], latents).to(latents.dtype)
-        mask = self.learned_mask(latents, num_given_B)
+        mask = self.learned_mask(latents, num_conditioning_B)
         return velocity if mask is None else velocity * mask
 
     def velocity_of(self, output: Tensor, latents: Tensor) -> Tensor:
@@ -197,8 +196,6 @@ class DiffusionModel:
     def pipeline_with_logprob(self, sample: Callable[..., Any], predict: Predict, *args: Any, **kwargs: Any) -> Any:
         """Call `sample`, a sampler that also returns the log-probability of each step; families can override this."""
         return sample(predict, *args, **kwargs)
-
-    # Properties of the scheduler, and sizes.
 
     @cached_property
     def scheduler(self) -> dict[str, Any]:
@@ -297,8 +294,6 @@ class DiffusionModel:
         """Return the number of channels of a latent."""
         return int(self.folder.settings(self.denoiser_name)["in_channels"])
 
-    # Encoders, which are loaded on first use.
-
     @cached_property
     def pipeline(self) -> Any:
         """Return the pipeline without its denoiser; text encoders in `policy.diffusers.dtype`, the VAE in float32."""
@@ -383,7 +378,7 @@ class DiffusionModel:
         """
         named = [self.vae if name == "vae" else getattr(self.pipeline, name, None) for name in names]
         components = [each for each in named if each is not None]
-        with torch.no_grad(), self.residence.working(components):
+        with torch.no_grad(), self.residence.on_device(components):
             yield components[-1] if components else None
 
 

@@ -1,7 +1,7 @@
 """Write a causal language model as a Hugging Face folder.
 
-A LoRA adapter is written twice: merged into the model, and unmerged in the folder `lora/`. `prove.py` verifies the
-written folder.
+A LoRA adapter is written twice: merged into the model, and unmerged in the folder `lora/`. `verify_export.py` verifies
+the written folder.
 """
 
 import copy
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cosmos_core.models.disk import translate_disk_errors
 from cosmos_core.models.generation_config import default_generation_config, save_generation_config
-from cosmos_core.models.lora import FOLDER, is_adapted, merge_adapter, plain_state, save_adapter
+from cosmos_core.models.lora import FOLDER, is_adapted, merge_adapter, merged_state_dict, save_adapter
 from cosmos_core.run.files import replaced_folder
 
 
@@ -54,7 +54,7 @@ def export_model(
 
 def _cast_weights(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
     """Return the state dict of a model in `dtype`; tied weights share memory, so that transformers writes them once."""
-    weights = plain_state(model)
+    weights = merged_state_dict(model)
     if dtype is None:
         return weights
     cast: dict[tuple[int, torch.Size], torch.Tensor] = {}

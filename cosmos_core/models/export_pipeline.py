@@ -3,7 +3,7 @@
     <target>/model_index.json, <component>/...     the whole pipeline, an adapter merged into the denoiser
     <target>/lora/model.safetensors                the adapter by itself, for `load_lora_weights` on the base pipeline
 
-Files of components that were not trained are copied. `prove_pipeline.py` verifies the written pipeline.
+Files of components that were not trained are copied. `verify_pipeline_export.py` verifies the written pipeline.
 """
 
 import json
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cosmos_core.models.diffusion import DiffusionModel
 from cosmos_core.models.disk import translate_disk_errors
-from cosmos_core.models.lora import FOLDER, changes_base, is_adapted, merge_adapter, plain_state
+from cosmos_core.models.lora import FOLDER, changes_base, is_adapted, merge_adapter, merged_state_dict
 from cosmos_core.models.pipeline_folder import INDEX, PipelineFolder
 from cosmos_core.run.files import copy_file, replaced_folder
 
@@ -104,7 +104,7 @@ def export_state(model: Any, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """
     return {
         name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None)
-        for name, tensor in plain_state(model).items()
+        for name, tensor in merged_state_dict(model).items()
     }
 
 

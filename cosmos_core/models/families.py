@@ -13,8 +13,8 @@ import torch
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.errors import ConfigError, ModelError
 from cosmos_core.models.diffusion import DiffusionModel
+from cosmos_core.models.model_files import KEY
 from cosmos_core.models.pipeline_folder import PipelineFolder
-from cosmos_core.models.source import KEY
 from cosmos_core.registry import import_user_code, suggestion
 
 

@@ -57,7 +57,7 @@ def _lookup(model: nn.Module) -> nn.Parameter | None:
 
 @torch.no_grad()
 @cache
-def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+def measure_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Return the peak rate of matrix products on `device` in FLOP/s, measured once per process.
 
     Sizes grow until a product takes 0.03 s; the rate is the best over all sizes and tries.

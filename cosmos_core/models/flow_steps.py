@@ -29,7 +29,7 @@ class Levels:
 
     sigma: Tensor
     next: Tensor
-    second: Tensor
+    second_sigma: Tensor
     """Second noise level of the sampler's schedule, which replaces sigma = 1 in divisions by 1 - sigma."""
 
 
@@ -56,13 +56,13 @@ def flow_sde(x: Tensor, v: Tensor, levels: Levels, eta: float) -> Transition:
     sigma above 0.999 the second noise level replaces sigma in 1 - sigma.
     """
     sigma, step = levels.sigma, levels.next - levels.sigma
-    rate = eta * torch.sqrt(sigma / (1 - torch.where(sigma > _PURE, levels.second, sigma)))
+    rate = eta * torch.sqrt(sigma / (1 - torch.where(sigma > _PURE, levels.second_sigma, sigma)))
     half = rate**2 / (2 * sigma)
     mean = x * per_sample(1 + half * step, x) + v * per_sample((1 + half * (1 - sigma)) * step, x)
     return Transition(mean, rate * torch.sqrt(-step), rate)
 
 
-def dance_sde(x: Tensor, v: Tensor, levels: Levels, eta: float) -> Transition:
+def dance_grpo_step(x: Tensor, v: Tensor, levels: Levels, eta: float) -> Transition:
     """Return the step of DanceGRPO (arXiv 2505.07818): constant noise eta, drift by the score."""
     sigma, step = levels.sigma, levels.next - levels.sigma
     score = (per_sample(1 - sigma, x) * clean_estimate(x, v, sigma) - x) / per_sample(sigma**2, x)
@@ -71,7 +71,7 @@ def dance_sde(x: Tensor, v: Tensor, levels: Levels, eta: float) -> Transition:
     return Transition(mean, rate * torch.sqrt(-step), rate)
 
 
-def cps(x: Tensor, v: Tensor, levels: Levels, eta: float) -> Transition:
+def flow_cps_step(x: Tensor, v: Tensor, levels: Levels, eta: float) -> Transition:
     """Return the step of FlowCPS (arXiv 2509.05952): the fraction sin(eta pi / 2) of the noise after the step is new.
 
     The total noise after the step is exactly that of the next noise level.
@@ -83,21 +83,21 @@ def cps(x: Tensor, v: Tensor, levels: Levels, eta: float) -> Transition:
     return Transition(mean, new, new, has_density=False)
 
 
-def ddim(x: Tensor, v: Tensor, levels: Levels, eta: float) -> Transition:
+def ddim_step(x: Tensor, v: Tensor, levels: Levels, eta: float) -> Transition:
     """Return the step of DDIM (arXiv 2010.02502) for a flow: eta = 0 is the Euler step, eta = 1 the posterior of the
     forward process."""
-    sigma, later = levels.sigma, levels.next
-    carried = (1 - sigma) / (1 - later)
-    variance = (sigma**2 - (carried * later) ** 2).clamp(min=0)
-    std = torch.minimum(eta * later / sigma * torch.sqrt(variance), later)
-    kept_noise = torch.sqrt(later**2 - std**2)
-    mean = per_sample(1 - later, x) * clean_estimate(x, v, sigma) + per_sample(kept_noise, x) * noise_estimate(
+    sigma, next_sigma = levels.sigma, levels.next
+    carried = (1 - sigma) / (1 - next_sigma)
+    variance = (sigma**2 - (carried * next_sigma) ** 2).clamp(min=0)
+    std = torch.minimum(eta * next_sigma / sigma * torch.sqrt(variance), next_sigma)
+    kept_noise = torch.sqrt(next_sigma**2 - std**2)
+    mean = per_sample(1 - next_sigma, x) * clean_estimate(x, v, sigma) + per_sample(kept_noise, x) * noise_estimate(
         x, v, sigma
     )
-    return Transition(mean, std, std / torch.sqrt(sigma - later))
+    return Transition(mean, std, std / torch.sqrt(sigma - next_sigma))
 
 
-KERNELS: dict[str, Kernel] = {"flow": flow_sde, "dance": dance_sde, "cps": cps, "ddim": ddim}
+KERNELS: dict[str, Kernel] = {"flow": flow_sde, "dance": dance_grpo_step, "cps": flow_cps_step, "ddim": ddim_step}
 """Functions for stochastic steps, by their name in the key `policy.diffusers.sample.solver`."""
 
 
@@ -107,29 +107,30 @@ def transition(kernel: str, x: Tensor, v: Tensor, levels: Levels, eta: float) ->
     return KERNELS[kernel](x.to(dtype), v.to(dtype), levels, eta)
 
 
-def log_prob(distribution: Transition, later: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the log-probability of the latents `later` after a step, per sample, as the *mean* over their elements.
+def log_prob(distribution: Transition, next_latents: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return the log-probability of the latents `next_latents` after a step, per sample, as the *mean* over their
+    elements.
 
     Because it is a mean, clip ranges are as small as 1e-4. Only elements with mask 1 count (None: all elements); the
     mask of conditioning frames is 0.
     """
-    mean, later = distribution.mean, later.to(distribution.mean.dtype)
-    squared_B = mean_per_sample((later - mean) ** 2, mask)
+    mean, next_latents = distribution.mean, next_latents.to(distribution.mean.dtype)
+    squared_B = mean_per_sample((next_latents - mean) ** 2, mask)
     if not distribution.has_density:
         return -squared_B
     std = distribution.std.to(squared_B)
     return -squared_B / (2 * std**2) - torch.log(std) - 0.5 * math.log(2 * math.pi)
 
 
-def euler(x: Tensor, v: Tensor, sigma: Tensor, later: Tensor) -> Tensor:
-    """Return the latents after an Euler step from noise level `sigma` to `later`.
+def euler_step(x: Tensor, v: Tensor, sigma: Tensor, next_sigma: Tensor) -> Tensor:
+    """Return the latents after an Euler step from noise level `sigma` to `next_sigma`.
 
     DDIM and DPM-Solver++ of order 1 are the same step.
     """
-    return x + v * per_sample(later - sigma, x)
+    return x + v * per_sample(next_sigma - sigma, x)
 
 
-class Dpm2:
+class DpmSolver2M:
     """DPM-Solver++(2M) (arXiv 2211.01095) on a flow: each step also uses the clean estimate of the previous step.
 
     The first step, the second step if sampling starts from pure noise, and the last step are of order 1, because
@@ -142,16 +143,16 @@ class Dpm2:
 
     def step(self, x: Tensor, v: Tensor, i: int) -> Tensor:
         """Return the latents after step `i` of the schedule; call this method for the steps in order."""
-        sigma, later = self._sigmas_N[i], self._sigmas_N[i + 1]
-        clean, before = clean_estimate(x, v, sigma), self._clean
+        sigma, next_sigma = self._sigmas_N[i], self._sigmas_N[i + 1]
+        clean, previous_clean = clean_estimate(x, v, sigma), self._clean
         self._clean = clean
-        if before is None or later == 0 or self._sigmas_N[i - 1] >= 1:
-            return euler(x, v, sigma, later)
-        log_snr = [torch.log((1 - s) / s).item() for s in (self._sigmas_N[i - 1], sigma, later)]
+        if previous_clean is None or next_sigma == 0 or self._sigmas_N[i - 1] >= 1:
+            return euler_step(x, v, sigma, next_sigma)
+        log_snr = [torch.log((1 - s) / s).item() for s in (self._sigmas_N[i - 1], sigma, next_sigma)]
         length, previous = log_snr[2] - log_snr[1], log_snr[1] - log_snr[0]
-        slope = (clean - before) / (previous / length)
-        scale = (1 - later).item() * math.expm1(-length)
-        return (later / sigma).item() * x - scale * clean - 0.5 * scale * slope
+        slope = (clean - previous_clean) / (previous / length)
+        scale = (1 - next_sigma).item() * math.expm1(-length)
+        return (next_sigma / sigma).item() * x - scale * clean - 0.5 * scale * slope
 
     def restart(self) -> None:
         """Discard the previous clean estimate, for example after a stochastic step."""

@@ -13,7 +13,7 @@ from cosmos_core.models.meta_device import placeholders
 from cosmos_core.registry import suggestion
 
 
-def choose_trained(model: nn.Module, policy: PolicyConfig, targets: Sequence[str] = ()) -> None:
+def mark_trained_weights(model: nn.Module, policy: PolicyConfig, targets: Sequence[str] = ()) -> None:
     """Mark the weights of a model that are trained, by the settings in `policy`.
 
     The settings are `lora`, which adds an adapter, or `freeze_pattern`, `trainable_pattern` and `trainable_map`. If

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import cached_file
 
-from cosmos_core.models.source import read_object, source_of, translate_load_errors
+from cosmos_core.models.model_files import locate_model, read_object, translate_load_errors
 
 FILE = "generation_config.json"
 _FIRST = ("do_sample", "num_beams", "use_cache", "return_dict_in_generate", "eos_token_id")
@@ -63,7 +63,7 @@ def default_generation_config(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _read_file(model: str, revision: str | None) -> dict[str, Any] | None:
-    source, options = source_of(model, revision)
+    source, options = locate_model(model, revision)
     options |= {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     with translate_load_errors(FILE, model):
         file = cached_file(str(source), FILE, **options)
@@ -85,7 +85,7 @@ def _try_build(content: Mapping[str, Any]) -> GenerationConfig | None:
     """Return the generation config of these settings; None if transformers cannot load or write them."""
     try:
         config = GenerationConfig.from_dict(dict(content))
-        GenerationConfig.from_dict(config.to_dict())  # loading a model makes the same call, which may fail
+        GenerationConfig.from_dict(config.to_dict())  # transformers makes this call at each load
         config.to_json_string()
         ids = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id or 0]
     except Exception:  # noqa: BLE001 - a value of a wrong type may raise anything

@@ -28,9 +28,9 @@ from transformers.quantizers.auto import get_hf_quantizer
 from cosmos_core.errors import ModelError
 from cosmos_core.models.chat_templates import set_template
 from cosmos_core.models.generation_config import load_generation_config
-from cosmos_core.models.lora import merge_adapter, plain_state
+from cosmos_core.models.lora import merge_adapter, merged_state_dict
+from cosmos_core.models.model_files import KEY, check_weights, locate_model, read_object, translate_load_errors
 from cosmos_core.models.recompute import Recompute, recompute
-from cosmos_core.models.source import KEY, check_weights, read_object, source_of, translate_load_errors
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
 
@@ -43,7 +43,7 @@ def load_tokenizer(
     Raises:
         ModelError: the folder or Hub id is missing or has no tokenizer, or the tokenizer has no token for padding.
     """
-    source, options = source_of(model, revision)
+    source, options = locate_model(model, revision)
     if isinstance(source, Path) and not any((source / name).is_file() for name in _TOKENIZER_FILES):
         # Without this check transformers makes an empty tokenizer out of config.json alone.
         raise ModelError(
@@ -73,7 +73,7 @@ def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
     Raises:
         ModelError: the folder or Hub id is missing, or its config.json is missing or invalid.
     """
-    source, options = source_of(model, revision)
+    source, options = locate_model(model, revision)
     if isinstance(source, Path) and not (source / "config.json").is_file():
         is_adapter = (source / "adapter_config.json").is_file()
         remedy = "give a folder in Hugging Face format"
@@ -100,7 +100,7 @@ def load_model(
         ModelError: the model is missing, a file is damaged, a tensor is missing, unexpected, of the wrong shape or not
             finite, or the architecture does not generate text.
     """
-    source, options = source_of(model, revision)
+    source, options = locate_model(model, revision)
     config = load_config(model, revision)
     check_weights(model)
     with torch.device("meta"), meta_device_safe_creation_ops():
@@ -114,7 +114,7 @@ def load_model(
             str(source), dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True,
             **options, **_attention(cls, config),
         )  # fmt: skip
-    audit(loaded, info, model)
+    check_loaded_tensors(loaded, info, model)
     for name, tensor in loaded.state_dict().items():
         if problem := describe_nonfinite(name, tensor):
             raise ModelError(f"{KEY} = {model!r}: {problem}")
@@ -163,7 +163,7 @@ def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     Tensors are not copied, except weights that an adapter changes, which are merged.
     """
     with merge_adapter(model):
-        yield from revert_weight_conversion(model, plain_state(model)).items()
+        yield from revert_weight_conversion(model, merged_state_dict(model)).items()
 
 
 def _build_empty(config: PretrainedConfig, model: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -173,7 +173,7 @@ def _build_empty(config: PretrainedConfig, model: str, dtype: torch.dtype) -> Pr
     with (
         translate_load_errors("architecture", model),
         no_init_weights(),
-    ):  # some initialisations read values, which weights on the meta device lack
+    ):  # skip initialisations that read weights, because meta tensors have no values
         built: PreTrainedModel = build(config, dtype=dtype, **_attention(cls, config))
     return built
 
@@ -229,7 +229,7 @@ def _attention(cls: Any, config: PretrainedConfig) -> dict[str, str]:
     return {"attn_implementation": "sdpa"} if getattr(cls, "_supports_sdpa", True) else {}
 
 
-def audit(loaded: PreTrainedModel, info: dict[str, Any], model: str) -> None:
+def check_loaded_tensors(loaded: PreTrainedModel, info: dict[str, Any], model: str) -> None:
     """Refuse a model whose tensors differ from those in the files, for which transformers only warns.
 
     Raises:

@@ -135,16 +135,16 @@ def merge_adapter(model: nn.Module) -> Iterator[None]:
             layer.merged_adapters.clear()
 
 
-def plain_state(model: nn.Module) -> dict[str, Tensor]:
+def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return the state dict of a model with the key names of the model without an adapter.
 
     Call this function inside `merge_adapter`, so that the adapter is part of the weights.
     """
-    names = plain_names(model)
+    names = names_without_adapter(model)
     return {names[key]: tensor for key, tensor in model.state_dict().items() if names[key]}
 
 
-def plain_names(model: nn.Module) -> dict[str, str]:
+def names_without_adapter(model: nn.Module) -> dict[str, str]:
     """Return for each key of a model's state dict the key in the model without an adapter; empty for LoRA tensors."""
     wrappers = {name for name, module in model.named_modules() if isinstance(module, (LoraLayer, ModulesToSaveWrapper))}
     return {key: _plain_name(key, wrappers) for key in model.state_dict()}
@@ -191,7 +191,7 @@ def save_adapter(model: PreTrainedModel, folder: Path) -> None:
         "target_parameters",
         "modules_to_save",
         "exclude_modules",
-    ):  # the values are sets, whose order differs between processes
+    ):  # PEFT stores sets, whose order differs between processes
         if isinstance(names := getattr(config, name), (set, list)):
             setattr(config, name, sorted(names))
     state = peft.get_peft_model_state_dict(model, adapter_name=_NAME, save_embedding_layers=False)
@@ -213,7 +213,7 @@ def _peft_config(model: Any, lora: LoraConfig, keeps_ties: bool) -> peft.LoraCon
             f"{_KEY}.init_lora_weights = {lora.init_lora_weights!r} starts from linear layers, and "
             f"{targets.parameters[0]} is none; use true, or leave it out of target_modules"
         )
-    doubled = [f".*{re.escape(name)}" for name in targets.doubled]  # PEFT doubles the rank of such parameters too
+    doubled = [f".*{re.escape(name)}" for name in targets.double_rank]  # PEFT also doubles their rank
     build: Any = peft.LoraConfig  # Any, because its type annotations are narrower than the values it accepts
     config: peft.LoraConfig = build(
         task_type="CAUSAL_LM" if isinstance(model, PreTrainedModel) else None,

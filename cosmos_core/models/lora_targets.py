@@ -40,7 +40,7 @@ class Targets(NamedTuple):
     modules: list[str] | str | None
     parameters: list[str]
     excluded: list[str]
-    doubled: list[str]
+    double_rank: list[str]
     """Names of stacked parameters with two projections, which get an adapter of twice the rank."""
 
 
@@ -49,7 +49,7 @@ class ExactLora(peft.LoraModel):
 
     def __init__(self, model: nn.Module, config: Any, name: str) -> None:
         self._exact = config.target_modules, config.target_parameters
-        config.target_modules, config.target_parameters = [], None  # so that PEFT's constructor translates no names
+        config.target_modules, config.target_parameters = [], None  # else PEFT translates the names
         super().__init__(model, config, name)
 
     def _check_new_adapter_config(self, config: Any) -> None:
@@ -179,7 +179,7 @@ def describe_adapter(model: Any, target_modules: Sequence[str] | str | None) -> 
     layers = adapted_layers(model)
     adapted = Counter(map(_kind, layers.values(), layers))
     text = "LoRA on " + ", ".join(f"{count} {kind}" for kind, count in adapted.items())
-    if target_modules != ALL_LINEAR:  # the user has named the layers, so others need no mention
+    if target_modules != ALL_LINEAR:  # no warning about other layers if the user has named the layers
         return text
     heads = [model.get_output_embeddings()] if isinstance(model, PreTrainedModel) else []
     unchanged: Counter[str] = Counter()

@@ -29,40 +29,40 @@ def activations_on_cpu() -> saved_tensors_hooks:
     return saved_tensors_hooks(pack, unpack)
 
 
-class Residence:
+class ComponentOffload:
     """Mover of pipeline components to the device while they are in use, and to host memory otherwise."""
 
     def __init__(self, device: torch.device, *, is_offloaded: bool) -> None:
         """Store the device; `is_offloaded`: whether components return to host memory after use."""
-        self._device, self._is_offloaded, self._stays = device, is_offloaded, False
-        self._present: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
+        self._device, self._is_offloaded, self._keeps_on_device = device, is_offloaded, False
+        self._on_device: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
         """Components that are on the device, each with a list of its parameters and their tensors in host memory."""
 
     @contextmanager
-    def working(self, components: Sequence[nn.Module]) -> Iterator[None]:
+    def on_device(self, components: Sequence[nn.Module]) -> Iterator[None]:
         """Move components to the device for the duration of the block."""
         for component in components:
-            self._present.setdefault(component, [(weight, weight.data) for weight in component.parameters()])
+            self._on_device.setdefault(component, [(weight, weight.data) for weight in component.parameters()])
             component.to(self._device)
         try:
             yield
         finally:
-            if not self._stays:
-                self._leave()
+            if not self._keeps_on_device:
+                self._return_to_host()
 
     @contextmanager
-    def staying(self) -> Iterator[None]:
+    def keep_on_device(self) -> Iterator[None]:
         """Keep components that are used inside the block on the device until the end of the block."""
-        self._stays = True
+        self._keeps_on_device = True
         try:
             yield
         finally:
-            self._stays = False
-            self._leave()
+            self._keeps_on_device = False
+            self._return_to_host()
 
-    def _leave(self) -> None:
-        for component, weights in self._present.items() if self._is_offloaded else ():
+    def _return_to_host(self) -> None:
+        for component, weights in self._on_device.items() if self._is_offloaded else ():
             for weight, on_host in weights:
                 weight.data = on_host  # not copied back from the device, because weights of components do not change
             component.to("cpu")
-        self._present.clear()
+        self._on_device.clear()

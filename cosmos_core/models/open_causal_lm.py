@@ -4,17 +4,17 @@ import logging
 
 import torch
 
-from cosmos_core.config.media import media_of
+from cosmos_core.config.media import media_settings
 from cosmos_core.data.prepared import shows_images
 from cosmos_core.errors import ConfigError, ModelError
 from cosmos_core.models.balance import balance_of
-from cosmos_core.models.causal_lm import CausalLM, Reading
+from cosmos_core.models.causal_lm import CausalLM, InputProcessing
 from cosmos_core.models.compiled import compile_blocks, watch_compiling
-from cosmos_core.models.freeze import choose_trained
+from cosmos_core.models.freeze import mark_trained_weights
 from cosmos_core.models.hf import check_row_length, load_model, load_tokenizer
 from cosmos_core.models.kernels import use_flash_attention, use_fp8, use_liger
 from cosmos_core.models.meta_device import reads_base
-from cosmos_core.models.processor import Vision, load_processor, processor_files
+from cosmos_core.models.processor import ImageReader, load_processor, processor_files
 from cosmos_core.models.row_limits import check_rows
 from cosmos_core.models.sharded_load import init_on_meta
 from cosmos_core.models.teacher import count_ids
@@ -61,7 +61,7 @@ def open_model(stage: Stage) -> CausalLM:
     if policy.enable_liger_kernel:
         use_liger(model)
     if stage.kind.trains:  # other stages load a model to which `policy.lora` was already applied
-        choose_trained(model, policy)
+        mark_trained_weights(model, policy)
         if train.fp8.enable_fp8:
             use_fp8(model, train.fp8)
     train = train.derived(compile=stage.recipe.compiles_on(device.type) and policy.parallelism.tp_size == 1)
@@ -71,12 +71,12 @@ def open_model(stage: Stage) -> CausalLM:
     files = processor_files(stage.model, policy.model_revision)
     # The pad token of a tokenizer may have no embedding in the model; any other token can pad.
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id < model.config.get_text_config().vocab_size else 0
-    reading = Reading(pad_id, vision, tokenizer, files, num_ids=count_ids(tokenizer))
+    reading = InputProcessing(pad_id, vision, tokenizer, files, num_ids=count_ids(tokenizer))
     balance = balance_of(model, policy.aux_loss_coeff) if stage.kind.trains else None
     return CausalLM(model, train, reading, mesh, balance)
 
 
-def open_vision(stage: Stage) -> Vision | None:
+def open_vision(stage: Stage) -> ImageReader | None:
     """Return the reader of the images in a stage's prepared rows; None: no row has an image.
 
     Raises:
@@ -97,7 +97,7 @@ def open_vision(stage: Stage) -> Vision | None:
             "train.train_policy.enable_dp_load_balancing = true: rows with images go apart from rows without, whatever "
             "their length; set it to false"
         )
-    processor = load_processor(stage.model, stage.recipe.policy.model_revision, media_of(stage.recipe).pixels)
+    processor = load_processor(stage.model, stage.recipe.policy.model_revision, media_settings(stage.recipe).pixels)
     if processor is None:
         raise ModelError(f"{stage.model}: the prepared rows show images, and the model has no processor to read them")
-    return Vision(processor)
+    return ImageReader(processor)

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from cosmos_core.models.compiled import compile_blocks, watch_compiling
 from cosmos_core.models.denoiser import Denoiser
 from cosmos_core.models.families import open_family
-from cosmos_core.models.freeze import choose_trained
+from cosmos_core.models.freeze import mark_trained_weights
 from cosmos_core.models.recompute import Recompute, selective
 from cosmos_core.parallel.fsdp import move_buffers
 from cosmos_core.parallel.mesh import open_mesh
@@ -42,7 +42,7 @@ def open_model(stage: Stage) -> Denoiser:
     move_buffers(model, device)
     recompute_blocks(model, policy.model_gradient_checkpointing)
     if stage.kind.trains:
-        choose_trained(model, policy, family.lora_targets)
+        mark_trained_weights(model, policy, family.lora_targets)
     if stage.recipe.compiles_on(device.type):
         watch_compiling(stage.progress)
         compile_blocks(model)

@@ -27,9 +27,9 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 
 from cosmos_core.data.batch import Bounds, rows_of, shared_rows, to_device
 from cosmos_core.models.base import has_dropout
+from cosmos_core.models.length_rounding import round_length
 from cosmos_core.models.scorer import has_no_data
-from cosmos_core.models.shapes import round_length
-from cosmos_core.parallel.mesh import any_on_ranks
+from cosmos_core.parallel.mesh import any_rank
 
 NAME = "packed_sdpa"
 _NAMES = {"sdpa": NAME, "eager": "packed_eager"}
@@ -76,7 +76,7 @@ def enable_packing(
     for dtype in dict.fromkeys([*dtypes, *([compute_dtype] if (has_kernel or not dtypes) and compute_dtype else [])]):
         _set_attention(model, plain)
         differs = not _is_exact(model, roots, plain, dtype)
-        if any_on_ranks(differs) if roots else differs:  # pipeline ranks test different layers
+        if any_rank(differs) if roots else differs:  # each pipeline rank tests its own layers, so exchange the results
             _set_attention(model, plain)
             return "packed sequences have other logits than separate ones"
     return ""
@@ -184,7 +184,7 @@ def _varlen_attention(states: Sequence[Tensor], kwargs: dict[str, Any]) -> Tenso
     query_PKD, key_PKD, value_PKD = (state.transpose(1, 2).squeeze(0) for state in states)
     output_PKD = varlen_attn(
         query_PKD, key_PKD, value_PKD, on_device, on_device, longest, longest, scale=kwargs.get("scaling"),
-        window_size=(window - 1 if window else -1, 0),  # number of keys before and after a query; -1: all
+        window_size=(window - 1 if window else -1, 0),  # number of keys before and after a query; -1: unlimited
         **(_GROUPED if query_PKD.shape[1] != key_PKD.shape[1] else {}),
     )  # fmt: skip
     assert isinstance(output_PKD, Tensor)

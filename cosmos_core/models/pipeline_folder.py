@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from cosmos_core.errors import ModelError
-from cosmos_core.models.source import KEY, hub_is_reachable, read_object, source_of, translate_load_errors
+from cosmos_core.models.model_files import KEY, hub_is_reachable, locate_model, read_object, translate_load_errors
 
 INDEX = "model_index.json"
 _LIBRARIES = ("diffusers", "transformers")
@@ -124,7 +124,7 @@ class PipelineFolder:
 
 
 def _locate(model: str, revision: str | None) -> Path:
-    source, options = source_of(model, revision)
+    source, options = locate_model(model, revision)
     if isinstance(source, Path):
         return source
     pipeline: Any = importlib.import_module("diffusers").DiffusionPipeline

@@ -67,11 +67,11 @@ class StageModule(nn.Module):
         inputs = dict(batch.inputs)
         if hidden_PH:
             inputs["inputs_embeds"] = hidden_PH[0][: shape.numel()].view(*shape, -1)
-        with forward_context(self._train, batch.chosen_N.device):
+        with forward_context(self._train, batch.scored_N.device):
             if self.is_last:
                 outputs = self.scorer(
-                    inputs, batch.chosen_N, wants=self.micro_batches.wants, dtype=self._dtype,
-                    expected_N=batch.expected_N, top_ids_NK=batch.top_ids_NK,
+                    inputs, batch.scored_N, wants=self.micro_batches.wants, dtype=self._dtype,
+                    derivative_N=batch.derivative_N, top_ids_NK=batch.top_ids_NK,
                 )  # fmt: skip
                 self.names = list(outputs)
                 return tuple(outputs.values())

@@ -19,7 +19,7 @@ from transformers.utils import cached_file, is_torchvision_available
 from cosmos_core.data.images import open_image
 from cosmos_core.errors import ConfigError, DataError, ModelError
 from cosmos_core.models.hf import load_config
-from cosmos_core.models.source import KEY, source_of
+from cosmos_core.models.model_files import KEY, locate_model
 from cosmos_core.types import ImageRef
 
 FILES = (
@@ -38,7 +38,7 @@ def processor_files(model: str, revision: str | None = None) -> dict[str, bytes]
     Raises:
         ModelError: the folder does not exist, or the Hub id cannot be fetched.
     """
-    source, options = source_of(model, revision)
+    source, options = locate_model(model, revision)
     options |= {
         "_raise_exceptions_for_missing_entries": False,
         "_raise_exceptions_for_connection_errors": False,  # offline: what is not in the cache does not exist
@@ -68,7 +68,7 @@ def load_processor(
     if not processor_files(model, revision):
         return None
     cls: Any = PROCESSOR_MAPPING.get(type(load_config(model, revision)), None)
-    source, options = source_of(model, revision)
+    source, options = locate_model(model, revision)
     try:
         if cls is not None and "video_processor" in cls.get_attributes() and not is_torchvision_available():
             processor = _load_without_videos(cls, str(source), options)
@@ -121,7 +121,7 @@ def _resize(processor: ProcessorMixin, pixels: Mapping[str, int]) -> None:
         setattr(processor.image_processor.size, _EDGES[key], value)
 
 
-class Shown(Protocol):
+class RowWithImages(Protocol):
     """Interface of a row of tokens that may have images."""
 
     @property
@@ -135,7 +135,7 @@ class Shown(Protocol):
         ...
 
 
-class Vision:
+class ImageReader:
     """Reader that converts the images of samples to model inputs when a micro-batch needs them."""
 
     def __init__(self, processor: ProcessorMixin) -> None:
@@ -143,7 +143,7 @@ class Vision:
         if processor.tokenizer.pad_token_id is None:
             processor.tokenizer.pad_token = processor.tokenizer.eos_token
 
-    def group(self, row: Shown) -> int:
+    def batching_key(self, row: RowWithImages) -> int:
         """Return the group of a row: a micro-batch has rows of one group only.
 
         Rows with images are separate from rows without, since all ranks must enter the vision tower together. In models
@@ -161,7 +161,7 @@ class Vision:
         [is_image] = self._kinds(torch.tensor([list(token_ids)])).bool().tolist() if token_ids else [[]]
         return is_image.index(True) if True in is_image else len(is_image)
 
-    def inputs(self, rows: Sequence[Shown], input_ids_BT: Tensor) -> dict[str, Tensor]:
+    def inputs(self, rows: Sequence[RowWithImages], input_ids_BT: Tensor) -> dict[str, Tensor]:
         """Return the model inputs of the images of rows of one group, by name; empty for rows without images.
 
         `input_ids_BT` are the padded token ids of the rows.
@@ -190,7 +190,7 @@ class Vision:
         """Return an integer mask BT: 1 for image tokens, 0 for other tokens."""
         return torch.as_tensor(self._processor.create_mm_token_type_ids(ids_BT.tolist()), dtype=torch.int64)
 
-    def _cross_attention_mask(self, rows: Sequence[Shown], inputs: Mapping[str, Tensor], width: int) -> Tensor:
+    def _cross_attention_mask(self, rows: Sequence[RowWithImages], inputs: Mapping[str, Tensor], width: int) -> Tensor:
         """Return the mask of the image tiles to which each token attends, of shape (B, T, images, tiles).
 
         `width` is the number of tokens T.

@@ -53,7 +53,7 @@ class Sana(DiffusionModel):
         return 1, 2 ** (len(self.folder.settings("vae")["encoder_block_out_channels"]) - 1)
 
     def nft_prepare_transformer_input(
-        self, latents: Tensor, sigma_B: Tensor, text: Mapping[str, Tensor], num_given_B: Tensor | None = None
+        self, latents: Tensor, sigma_B: Tensor, text: Mapping[str, Tensor], num_conditioning_B: Tensor | None = None
     ) -> dict[str, Any]:
         return {
             "hidden_states": latents,

@@ -26,7 +26,7 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from cosmos_core.models.balance import NUM_SEQUENCES, OUTPUT, SEQUENCES, Balance, balance_loss
-from cosmos_core.models.shapes import pad_to_kernel
+from cosmos_core.models.length_rounding import pad_to_kernel
 
 PROBE_TOKENS = 8
 _PROBE_TOLERANCE = 1e-4
@@ -85,11 +85,11 @@ class Scorer(nn.Module):
     def forward(
         self,
         inputs: dict[str, Any],
-        chosen_N: Tensor,
+        scored_N: Tensor,
         *,
         wants: Wants = LOGPROBS,
         dtype: torch.dtype = torch.float32,
-        expected_N: Tensor | None = None,
+        derivative_N: Tensor | None = None,
         top_ids_NK: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Return outputs of the chosen tokens by name: `logprobs` N and, as `wants` says, `entropy` N, `top_logprobs`
@@ -110,18 +110,18 @@ class Scorer(nn.Module):
         """
         has_labels = "shift_labels" in inputs
         labels_BS = inputs["shift_labels"] if has_labels else inputs["input_ids"][:, 1:]
-        labels_N = labels_BS.reshape(-1)[chosen_N]
+        labels_N = labels_BS.reshape(-1)[scored_N]
         hidden_BTH, head, balance = self._body(inputs)
         hidden_BSH = hidden_BTH if has_labels else hidden_BTH[:, :-1]
-        hidden_NH = hidden_BSH.reshape(-1, hidden_BTH.shape[-1])[chosen_N]
+        hidden_NH = hidden_BSH.reshape(-1, hidden_BTH.shape[-1])[scored_N]
         size = self._chunk_bytes or chunk_bytes(hidden_NH.device)
         num_ids = self.num_ids or self.vocabulary
         num_top = min(wants.top_k, num_ids) if top_ids_NK is None else top_ids_NK.shape[-1]
         task = _Task(head, wants, num_top, num_ids, dtype, max(1, size // (4 * self.vocabulary)))
-        if expected_N is not None:
-            expected_N = expected_N.to(dtype)  # the backward pass compares it with a derivative in this dtype
+        if derivative_N is not None:
+            derivative_N = derivative_N.to(dtype)  # the backward pass compares it with a derivative in this dtype
         weights = head.trained_weights if torch.is_grad_enabled() else []
-        outputs = _ChunkedScore.apply(task, hidden_NH, labels_N, top_ids_NK, expected_N, *weights)
+        outputs = _ChunkedScore.apply(task, hidden_NH, labels_N, top_ids_NK, derivative_N, *weights)
         return dict(zip(task.names, outputs, strict=True)) | balance
 
     def hidden(self, inputs: dict[str, Any]) -> Tensor:
@@ -177,7 +177,7 @@ class Scorer(nn.Module):
         if has_no_data(self.model):
             return True
         was_training = self.model.training
-        self.model.eval()  # with dropout the two results would differ
+        self.model.eval()  # dropout would make the two results differ
         ids = torch.arange(1, PROBE_TOKENS + 1, device=self.model.device).unsqueeze(0) % self.vocabulary
         # Autocast's cache of casts is off, because a recomputation in the next pass would not find casts cached here.
         with _autocast(ids.device, _autocast_dtype(ids.device)):
@@ -345,12 +345,12 @@ class _ChunkedScore(torch.autograd.Function):
         hidden_NH: Tensor,
         labels_N: Tensor,
         top_ids_NK: Tensor | None,
-        expected_N: Tensor | None,
+        derivative_N: Tensor | None,
         *weights: Tensor,
     ) -> Any:
         ctx.task, ctx.weights = task, weights
         ctx.compute_dtype = _autocast_dtype(hidden_NH.device)
-        is_known = expected_N is not None and task.differentiable == {"logprobs"} and any(ctx.needs_input_grad)
+        is_known = derivative_N is not None and task.differentiable == {"logprobs"} and any(ctx.needs_input_grad)
         gradients = _Gradients(task, hidden_NH, weights, ctx.compute_dtype) if is_known else None
         outputs_of_chunks: list[dict[str, Tensor]] = []
         with _autocast(hidden_NH.device, ctx.compute_dtype):
@@ -359,27 +359,27 @@ class _ChunkedScore(torch.autograd.Function):
                 top_ids_MK = None if top_ids_NK is None else top_ids_NK[chunk]
                 softmax = task.softmax(gradients.logits(chunk) if gradients else task.logits(hidden_NH[chunk], cast))
                 outputs_of_chunks.append(task.outputs(softmax, labels_N[chunk], top_ids_MK))
-                if gradients and expected_N is not None:
-                    gradients.add(task.derivative(softmax, labels_N[chunk], {"logprobs": expected_N[chunk]}, None))
+                if gradients and derivative_N is not None:
+                    gradients.add(task.derivative(softmax, labels_N[chunk], {"logprobs": derivative_N[chunk]}, None))
                 del softmax
         ctx.precomputed = gradients.totals() if gradients else None
         outputs = {
             name: _concatenate([each[name] for each in outputs_of_chunks], name, task, hidden_NH) for name in task.names
         }
-        ctx.save_for_backward(hidden_NH, labels_N, outputs.get("top_ids"), expected_N)
+        ctx.save_for_backward(hidden_NH, labels_N, outputs.get("top_ids"), derivative_N)
         ctx.mark_non_differentiable(*(outputs[name] for name in task.names if name not in task.differentiable))
         return tuple(outputs.values())
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:  # type: ignore[override]
         task: _Task = ctx.task
-        hidden_NH, labels_N, top_ids_NK, expected_N = ctx.saved_tensors
+        hidden_NH, labels_N, top_ids_NK, derivative_N = ctx.saved_tensors
         upstream_by_name = {
             name: g for name, g in zip(task.names, upstream, strict=True) if name in task.differentiable
         }
         precomputed, ctx.precomputed = ctx.precomputed, None
         # The comparison is exact, because an approximate match would change the gradient.
-        if precomputed is not None and bool((upstream_by_name["logprobs"] == expected_N).all()):
+        if precomputed is not None and bool((upstream_by_name["logprobs"] == derivative_N).all()):
             return None, precomputed[0], None, None, None, *precomputed[1:]
         del precomputed
         with _autocast(hidden_NH.device, ctx.compute_dtype):

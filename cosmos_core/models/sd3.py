@@ -66,7 +66,7 @@ class SD3(DiffusionModel):
             self.pipeline.transformer = None
 
     def nft_prepare_transformer_input(
-        self, latents: Tensor, sigma_B: Tensor, text: Mapping[str, Tensor], num_given_B: Tensor | None = None
+        self, latents: Tensor, sigma_B: Tensor, text: Mapping[str, Tensor], num_conditioning_B: Tensor | None = None
     ) -> dict[str, Any]:
         return {
             "hidden_states": latents,

@@ -39,11 +39,11 @@ from transformers.modeling_utils import LoadStateDictInfo, str_to_torch_dtype
 
 from cosmos_core.errors import ModelError
 from cosmos_core.models.generation_config import load_generation_config
-from cosmos_core.models.hf import audit, describe_nonfinite, load_model, model_without_weights
+from cosmos_core.models.hf import check_loaded_tensors, describe_nonfinite, load_model, model_without_weights
+from cosmos_core.models.model_files import KEY, merge_error, translate_load_errors, weight_files
 from cosmos_core.models.recompute import Recompute
-from cosmos_core.models.source import KEY, merge_error, translate_load_errors, weight_files
-from cosmos_core.parallel.fsdp import local_shard, names_in_one, shard_bounds
-from cosmos_core.parallel.mesh import first_problem
+from cosmos_core.parallel.fsdp import local_shard, names_of_tied_weights, shard_bounds
+from cosmos_core.parallel.mesh import first_error_of_ranks
 from cosmos_core.transient import is_of_machine
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class _Group:
 
 
 @dataclass(frozen=True)
-class _Unread:
+class _LoadingPlan:
     """Plan for reading the weights of a model that is still on the meta device."""
 
     model: str
@@ -79,7 +79,7 @@ class _Unread:
     groups: Sequence[_Group]
 
 
-_UNREAD: WeakKeyDictionary[PreTrainedModel, _Unread] = WeakKeyDictionary()
+_LOADING_PLANS: WeakKeyDictionary[PreTrainedModel, _LoadingPlan] = WeakKeyDictionary()
 
 
 def init_on_meta(
@@ -103,7 +103,7 @@ def init_on_meta(
             built = model_without_weights(
                 model, revision=revision, dtype=dtype, gradient_checkpointing=gradient_checkpointing
             )
-        reason = _start(built, model, revision, dtype, device, files)
+        reason = _plan_loading(built, model, revision, dtype, device, files)
     if reason:
         logger.info("every rank loads the whole of %s before it is sharded, because %s", model, reason)
         return load_model(
@@ -112,7 +112,7 @@ def init_on_meta(
     return built
 
 
-def audit_files(
+def check_file_tensors(
     built: PreTrainedModel, model: str, revision: str | None = None, beat: Callable[[], None] = lambda: None
 ) -> str:
     """Compare the tensors in a local model folder with those of `built`, on the meta device, and read their values one
@@ -124,7 +124,7 @@ def audit_files(
     if not Path(model).expanduser().is_dir():
         return ""
     files, reason = weight_files(model, revision)
-    reason = reason or _start(built, model, revision, built.dtype, torch.device("meta"), files)
+    reason = reason or _plan_loading(built, model, revision, built.dtype, torch.device("meta"), files)
     size = sum(file.stat().st_size for file in Path(model).expanduser().glob("*") if file.suffix in _WEIGHT_SUFFIXES)
     if size > _MOST_READ_BYTES:
         return f"the values of {size / 1e9:,.0f} GB of weights are not looked at before the model is loaded"
@@ -137,7 +137,7 @@ def audit_files(
 
 def _audit_values(built: PreTrainedModel, beat: Callable[[], None]) -> None:
     """Read the weights of a model whose reading is planned; weights that are tied stay in memory to be compared."""
-    unread, state, tied = _UNREAD.pop(built), built.state_dict(keep_vars=True), dict[int, Tensor]()
+    unread, state, tied = _LOADING_PLANS.pop(built), built.state_dict(keep_vars=True), dict[int, Tensor]()
     num_names = Counter(id(state[name]) for group in unread.groups for name in group.shapes)
     for group in unread.groups:
         targets, done = dict[str, list[Tensor]](), set(tied.values())
@@ -164,23 +164,23 @@ def load_sharded(model: PreTrainedModel) -> None:
         ModelError: a value is not finite, tensors that config.json ties differ, or a file cannot be read; every rank
             raises the error of the first rank that failed.
     """
-    unread = _UNREAD.pop(model, None)
-    if unread is None:
+    plan = _LOADING_PLANS.pop(model, None)
+    if plan is None:
         return
     problem = None
     try:
-        targets, done = _materialise(model, unread.device), set[Tensor]()
-        for group in unread.groups:
+        targets, done = _materialise(model, plan.device), set[Tensor]()
+        for group in plan.groups:
             _read_group(group, targets, model, done)
     except (ModelError, SafetensorError, OSError) as error:
-        if is_of_machine(error):  # the error ends this rank, after which all ranks are restarted
+        if is_of_machine(error):  # errors of memory, disk or network end this rank, and all ranks are restarted
             raise
         problem = str(error)
-    if problem := first_problem(problem):
-        raise ModelError(f"{KEY} = {unread.model!r}: {problem}")
+    if problem := first_error_of_ranks(problem):
+        raise ModelError(f"{KEY} = {plan.model!r}: {problem}")
 
 
-def _start(
+def _plan_loading(
     built: PreTrainedModel, model: str, revision: str | None, dtype: torch.dtype, device: torch.device, files: list[str]
 ) -> str:
     """Plan the reading of weight files in slices and create buffers of the model.
@@ -200,17 +200,17 @@ def _start(
         slices = {key: file.get_slice(key) for file in _open_files(files) for key in file.keys()}  # noqa: SIM118
     groups, info = _plan(built, slices, model)
     missing = set(info.missing_keys)
-    info.missing_keys -= {name for names in names_in_one(built) if set(names) - missing for name in names}
+    info.missing_keys -= {name for names in names_of_tied_weights(built) if set(names) - missing for name in names}
     needed = set(info.missing_keys)
     built._adjust_missing_and_unexpected_keys(info)
-    audit(built, info.to_dict(), model)
+    check_loaded_tensors(built, info.to_dict(), model)
     if needed - info.missing_keys:
         return "transformers makes up some of its weights"
     _make_buffers(built, device)
-    if generation := load_generation_config(model, revision):  # without one, transformers has derived it from config
+    if generation := load_generation_config(model, revision):  # else it was derived from config.json
         built.generation_config = generation
     built.config._commit_hash = getattr(built.config, "_commit_hash", None) or revision
-    _UNREAD[built] = _Unread(model, device, groups)
+    _LOADING_PLANS[built] = _LoadingPlan(model, device, groups)
     return ""
 
 
@@ -292,7 +292,7 @@ def _read_group(
     if isinstance(group.transform, WeightRenaming):
         converted: dict[str, Any] = dict.fromkeys(mine, sources[0][2])
     else:
-        if _is_stack(group):
+        if _is_expert_stack(group):
             rows = shard_bounds(next(iter(mine.values()))[0])[0]
             sources, first = _select_experts(sources, rows), rows.start
         readers = [partial(source.__getitem__, ...) for _, _, source in sources]
@@ -303,7 +303,7 @@ def _read_group(
             done.add(tensor)
 
 
-def _is_stack(group: _Group) -> bool:
+def _is_expert_stack(group: _Group) -> bool:
     """Return True if a group of tensors becomes one weight of stacked experts, each with its own tensors in files."""
     operations = list(getattr(group.transform, "operations", ()))
     if len(group.shapes) > 1 or not isinstance(operations[0], MergeModulelist) or operations[0].dim != 0:

@@ -16,10 +16,10 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.errors import ConfigError, ModelError
 from cosmos_core.models.base import ModelAdapter
-from cosmos_core.models.causal_lm import CausalLM, Reading
+from cosmos_core.models.causal_lm import CausalLM, InputProcessing
 from cosmos_core.models.hf import check_row_length, load_config, load_model, load_tokenizer
+from cosmos_core.models.model_files import KEY, check_weights
 from cosmos_core.models.sharded_load import init_on_meta
-from cosmos_core.models.source import KEY, check_weights
 from cosmos_core.parallel.fsdp import move_buffers
 
 TEACHER = "teacher"
@@ -49,7 +49,7 @@ def open_teacher(teacher: DistillationConfig, recipe: Recipe, policy: ModelAdapt
         model.requires_grad_(False)
         check_row_length(model.config, recipe.policy.model_max_length)
         tokenizer = policy.tokenizer
-        reading = Reading(int(tokenizer.pad_token_id), tokenizer=tokenizer, num_ids=count_ids(tokenizer))
+        reading = InputProcessing(int(tokenizer.pad_token_id), tokenizer=tokenizer, num_ids=count_ids(tokenizer))
         return CausalLM(model, train, reading, policy.mesh)
 
 

@@ -14,7 +14,7 @@ FOLDER = "completions"
 _ORDERS = {"best": -1.0, "worst": 1.0}
 
 
-def shown(run: Path, stage: str, step: int | None, order: str, most: int) -> Iterator[str]:
+def iter_completions(run: Path, stage: str, step: int | None, order: str, most: int) -> Iterator[str]:
     """Yield completions of a step as text, grouped by prompt or, with `order`, sorted by reward.
 
     Args:
@@ -39,12 +39,12 @@ def shown(run: Path, stage: str, step: int | None, order: str, most: int) -> Ite
         if line.get("prompt") != prompt:
             prompt = line.get("prompt")
             yield f"--- {path.name}, step {line['step']}, prompt (reference {line.get('reference', '')!r}):\n{prompt}"
-        yield f"--- {_scores(line)}:\n{said(line, path)}"
+        yield f"--- {_scores(line)}:\n{completion_text(line, path)}"
 
 
 def newest(stage: Path, most: int) -> list[dict[str, Any]]:
     """Return the first completions of the newest step of a stage that have text; empty if there are none."""
-    return [line for line in _lines(stage, None) if not line.get("media") and said(line, stage)][:most]
+    return [line for line in _lines(stage, None) if not line.get("media") and completion_text(line, stage)][:most]
 
 
 def _scores(line: dict[str, Any]) -> str:
@@ -56,7 +56,7 @@ def _scores(line: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def said(line: dict[str, Any], stage: Path) -> str:
+def completion_text(line: dict[str, Any], stage: Path) -> str:
     """Return a logged completion as text: its turns or its text, or the paths of its images or videos."""
     media, turns = line.get("media") or [], line.get("turns") or []
     if media:

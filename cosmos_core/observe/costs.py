@@ -14,7 +14,7 @@ from cosmos_core.run.directory import read_facts, runs_in
 from cosmos_core.run.held import gpu_seconds, holds_of_run
 from cosmos_core.run.state import Hold
 
-_SECONDS = 3600.0  # of an hour
+_SECONDS_PER_HOUR = 3600.0
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class RunCost:
     @property
     def hours(self) -> float:
         """Return the GPU hours of all attempts of all stages."""
-        return sum(map(gpu_seconds, self.holds.values())) / _SECONDS
+        return sum(map(gpu_seconds, self.holds.values())) / _SECONDS_PER_HOUR
 
     def cost(self, hours: float | None) -> str:
         """Return the cost of GPU hours as text; empty without a price, or if the hours are unknown."""
@@ -43,7 +43,7 @@ class RunCost:
         """Yield stage, attempt, number of GPUs, seconds, GPU hours and cost of each interval."""
         for stage, holds in self.holds.items():
             for hold in holds:
-                hours = gpu_seconds([hold]) / _SECONDS
+                hours = gpu_seconds([hold]) / _SECONDS_PER_HOUR
                 seconds = (hold.end or hold.begin) - hold.begin
                 yield stage, hold.attempt, hold.gpus, seconds, formatting.number(hours), self.cost(hours)
 
@@ -66,7 +66,7 @@ def cost_of(run_path: Path) -> RunCost:
     )
     estimates = list(facts.estimate.values()) if facts else []
     is_known = bool(estimates) and None not in estimates
-    hours = sum(value or 0.0 for value in estimates) / _SECONDS if is_known else None
+    hours = sum(value or 0.0 for value in estimates) / _SECONDS_PER_HOUR if is_known else None
     return RunCost(holds_of_run(run_path), price, budget, hours)
 
 

@@ -31,7 +31,7 @@ _MOST_EMBEDDED_BYTES = 2 << 20
 
 
 @dataclass(frozen=True)
-class Drawing:
+class GeneratedSample:
     """A generated image or video with its prompt and reward."""
 
     prompt: str
@@ -65,7 +65,7 @@ def step_folder(stage: Path, step: int) -> Path:
     return stage / FOLDER / f"step_{step}"
 
 
-def save(stage: Path, step: int, rows: Sequence[Sequence[Drawing]]) -> list[list[str]]:
+def save(stage: Path, step: int, rows: Sequence[Sequence[GeneratedSample]]) -> list[list[str]]:
     """Write the samples of each prompt and their grid; return the paths of each row, relative to the stage.
 
     Only the first prompts and the first samples of each prompt are saved, up to the limits of this module.
@@ -75,7 +75,7 @@ def save(stage: Path, step: int, rows: Sequence[Sequence[Drawing]]) -> list[list
     return [[str((target / name).relative_to(stage)) for name in row] for row in names]
 
 
-def save_rows(target: Path, rows: Sequence[Sequence[Drawing]]) -> list[list[str]]:
+def save_rows(target: Path, rows: Sequence[Sequence[GeneratedSample]]) -> list[list[str]]:
     """Write the samples of each prompt and their grid into a new folder `target`; return the file names of each row."""
     with replaced_folder(target) as folder:
         names = [[_write(folder, f"{p}-{k}", drawing) for k, drawing in enumerate(row)] for p, row in enumerate(rows)]
@@ -83,11 +83,11 @@ def save_rows(target: Path, rows: Sequence[Sequence[Drawing]]) -> list[list[str]
     return names
 
 
-def drawings_of(scored: ScoredGroup, at: Iterable[int], *, is_scored: bool = True) -> list[Drawing]:
+def samples_of_group(scored: ScoredGroup, at: Iterable[int], *, is_scored: bool = True) -> list[GeneratedSample]:
     """Return the generated images or videos among the completions of a group at the indices `at`."""
     samples = [(scored.group.completions[k].diffusion_sample, scored.scores[k].value) for k in at]
     text = scored.group.prompt.text
-    return [Drawing(text, each.pixels.numpy(), value, is_scored) for each, value in samples if each is not None]
+    return [GeneratedSample(text, each.pixels.numpy(), value, is_scored) for each, value in samples if each is not None]
 
 
 def newest_grid(stage: Path) -> Path | None:
@@ -96,7 +96,7 @@ def newest_grid(stage: Path) -> Path | None:
     return grids[max(grids)] if grids else None
 
 
-def grid(rows: Sequence[Sequence[Drawing]]) -> np.ndarray:
+def grid(rows: Sequence[Sequence[GeneratedSample]]) -> np.ndarray:
     """Return one image with all samples, a row for each prompt, with the prompt above the row and each reward below."""
     from PIL import Image, ImageDraw
 
@@ -139,7 +139,7 @@ def png_uri(path: Path) -> str:
     return _uri("image/png", path.read_bytes())
 
 
-def _write(folder: Path, name: str, drawing: Drawing) -> str:
+def _write(folder: Path, name: str, drawing: GeneratedSample) -> str:
     if not drawing.is_video:
         _image(drawing.pixels).save(folder / f"{name}.png")
         return f"{name}.png"

@@ -16,7 +16,7 @@ _LEFT_OUT = ("recipe", "overrides")
 
 
 @dataclass(frozen=True)
-class Before:
+class PreviousRun:
     """Previous run of the same pipeline, and its differences to the present run."""
 
     run: RunRecord
@@ -27,14 +27,14 @@ class Before:
     """Stage, metric, old value, new value, and verdict (`better`, `worse` or empty) of each metric."""
 
 
-def before(run: RunRecord) -> Before | None:
+def compare_with_previous(run: RunRecord) -> PreviousRun | None:
     """Return the comparison of a run with the previous one; None if it is the first run of its pipeline."""
     ids = [facts.run_id for facts in runs_in(run.path.parent) if facts.pipeline == run.facts.pipeline]
     if run.path.name not in ids or ids.index(run.path.name) == 0:
         return None
     previous = read_run(run.path.parent / ids[ids.index(run.path.name) - 1])
     settings = tuple(_settings(resolved(previous.path), resolved(run.path)))
-    return Before(
+    return PreviousRun(
         previous, settings[:_MOST_SETTINGS], max(0, len(settings) - _MOST_SETTINGS), tuple(_metrics(previous, run))
     )  # fmt: skip
 

@@ -15,7 +15,7 @@ from jinja2 import Environment, PackageLoader
 from cosmos_core.observe import formatting, sections, usage
 from cosmos_core.observe.costs import cost_of
 from cosmos_core.observe.dag import layout
-from cosmos_core.observe.previous_run import before
+from cosmos_core.observe.previous_run import compare_with_previous
 from cosmos_core.observe.record import loading_line, read_run
 from cosmos_core.observe.sweeps import sweeps
 from cosmos_core.observe.trained import sample_rows, trained
@@ -50,7 +50,7 @@ def build(run_path: Path, folder: Path | None = None) -> str:
             root="" if folder in {None, run_path} else f"{os.path.relpath(run_path, folder)}/",
             comparison=sections.comparison(record),
             sweeps=sweeps(record),
-            before=before(record),
+            before=compare_with_previous(record),
             cost=cost_of(run_path),
             resources=usage.resources(record),
             gates=sections.gates(record),

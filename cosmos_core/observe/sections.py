@@ -37,7 +37,7 @@ def measured(run: RunRecord) -> list[StageRecord]:
         for stage in run.stages
         if stage.name not in branches and any(key.startswith("validation/") for key in stage.metrics)
     ]
-    return [stage for stage in candidates if stage.kind.makes == "metrics" or stage.kind.chooses] or candidates
+    return [stage for stage in candidates if stage.kind.makes == "metrics" or stage.kind.selects_branch] or candidates
 
 
 def cards(run: RunRecord) -> list[tuple[str, str]]:

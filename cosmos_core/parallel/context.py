@@ -4,7 +4,7 @@ Rows are packed end to end, and each rank gets a shard of the same length. Only 
 an all-to-all before attention gives each rank all tokens of some heads, and an all-to-all after attention gives each
 rank all heads of its tokens. Chosen tokens are the tokens whose outputs the loss needs.
 
-Shape legend: P packed tokens, N chosen tokens, K heads, D head size.
+Shape legend: P packed tokens, N scored tokens, K heads, D head size.
 """
 
 from typing import Any, NamedTuple
@@ -26,10 +26,10 @@ class RowShard(NamedTuple):
 
     inputs: dict[str, Any]
     """Model inputs of the shard, including `shift_labels`; sequence bounds are those of the full packed rows."""
-    chosen: Tensor
+    scored_positions: Tensor
     """Indices in the shard of the tokens whose outputs are needed."""
-    is_mine_N: Tensor
-    """Mask over the chosen tokens of the full packed rows: True for tokens in this rank's shard."""
+    is_local_N: Tensor
+    """Mask over the scored tokens of the full packed rows: True for tokens in this rank's shard."""
 
 
 def apply_cp(model: PreTrainedModel, mesh: DeviceMesh, packed: str) -> None:
@@ -65,31 +65,31 @@ def apply_cp(model: PreTrainedModel, mesh: DeviceMesh, packed: str) -> None:
     model.set_attn_implementation(NAME)
 
 
-def shard_rows(inputs: dict[str, Any], chosen_N: Tensor, mesh: DeviceMesh) -> RowShard:
+def shard_rows(inputs: dict[str, Any], scored_N: Tensor, mesh: DeviceMesh) -> RowShard:
     """Return this rank's shard of packed rows, whose length in tokens must be a multiple of the number of ranks.
 
-    `inputs` are the model inputs of the packed rows, and `chosen_N` the indices of the tokens whose outputs are needed.
+    `inputs` are the model inputs of the packed rows, and `scored_N` the indices of the tokens whose outputs are needed.
     """
     ids_1P = inputs["input_ids"]
     length, rest = divmod(ids_1P.shape[1], mesh.size())
     assert not rest, "packed rows are as long as `rows_of` was told to fill them"
     start = mesh.get_local_rank() * length
-    is_mine_N = (chosen_N >= start) & (chosen_N < start + length)
+    is_local_N = (scored_N >= start) & (scored_N < start + length)
     tensors = {
         "input_ids": ids_1P,
         "position_ids": inputs["position_ids"],
         "shift_labels": ids_1P.roll(-1, dims=1),
     }
     shards = {name: tensor_1P[:, start : start + length] for name, tensor_1P in tensors.items()}
-    return RowShard({**inputs, **shards}, chosen_N[is_mine_N] - start, is_mine_N)
+    return RowShard({**inputs, **shards}, scored_N[is_local_N] - start, is_local_N)
 
 
-def gather_chosen(values: Tensor, is_mine_N: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the values of all chosen tokens on every rank, from each rank's `values` of the tokens in its shard.
+def gather_scored(values: Tensor, is_local_N: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return the values of all scored tokens on every rank, from each rank's `values` of the tokens in its shard.
 
     The gradient of each value goes to the rank whose shard has the token.
     """
-    all_values: Tensor = _GatherChosen.apply(values, is_mine_N, mesh.get_group())
+    all_values: Tensor = _GatherScored.apply(values, is_local_N, mesh.get_group())
     return all_values
 
 
@@ -119,18 +119,18 @@ def _all_to_all(tensor: Tensor, chunk_dim: int, cat_dim: int, group: dist.Proces
     return torch.cat(received.unbind(), dim=cat_dim)
 
 
-class _GatherChosen(torch.autograd.Function):
+class _GatherScored(torch.autograd.Function):
     """Differentiable gather of per-token values from the ranks whose shards have the tokens."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, is_mine_N: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.save_for_backward(is_mine_N)
-        gathered_N = values.new_zeros((len(is_mine_N), *values.shape[1:]))
-        gathered_N[is_mine_N] = values
+    def forward(ctx: Any, values: Tensor, is_local_N: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.save_for_backward(is_local_N)
+        gathered_N = values.new_zeros((len(is_local_N), *values.shape[1:]))
+        gathered_N[is_local_N] = values
         dist.all_reduce(gathered_N, group=group)
         return gathered_N
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (is_mine_N,) = ctx.saved_tensors
-        return gradients[0][is_mine_N], None, None
+        (is_local_N,) = ctx.saved_tensors
+        return gradients[0][is_local_N], None, None

@@ -37,7 +37,7 @@ def apply_ep(model: PreTrainedModel, mesh: Mesh, train: TrainConfig) -> None:
         ModelError: the model has no plan that dispatches tokens, an adapter wraps the experts, or the number of experts
             is not divisible by the number of ranks.
     """
-    from transformers.distributed.tensor_parallel import EpDispatchExpertsParallel  # missing in transformers 5.17
+    from transformers.distributed.tensor_parallel import EpDispatchExpertsParallel  # transformers 5.17 lacks this class
 
     assert mesh.expert is not None
     plan = [pattern for pattern, style in model.ep_plan.items() if style == _DISPATCHED]
@@ -52,7 +52,7 @@ def apply_ep(model: PreTrainedModel, mesh: Mesh, train: TrainConfig) -> None:
             )
         keep_local_experts(experts, mesh.expert, where)
         EpDispatchExpertsParallel().install_forward(experts, mesh.expert)
-        experts.forward = torch.compiler.disable(experts.forward)  # the number of tokens changes with each call
+        experts.forward = torch.compiler.disable(experts.forward)  # avoid a recompilation for each number of tokens
         if mesh.expert_fsdp is not None:
             placement = partial(expert_sharding, mesh.expert_fsdp.shape[-1])
             fully_shard(experts, mesh=mesh.expert_fsdp, shard_placement_fn=placement, **fsdp_arguments(train))

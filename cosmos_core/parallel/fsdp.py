@@ -37,7 +37,7 @@ def fsdp_arguments(train: TrainConfig, *, casts: bool = True) -> dict[str, Any]:
 
     `casts`: whether weights are gathered in `param_dtype`, the dtype in which autocast multiplies them.
     """
-    param_dtype = getattr(torch, train.param_dtype) if casts and gathers_casts(train) else None
+    param_dtype = getattr(torch, train.param_dtype) if casts and gathers_in_param_dtype(train) else None
     policy = MixedPrecisionPolicy(param_dtype, getattr(torch, train.fsdp_reduce_dtype), cast_forward_inputs=False)
     arguments: dict[str, Any] = {"mp_policy": policy}
     if train.fsdp_offload:
@@ -45,7 +45,7 @@ def fsdp_arguments(train: TrainConfig, *, casts: bool = True) -> dict[str, Any]:
     return arguments
 
 
-def gathers_casts(train: TrainConfig) -> bool:
+def gathers_in_param_dtype(train: TrainConfig) -> bool:
     """Return True if the blocks of a model compute under autocast, in another dtype than that of their weights."""
     return train.param_dtype != train.master_dtype
 
@@ -165,7 +165,7 @@ def copy_without_weights(model: ModuleT) -> ModuleT:
     return copy.deepcopy(model, memo)
 
 
-def fill(skeleton: ModuleT, model: nn.Module) -> ModuleT | None:
+def gather_into(skeleton: ModuleT, model: nn.Module) -> ModuleT | None:
     """Return `skeleton`, a copy without weights, filled with the weights of the sharded `model`, on the CPU.
 
     The function is collective; ranks other than the first return None.
@@ -175,7 +175,7 @@ def fill(skeleton: ModuleT, model: nn.Module) -> ModuleT | None:
 
 
 def _load_tensors(skeleton: ModuleT, tensors: dict[str, Tensor]) -> ModuleT:
-    names = names_in_one(skeleton)
+    names = names_of_tied_weights(skeleton)
     skeleton.load_state_dict(tensors, assign=True)
     for first, *tied in names:  # tie_weights() is not used, because it does not handle a head wrapped by an adapter
         for name in tied:
@@ -184,7 +184,7 @@ def _load_tensors(skeleton: ModuleT, tensors: dict[str, Tensor]) -> ModuleT:
     return nn.Module.to(skeleton, "cpu")
 
 
-def names_in_one(model: nn.Module) -> list[list[str]]:
+def names_of_tied_weights(model: nn.Module) -> list[list[str]]:
     """Return for each parameter of a model the list of its names; tied weights have several names."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

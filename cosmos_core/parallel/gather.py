@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cosmos_core.parallel.fsdp import full_tensors, local_shard, shard_bounds
-from cosmos_core.parallel.mesh import all_gather_object, any_on_ranks, broadcast_object, rank_number
+from cosmos_core.parallel.mesh import all_gather_object, any_rank, broadcast_object, rank_number
 
 _ALIGNMENT = 64
 
@@ -54,7 +54,7 @@ class Gatherer:
             for name in names:
                 self._holders.setdefault(name, []).append(rank)
         is_on_cpu = all(local_shard(tensor).device.type == "cpu" for tensor in tensors.values())
-        self._is_shared = not any_on_ranks(not is_on_cpu) and _is_one_machine()
+        self._is_shared = not any_rank(not is_on_cpu) and _is_one_machine()
         # Two buffers, because a loop over tensors still refers to the last tensor of a call during the next call.
         self._memories: list[_SharedMemory | None] = [None, None]
 
@@ -70,7 +70,7 @@ class Gatherer:
         num_bytes = sum(_align(full.num_bytes) for full in requested.values())
         memory = self._memories.pop(0)
         # The collective is also a barrier, so that a fast rank does not overwrite data that a slow rank still reads.
-        if any_on_ranks(memory is None or memory.size < num_bytes or memory.is_in_use):
+        if any_rank(memory is None or memory.size < num_bytes or memory.is_in_use):
             memory = None  # free the old memory before allocating
             memory = _open_memory(max(num_bytes, self._most_bytes))
             self._is_shared = memory is not None
@@ -136,7 +136,7 @@ def _open_memory(size: int) -> _SharedMemory | None:
         except OSError:
             opened = -1
     memory = None
-    if not any_on_ranks(opened < 0):
+    if not any_rank(opened < 0):
         memory = _SharedMemory(opened, size)
     dist.barrier()  # the first rank keeps its descriptor until all ranks have opened it
     if opened >= 0:

@@ -40,7 +40,7 @@ class Mesh:
     """Mesh over which FSDP shards the experts of one rank, with dp_replicate as the outer axis if there are replicas;
     None: experts are not sharded."""
 
-    def select_own(self, items: Sequence[T]) -> list[T]:
+    def select_local_items(self, items: Sequence[T]) -> list[T]:
         """Return the items of this data-parallel rank: every n-th item for n data-parallel ranks."""
         return list(items[self.data.get_local_rank() :: self.data.size()])
 
@@ -121,7 +121,7 @@ def all_gather_object(value: T) -> list[T]:
     return [value] if is_single_rank() else exchange.all_gather(value)
 
 
-def any_on_ranks(flag: bool) -> bool:
+def any_rank(flag: bool) -> bool:
     """Return True on all ranks if `flag` is true on any rank."""
     if is_single_rank():
         return flag
@@ -130,6 +130,6 @@ def any_on_ranks(flag: bool) -> bool:
     return bool(maximum)
 
 
-def first_problem(problem: str | None) -> str | None:
+def first_error_of_ranks(problem: str | None) -> str | None:
     """Return on all ranks the error message of the lowest rank whose `problem` is not empty; None: no rank has one."""
     return next((each for each in all_gather_object(problem) if each), None)

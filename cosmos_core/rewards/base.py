@@ -77,7 +77,7 @@ class Reward:
             Exception: any error that the function raises.
         """
         results = self._call(self.binding.list_arguments(fields))
-        if hasattr(results, "tolist"):  # an array of numpy or torch
+        if hasattr(results, "tolist"):  # convert a NumPy array or a torch tensor
             results = results.tolist()
         if not isinstance(results, list | tuple) or len(results) != len(fields):
             returned = f"{len(results)} values" if isinstance(results, list | tuple) else f"a {type(results).__name__}"

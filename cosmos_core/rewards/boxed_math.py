@@ -66,7 +66,7 @@ def _fraction(match: re.Match[str]) -> str:
     return f"\\frac{{{over}}}{{{(10 ** len(repeated) - 1) * 10 ** len(once)}}}"
 
 
-@lru_cache(maxsize=1024)  # completions of a prompt share the reference, and often the result
+@lru_cache(maxsize=1024)  # many completions of a prompt give the same answer
 def _grade(end: str, reference: str) -> float:
     expected = _parse_reference(reference)
     if not expected:

@@ -6,7 +6,7 @@ from typing import Any
 from PIL import Image
 
 from cosmos_core.errors import RewardError
-from cosmos_core.rewards.served import Settings, require
+from cosmos_core.rewards.reward_model import Settings, require
 
 _MOST_TOKENS = 77
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from cosmos_core.rewards.clip_model import ClipModel
 from cosmos_core.rewards.images import image_of
-from cosmos_core.rewards.served import Columns, Item, Settings, score_one
+from cosmos_core.rewards.reward_model import Columns, Item, Settings, score_one
 
 _MODEL = "openai/clip-vit-large-patch14"
 _WEIGHT = 2.5

@@ -17,7 +17,7 @@ from PIL import Image
 
 from cosmos_core.rewards.clip_model import device_of, not_loaded
 from cosmos_core.rewards.images import frames_of
-from cosmos_core.rewards.served import Columns, Item, Settings, require
+from cosmos_core.rewards.reward_model import Columns, Item, Settings, require
 
 _MODEL = "nvidia/Cosmos-Reason1-7B-Reward"
 _SYSTEM = (

@@ -18,7 +18,7 @@ import numpy as np
 from cosmos_core.errors import RewardError
 from cosmos_core.rewards.clip_model import device_of
 from cosmos_core.rewards.images import frames_of
-from cosmos_core.rewards.served import Columns, Item, Settings, require
+from cosmos_core.rewards.reward_model import Columns, Item, Settings, require
 
 _INSTALL = "install av and DanceGRPO's fastvideo in their own environment and name that in venv_python"
 _KEYS = {"VQ": "vq_reward", "MQ": "mq_reward", "TA": "ta_reward", "Overall": "overall_reward"}

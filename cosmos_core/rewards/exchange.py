@@ -119,7 +119,7 @@ def ping(service: Service, names: Sequence[str]) -> None:
 
 
 @dataclass
-class Watch:
+class ReplicaState:
     """State about the replicas that the concurrent requests of one client share."""
 
     busy: list[int]
@@ -138,16 +138,16 @@ class Watch:
         return not all(self.seconds_avoided(replica) for replica in range(len(self.busy)))
 
 
-class Missing(Exception):
+class MissingScores(Exception):
     """Error for a request without scores at its deadline; the message is the reason."""
 
 
-class Asked:
+class ServiceRequest:
     """Request to a reward service, which is enqueued at a replica, whose scores are fetched, and which is enqueued
     again if the service has lost it."""
 
-    def __init__(self, service: Service, client: httpx.AsyncClient, seconds: float, watch: Watch) -> None:
-        self._service, self._client, self._watch, self._seconds = service, client, watch, seconds
+    def __init__(self, service: Service, client: httpx.AsyncClient, seconds: float, state: ReplicaState) -> None:
+        self._service, self._client, self._replica_state, self._seconds = service, client, state, seconds
         self._deadline = time.monotonic() + seconds
         self._replica = -1
         self._pin = ""
@@ -167,14 +167,14 @@ class Asked:
                 request_id = await self._enqueue(body, key)
                 for name in (name for name in names if name not in results):
                     if (response := await self._fetch(request_id, name)) is None:
-                        break  # the service lost the request, so enqueue it again before fetching
+                        break  # the service lost the request: enqueue it again
                     results[name] = response
                 if len(results) == len(names):
                     return results
                 self._pause, pause = pause, 2 * pause
                 await self._wait(None, "the reward service forgets each request that it takes")
         finally:
-            self._leave()
+            self._release_replica()
 
     async def _enqueue(self, body: bytes, key: str) -> str:
         seconds = min(max(_LEAST_SECONDS + _SECONDS_PER_MIB * len(body) / 2**20, _BOUNDS[0]), _BOUNDS[1])
@@ -193,9 +193,9 @@ class Asked:
             if response.status_code in _REFUSED or response.is_redirect:
                 raise RewardError(f"the reward service at {url} refuses a request: {_reason(response)}")
             if response.status_code == 429:
-                self._watch.counts["throttled"] += 1
-            self._avoid(_seconds_to_wait(response))
-            if not self._watch.has_others():
+                self._replica_state.counts["throttled"] += 1
+            self._mark_failed(_seconds_to_wait(response))
+            if not self._replica_state.has_others():
                 reason = f"the reward service at {url} does not take the request: {_reason(response)}"
                 await self._wait(response, reason)
 
@@ -209,18 +209,18 @@ class Asked:
             if response is None:
                 misses += 1
                 if misses >= _MOST_MISSES and len(self._service.replicas) > 1:
-                    self._avoid()
+                    self._mark_failed()
                     return None
                 continue
             if response.status_code == 200:
-                self._watch.avoided.pop(self._replica, None)
+                self._replica_state.avoided.pop(self._replica, None)
                 return _object(response)
             if response.status_code in {401, 403}:
                 raise RewardError(f"the reward service at {url} refuses us: {_reason(response)}; set {TOKEN}")
             if response.status_code in _REFUSED_FETCH or response.is_redirect:
                 raise RewardError(f"{url} is no URL to fetch scores from: {_reason(response)}; set {FETCH_URL}")
             if response.headers.get(STATE) == "unknown":
-                self._leave()
+                self._release_replica()
                 return None
             last = "" if response.status_code == 400 else f"; the last response: {_reason(response)}"
             await self._wait(response, f"no score of {name!r} after {self._seconds:g} s{last}")
@@ -237,29 +237,29 @@ class Asked:
         except TimeoutError:
             reason = f"the reward service at {url} gives no whole response within {remaining:.3g} s"
         if "content" in content:
-            self._avoid()
+            self._mark_failed()
         await self._wait(None, reason)
         return None
 
     def _choose(self) -> str:
         """Return the enqueue URL of the request's replica; choose one that did not fail recently and has the fewest
         pending requests, at random among equals."""
-        watch = self._watch
+        state = self._replica_state
         if self._replica < 0:
-            replicas = range(len(watch.busy))
-            self._replica = min(replicas, key=lambda i: (watch.seconds_avoided(i), watch.busy[i], random.random()))
-            watch.busy[self._replica] += 1
+            replicas = range(len(state.busy))
+            self._replica = min(replicas, key=lambda i: (state.seconds_avoided(i), state.busy[i], random.random()))
+            state.busy[self._replica] += 1
         return self._service.replicas[self._replica][0]
 
-    def _avoid(self, seconds: float = 0.0) -> None:
+    def _mark_failed(self, seconds: float = 0.0) -> None:
         """Leave a failed replica and mark it as avoided for some seconds."""
-        self._watch.avoided[self._replica] = time.monotonic() + (seconds or _AVOID_SECONDS)
-        self._leave()
+        self._replica_state.avoided[self._replica] = time.monotonic() + (seconds or _AVOID_SECONDS)
+        self._release_replica()
 
-    def _leave(self) -> None:
+    def _release_replica(self) -> None:
         """Release the replica, so that the next enqueue may choose another one."""
         if self._replica >= 0 and len(self._service.replicas) > 1:
-            self._watch.busy[self._replica] -= 1
+            self._replica_state.busy[self._replica] -= 1
             self._replica = -1
 
     def _remaining_seconds(self) -> float:
@@ -276,7 +276,7 @@ class Asked:
         if response is not None:
             pause = max(pause, _seconds_to_wait(response) * random.uniform(1.0, 1.25))
         if self._remaining_seconds() <= pause:
-            raise Missing(reason)
+            raise MissingScores(reason)
         await asyncio.sleep(pause)
 
 

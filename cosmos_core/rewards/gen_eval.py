@@ -14,7 +14,7 @@ from PIL import Image
 
 from cosmos_core.rewards.clip_model import ClipModel, device_of, not_loaded
 from cosmos_core.rewards.images import image_of
-from cosmos_core.rewards.served import Columns, Item, Settings, require
+from cosmos_core.rewards.reward_model import Columns, Item, Settings, require
 
 _DETECTOR = "facebook/mask2former-swin-small-coco-instance"
 _CLIP = "openai/clip-vit-large-patch14"
@@ -30,7 +30,7 @@ _NOT_OF_THE_TAG = -10.0
 
 
 @dataclass
-class Found:
+class Detection:
     """Detected object: box (x0, y0, x1, y1), mask, and confidence of the detector."""
 
     box: tuple[float, float, float, float]
@@ -88,13 +88,13 @@ class GenEvalReward:
         names = {entry["class"] for entry in (*include, *exclude)}
         objects = self.detect(image, names, threshold)
         colors = {name: [self.color(image, each, name) for each in objects[name]] for name in names}
-        is_right = holds(include, exclude, objects, colors)
+        is_right = meets_request(include, exclude, objects, colors)
         if row.get("geneval_only_strict"):
             is_right = False
-        score, is_strict = strictly(include, objects, colors)
+        score, is_strict = strict_score(include, objects, colors)
         return score, float(is_right), float(is_strict)
 
-    def detect(self, image: Image.Image, names: set[str], threshold: float) -> dict[str, list[Found]]:
+    def detect(self, image: Image.Image, names: set[str], threshold: float) -> dict[str, list[Detection]]:
         """Return the objects of the classes `names` in an image, by class and in descending order of confidence."""
         import torch
 
@@ -104,7 +104,7 @@ class GenEvalReward:
         [result] = self._processor.post_process_instance_segmentation(
             outputs, threshold=threshold, target_sizes=[image.size[::-1]], return_binary_maps=True
         )
-        objects: dict[str, list[Found]] = {name: [] for name in names}
+        objects: dict[str, list[Detection]] = {name: [] for name in names}
         labels = self._detector.config.id2label
         masks = result["segmentation"]
         for i, segment in enumerate(result["segments_info"]):
@@ -114,10 +114,10 @@ class GenEvalReward:
                 if label in {name, _ALIASES.get(name)} and mask.any():
                     ys, xs = np.nonzero(mask)
                     box = (float(xs.min()), float(ys.min()), float(xs.max() + 1), float(ys.max() + 1))
-                    objects[name].append(Found(box, mask, segment["score"]))
+                    objects[name].append(Detection(box, mask, segment["score"]))
         return {name: sorted(each, key=lambda f: -f.confidence)[:_MOST_OBJECTS] for name, each in objects.items()}
 
-    def color(self, image: Image.Image, found: Found, name: str) -> str:
+    def color(self, image: Image.Image, found: Detection, name: str) -> str:
         """Return the colour of an object by CLIP: its crop on grey against the mean embedding of three prompt templates
         per colour."""
         grey = Image.new("RGB", image.size, "#999")
@@ -128,15 +128,15 @@ class GenEvalReward:
         return _COLORS[int((embedded @ self._clip.images([shown])[0]).argmax())]
 
 
-Objects = Mapping[str, Sequence[Found]]
+Objects = Mapping[str, Sequence[Detection]]
 Colors = Mapping[str, Sequence[str]]
 
 
-def holds(
+def meets_request(
     include: Sequence[Mapping[str, Any]], exclude: Sequence[Mapping[str, Any]], objects: Objects, colors: Colors
 ) -> bool:
     """Return True if all requested objects are present and no excluded object is."""
-    groups: list[Sequence[Found] | None] = []
+    groups: list[Sequence[Detection] | None] = []
     for request in include:
         name, count = request["class"], request["count"]
         matches = objects[name][:count]
@@ -149,10 +149,10 @@ def holds(
     return None not in groups and all(len(objects[each["class"]]) < each["count"] for each in exclude)
 
 
-def strictly(include: Sequence[Mapping[str, Any]], objects: Objects, colors: Colors) -> tuple[float, bool]:
+def strict_score(include: Sequence[Mapping[str, Any]], objects: Objects, colors: Colors) -> tuple[float, bool]:
     """Return the fraction of the requested objects that the image shows, with partial credit for wrong counts, and
     whether all requests are met with exact counts."""
-    groups: list[Sequence[Found] | None] = []
+    groups: list[Sequence[Detection] | None] = []
     scores: list[float] = []
     for request in include:
         name, count = request["class"], request["count"]
@@ -172,14 +172,16 @@ def strictly(include: Sequence[Mapping[str, Any]], objects: Objects, colors: Col
     return sum(scores) / len(scores) if scores else 0.0, None not in groups
 
 
-def _has_relations(objects: Sequence[Found], position: Sequence[Any], groups: Sequence[Sequence[Found] | None]) -> bool:
+def _has_relations(
+    objects: Sequence[Detection], position: Sequence[Any], groups: Sequence[Sequence[Detection] | None]
+) -> bool:
     """Return True if each object has the requested relation to each object of an earlier group."""
     relation, target = position
     group = groups[target]
     return group is not None and all(relation in relations(one, other) for one in objects for other in group)
 
 
-def relations(one: Found, other: Found) -> set[str]:
+def relations(one: Detection, other: Detection) -> set[str]:
     """Return the relations of one object to another: left of, right of, above, below; none if they overlap too much."""
     a, b = (np.array(each.box).reshape(2, 2) for each in (one, other))
     offset = a.mean(0) - b.mean(0)

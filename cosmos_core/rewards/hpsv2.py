@@ -10,7 +10,7 @@ from typing import Any
 from cosmos_core.errors import RewardError
 from cosmos_core.rewards.clip_model import ClipModel, device_of
 from cosmos_core.rewards.images import image_of
-from cosmos_core.rewards.served import Columns, Item, Settings, require
+from cosmos_core.rewards.reward_model import Columns, Item, Settings, require
 
 _CHECKPOINT = "hpsv2/ckpts/HPS_v2.1_compressed.pt"
 _INSTALL = "install hpsv2 in its own environment (venv_python), or set model_path to a CLIP folder of transformers"

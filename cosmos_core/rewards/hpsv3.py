@@ -6,7 +6,7 @@ from typing import Any
 
 from cosmos_core.rewards.clip_model import device_of
 from cosmos_core.rewards.images import image_of
-from cosmos_core.rewards.served import Columns, Item, Settings, require
+from cosmos_core.rewards.reward_model import Columns, Item, Settings, require
 
 _WEIGHTS = "hpsv3/HPSv3.safetensors"
 _INSTALL = "install hpsv3 in its own environment and name that in venv_python"

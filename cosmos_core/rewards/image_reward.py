@@ -16,7 +16,7 @@ from PIL import Image
 from cosmos_core.errors import RewardError
 from cosmos_core.rewards.clip_model import device_of, not_loaded
 from cosmos_core.rewards.images import image_of
-from cosmos_core.rewards.served import Columns, Item, Settings, require
+from cosmos_core.rewards.reward_model import Columns, Item, Settings, require
 
 _REPOSITORY, _FILE = "THUDM/ImageReward", "ImageReward.pt"
 _TOKENIZER = "bert-base-uncased"

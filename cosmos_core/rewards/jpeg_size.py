@@ -5,7 +5,7 @@ from io import BytesIO
 from typing import Any
 
 from cosmos_core.rewards.images import frames_of
-from cosmos_core.rewards.served import Columns, Item, Settings
+from cosmos_core.rewards.reward_model import Columns, Item, Settings
 
 _QUALITY = 95
 _SCALE = 100_000.0

@@ -59,7 +59,7 @@ async def _ask(
 
 def _request(config: Mapping[str, Any], texts: Mapping[str, str]) -> dict[str, Any]:
     message = config["template"]
-    # Replace `completion` last, because its text may contain the other placeholders.
+    # Replace the placeholder of the completion last, because its text may contain other placeholders.
     for name in ("prompt", "reference", "completion"):
         message = message.replace("{" + name + "}", texts[name])
     score = {"type": "integer", "minimum": 0, "maximum": config["highest_score"]}

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from cosmos_core.rewards.images import array_of, frames_of
-from cosmos_core.rewards.served import Columns, Item, Settings, require
+from cosmos_core.rewards.reward_model import Columns, Item, Settings, require
 
 _QUOTED = re.compile(r'"([^"]+)"|“([^”]+)”')
 _SINGLE_QUOTED = re.compile(r"(?<!\w)'(.+?)'(?!\w)")

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from pebble import ProcessExpired, ProcessPool
 
-from cosmos_core.environment import handed_on, hide
+from cosmos_core.environment import environment_for_user_code, hide
 from cosmos_core.observe.logs import configure
 from cosmos_core.parent import die_with_parent
 
@@ -137,7 +137,7 @@ class _Popen(popen_spawn_posix.Popen):
             descriptors = (*self._fds, tracker, their_input, their_end)  # type: ignore[attr-defined]
             inherited = [(os.POSIX_SPAWN_DUP2, each, each) for each in descriptors]
             self.pid = os.posix_spawn(
-                spawn.get_executable(), command, handed_on(process_obj.names), file_actions=inherited
+                spawn.get_executable(), command, environment_for_user_code(process_obj.names), file_actions=inherited
             )
         finally:
             os.close(their_input)
@@ -162,7 +162,7 @@ def _take_no_memory_of_others() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
     least = memory if most == resource.RLIM_INFINITY else min(memory, most)
     resource.setrlimit(resource.RLIMIT_DATA, (least, most))
-    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # a sandbox may lack the file
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # some sandboxes have no /proc
         file.write("1000")
 
 

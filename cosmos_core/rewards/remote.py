@@ -26,7 +26,7 @@ from cosmos_core.config.schema.remote_reward import RemoteRewardConfig, RewardFu
 from cosmos_core.environment import tls_trust
 from cosmos_core.errors import RewardError, StageFailed
 from cosmos_core.rewards.base import plain, request_of
-from cosmos_core.rewards.exchange import Asked, Missing, Service, Watch
+from cosmos_core.rewards.exchange import MissingScores, ReplicaState, Service, ServiceRequest
 from cosmos_core.rewards.process import wait_for
 from cosmos_core.rewards.protocol import encode_request
 from cosmos_core.rewards.wan_latents import WanLatents
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class _Found:
+class _Scores:
     """Scores of one completion: the clipped score of each function, or the reason why a score is missing."""
 
     scores: dict[RewardFunctionConfig, float] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class _Found:
     is_told: bool = False
     """Whether the service reported that the completion cannot be scored, rather than not responding."""
 
-    def lacks(self, function: RewardFunctionConfig, reason: str, *, is_told: bool) -> None:
+    def record_missing(self, function: RewardFunctionConfig, reason: str, *, is_told: bool) -> None:
         """Record that a function returned no score; ignore functions of weight 0, which are only logged."""
         if function.weight:
             self.error, self.is_told = self.error or f"{function.name}: {reason}", is_told
@@ -64,7 +64,7 @@ class RemoteRewards:
     ) -> None:
         self._config, self._service, self._beat = config, service, beat
         self.counts = dict.fromkeys(("requests", "resent", "throttled", "missing"), 0)
-        self._watch = Watch([0] * len(service.replicas), self.counts)
+        self._replica_state = ReplicaState([0] * len(service.replicas), self.counts)
         self._vae: WanLatents | None = None
         self._vae_lock = threading.Lock()
 
@@ -86,7 +86,7 @@ class RemoteRewards:
         Raises:
             RewardError, StageFailed: see `score_groups`.
         """
-        config, outcomes = self._config, [_Found() for _ in requests]
+        config, outcomes = self._config, [_Scores() for _ in requests]
         waiting, attempts = list(range(len(requests))), 1
         while waiting and attempts <= 1 + (config.retries if config.missing_score == "retry" else 0):
             if attempts > 1:
@@ -95,7 +95,7 @@ class RemoteRewards:
                     "%d completions have no score (%s); they are sent again", len(waiting), outcomes[waiting[0]].error
                 )
             for i in waiting:
-                outcomes[i] = _Found()
+                outcomes[i] = _Scores()
             self._run(self._score_all([(requests[i], outcomes[i]) for i in waiting]))
             waiting = [i for i in waiting if outcomes[i].error]
             attempts += 1
@@ -121,14 +121,14 @@ class RemoteRewards:
             thread.join()
             loop.close()
 
-    def _total(self, found: _Found) -> Score:
+    def _total(self, found: _Scores) -> Score:
         if found.error:
             return Score(None, found.metrics, found.error, found.is_told)
         total = sum(each.weight * score for each, score in found.scores.items())
         total = min(max(total, self._config.reward_clip_min), self._config.reward_clip_max)
         return Score(self._config.scale * total, found.metrics)
 
-    async def _score_all(self, items: Sequence[tuple[Mapping[str, Any], _Found]]) -> None:
+    async def _score_all(self, items: Sequence[tuple[Mapping[str, Any], _Scores]]) -> None:
         slots = asyncio.Semaphore(self._config.max_in_flight)
         headers = self._service.headers
         limits = httpx.Limits(max_connections=self._config.max_in_flight)
@@ -140,16 +140,16 @@ class RemoteRewards:
                 tasks.create_task(self._score_batch(client, slots, batch))
 
     async def _score_batch(
-        self, client: httpx.AsyncClient, slots: asyncio.Semaphore, batch: Sequence[tuple[Mapping[str, Any], _Found]]
+        self, client: httpx.AsyncClient, slots: asyncio.Semaphore, batch: Sequence[tuple[Mapping[str, Any], _Scores]]
     ) -> None:
         async with slots:
             self.counts["requests"] += 1
-            call = Asked(self._service, client, self._config.timeout_seconds, self._watch)
+            call = ServiceRequest(self._service, client, self._config.timeout_seconds, self._replica_state)
             scores = [scores for _, scores in batch]
             try:
                 body = await asyncio.to_thread(self._body, [request for request, _ in batch])
                 results = await call.results(body, list(dict.fromkeys(each.name for each in self._config.reward_fns)))
-            except Missing as error:
+            except MissingScores as error:
                 for each in scores:
                     each.error = str(error)
                 return
@@ -226,7 +226,7 @@ def _geneval(requests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-def _note_metrics(function: RewardFunctionConfig, response: Mapping[str, Any], found: Sequence[_Found]) -> None:
+def _note_metrics(function: RewardFunctionConfig, response: Mapping[str, Any], found: Sequence[_Scores]) -> None:
     """Record all numbers in a response as metrics, without clipping."""
     scores = response.get("scores")
     for name, column in scores.items() if isinstance(scores, dict) else ():
@@ -237,7 +237,7 @@ def _note_metrics(function: RewardFunctionConfig, response: Mapping[str, Any], f
 
 
 def _record_scores(
-    function: RewardFunctionConfig, metric: str, response: Mapping[str, Any], found: Sequence[_Found]
+    function: RewardFunctionConfig, metric: str, response: Mapping[str, Any], found: Sequence[_Scores]
 ) -> None:
     """Record the score, or the error, in a response for each completion.
 
@@ -247,9 +247,9 @@ def _record_scores(
     scores, errors = response.get("scores"), response.get("errors")
     if not isinstance(scores, dict) or not scores:
         error = response.get("error")
-        for each in found:  # a lost process is transient, an error of a function is not
+        for each in found:  # the death of a process is transient, an exception of a reward function is not
             is_told = bool(error) and not response.get("is_lost")
-            each.lacks(function, error or "the response has no scores", is_told=is_told)
+            each.record_missing(function, error or "the response has no scores", is_told=is_told)
         return
     key = function.score_key or function.name
     keys = [key] if key in scores else [part.strip() for part in key.split("+") if part.strip()]
@@ -262,7 +262,7 @@ def _record_scores(
         values = [None if _has_failed(scores, i) else _number(scores[part], i, len(found)) for part in keys]
         if None in values:
             reason = errors[i] if isinstance(errors, list) and len(errors) == len(found) and errors[i] else ""
-            each.lacks(function, reason or "the response has no number for it", is_told=True)
+            each.record_missing(function, reason or "the response has no number for it", is_told=True)
             continue
         score = math.fsum(v for v in values if v is not None)
         each.scores[function] = function.clipped(score)

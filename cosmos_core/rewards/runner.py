@@ -36,8 +36,8 @@ ScoreGroups = Callable[[Sequence[Group]], list[ScoredGroup]]
 
 log = logging.getLogger(__name__)
 
-_MOST_BREAKS = 3  # maximum number of pools that may break in one call of `score`, because idle processes died
-_MOST_LATE = 4  # number of calls of a reward per process that may time out before its other calls are cancelled
+_MAX_BROKEN_POOLS = 3  # maximum number of pools that may break in one call of `score`, because idle processes died
+_MAX_TIMEOUTS = 4  # number of calls of a reward per process that may time out before its other calls are cancelled
 
 
 class _Result(NamedTuple):
@@ -59,26 +59,26 @@ class _Call(NamedTuple):
     takes_lists: bool
 
 
-class _Patience:
+class _TimeoutMonitor:
     """Monitor that cancels the remaining calls of a reward if `most_late` calls have timed out and none has finished,
     because each would occupy a process until its deadline."""
 
-    def __init__(self, calls: Sequence[tuple[str, Future[Any]]], most_late: int, beat: Callable[[], None]) -> None:
-        self._most_late, self._beat = most_late, beat
+    def __init__(self, calls: Sequence[tuple[str, Future[Any]]], max_timeouts: int, beat: Callable[[], None]) -> None:
+        self._max_timeouts, self._beat = max_timeouts, beat
         self._of_rewards: dict[str, list[Future[Any]]] = {}
         for reward, future in calls:
             self._of_rewards.setdefault(reward, []).append(future)
-        self.lost: set[str] = set()
+        self.cancelled: set[str] = set()
         """Names of rewards whose remaining calls were cancelled after timeouts."""
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Call `beat`, and cancel rewards whose calls have all timed out so far."""
         self._beat()
-        for reward in self._of_rewards.keys() - self.lost:
+        for reward in self._of_rewards.keys() - self.cancelled:
             futures = self._of_rewards[reward]
             ended = [future for future in futures if future.done()]
-            if len(ended) >= self._most_late and all(isinstance(each.exception(), TimeoutError) for each in ended):
-                self.lost.add(reward)
+            if len(ended) >= self._max_timeouts and all(isinstance(each.exception(), TimeoutError) for each in ended):
+                self.cancelled.add(reward)
                 for future in futures:
                     future.cancel()
 
@@ -115,7 +115,7 @@ class RewardRunner(Workers):
         self._names = metric_names(weights)
         self._timeout = timeout_seconds
         self._num_workers = num_workers or len(os.sched_getaffinity(0))
-        self._most_late = _MOST_LATE * self._num_workers
+        self._max_timeouts = _MAX_TIMEOUTS * self._num_workers
         self._retries = retries
         self._constants = {"custom": {}, **(constants or {})}
         self._env = tuple(env)
@@ -152,7 +152,6 @@ class RewardRunner(Workers):
         except BaseException:
             self.close()  # processes that are still busy must not delay the next requests
             raise
-        # The results of a prompt are ordered by reward, then by completion.
         results = (result for of_call in results_of_calls for result in of_call)
         scores = []
         for group, weights in zip(groups, weights_of_groups, strict=True):
@@ -192,12 +191,12 @@ class RewardRunner(Workers):
         results: list[list[_Result]] = [[]] * len(calls)
         waiting = list(range(len(calls)))
         attempt, num_breaks = 1, 0
-        while waiting and attempt <= self._retries + 1 and num_breaks <= _MOST_BREAKS:
+        while waiting and attempt <= self._retries + 1 and num_breaks <= _MAX_BROKEN_POOLS:
             pool = self._whole()
             futures = {i: pool.schedule(_score, args=calls[i], timeout=self._timeout) for i in waiting}
             of_rewards = [(calls[i].reward, future) for i, future in futures.items()]
-            patience = _Patience(of_rewards, self._most_late, self._beat)
-            if not wait_for(futures.values(), self._timeout + START_SECONDS, patience.look):
+            patience = _TimeoutMonitor(of_rewards, self._max_timeouts, self._beat)
+            if not wait_for(futures.values(), self._timeout + START_SECONDS, patience.check):
                 self.close()  # a request was lost with its process, or no process started
             waiting, is_broken = [], False
             for i, future in futures.items():
@@ -208,18 +207,18 @@ class RewardRunner(Workers):
                     is_broken |= isinstance(error, BrokenProcessPool)
                     reason = self._reason(error)
                     results[i] = [_Result(error=reason)] * len(calls[i].requests)
-                    if reward not in patience.lost:
+                    if reward not in patience.cancelled:
                         waiting.append(i)
                         log.warning("reward %s: %s (attempt %d of %d)", reward, reason, attempt, self._retries + 1)
-            for reward in patience.lost:
+            for reward in patience.cancelled:
                 log.warning("reward %s: its first %d calls were not done in %g s; the rest is given up",
-                            reward, self._most_late, self._timeout)  # fmt: skip
+                            reward, self._max_timeouts, self._timeout)  # fmt: skip
             attempt, num_breaks = attempt + (not is_broken), num_breaks + is_broken
         return results
 
     def _reason(self, error: Exception) -> str:
         if isinstance(error, CancelledError):
-            return f"given up, because the {self._most_late} calls before were not done in {self._timeout:g} s"
+            return f"given up, because the {self._max_timeouts} calls before were not done in {self._timeout:g} s"
         if isinstance(error, BrokenProcessPool | ProcessExpired):
             return ending(error)
         return f"not done in {self._timeout:g} s"

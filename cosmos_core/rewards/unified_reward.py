@@ -16,7 +16,7 @@ import httpx
 from cosmos_core.errors import RewardError
 from cosmos_core.rewards.base import one_line
 from cosmos_core.rewards.images import image_of
-from cosmos_core.rewards.served import Columns, Item, Settings
+from cosmos_core.rewards.reward_model import Columns, Item, Settings
 
 _MODEL = "UnifiedReward-7b-v1.5"
 _QUESTION = (

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from cosmos_core.errors import RewardError
-from cosmos_core.rewards.served import require
+from cosmos_core.rewards.reward_model import require
 
 _IN_A_REPOSITORY = re.compile(r"(?:https://huggingface\.co/)?([\w.-]+/[\w.-]+)/(?:resolve/[\w.-]+/)?([\w.-]+\.pth)")
 

@@ -2,7 +2,7 @@
 
 Each train step has its own prompts, in the order of the data, and waits for their groups. So the step that trains on a
 prompt does not depend on timing, no prompt is lost or used twice if a process dies, and long completions are not
-underrepresented. Prompts of step N are sent to engines once their weights are at most `allowed` steps older than N, so
+underrepresented. Prompts of step N are sent to engines once their weights are at most `max_lag` steps older than N, so
 no group is older when it is trained on. Groups that were generated ahead but not used before a training ended are
 generated again, with the same seeds, when it resumes.
 """
@@ -41,13 +41,13 @@ class AsyncGroupSource:
     progress: Progress
     steps: StepGroups
     """Mapping from train steps to the groups that each step needs."""
-    allowed: int
+    max_lag: int
     """Maximum number of steps by which the weights of a group may be older than the step that trains on it."""
     resync: Callable[[int], object]
     """Function that sends the current weights, as the version of a train step, to engines without weights."""
-    between: Callable[[int], None] = lambda step: None
+    on_wait: Callable[[int], None] = lambda step: None
     """Function called with the train step while the source waits for groups; may raise to stop."""
-    beyond: int = 0
+    num_extra_prompts: int = 0
     """Number of prompts that engines get in addition to the prompts of the allowed steps, so that engines stay busy.
 
     Groups that turn out too old are generated again. With a filter, the number is limited to the groups that the filter
@@ -57,14 +57,14 @@ class AsyncGroupSource:
     """Maximum number of train steps whose prompts are in flight or waiting; None: unbounded."""
     filter: Filter | None = None
     """Filter of groups without a learning signal, which are replaced by new groups; None: all groups are kept."""
-    takes_turns: bool = False
+    sleeps_in_training: bool = False
     """Whether engines get prompts only while the training waits for groups, because they sleep while it trains."""
     sampled: Sequence[ScoredGroup] = ()
     _position: int = 0
     """Position, in the order of the data, of the first prompt that no train step has used."""
     _step: int = 0
     """Number of the train step that will use the first unused prompt."""
-    _wanted: int | None = None
+    _num_groups_needed: int | None = None
     """Number of groups that the current train step needs; None: the number that `steps` plans."""
     _next: int = 0
     """Position, in the order of the data, of the next prompt to send to an engine."""
@@ -77,7 +77,7 @@ class AsyncGroupSource:
     _is_awaited: bool = False
     """Whether the training currently waits for groups."""
     _num_outdated: int = 0
-    _told: tuple[int, int] = (0, 0)
+    _reported_counts: tuple[int, int] = (0, 0)
     """Numbers of outdated groups and of engine restarts that metrics have already reported."""
     _sampled_per_kept: float = 1.0
     """Moving average over recent steps of sampled groups per kept group."""
@@ -92,7 +92,7 @@ class AsyncGroupSource:
         start = time.perf_counter()
         with self._ready:
             self._step = step
-            self._wanted = num_groups
+            self._num_groups_needed = num_groups
             if self.filter is None:
                 self._position = self.steps.first(step)
         self._start()
@@ -108,7 +108,7 @@ class AsyncGroupSource:
                 self.resync(step)
             if status != "whole":
                 self.progress.beat()
-                self.between(step)
+                self.on_wait(step)
         with self._ready:
             self._is_awaited = False
         self.fleet.sleep()
@@ -120,14 +120,14 @@ class AsyncGroupSource:
         if not sampled:
             return [], {}
         self._sampled_per_kept = (self._sampled_per_kept + len(sampled) / max(1, len(kept_groups))) / 2
-        before, self._told = self._told, (self._num_outdated, self.fleet.num_restarts)
+        before, self._reported_counts = self._reported_counts, (self._num_outdated, self.fleet.num_restarts)
         return kept_groups, {
             **group_metrics(sampled),
             **(filtered_metrics(self.filter, sampled) if self.filter else {}),
             "time/wait": time.perf_counter() - start,
             **lag_metrics(kept_groups or sampled, step),
-            "rollout/outdated": float(self._told[0] - before[0]),
-            "rollout/restarts": float(self._told[1] - before[1]),
+            "rollout/outdated": float(self._reported_counts[0] - before[0]),
+            "rollout/restarts": float(self._reported_counts[1] - before[1]),
         }
 
     def state_dict(self) -> dict[str, JsonValue]:
@@ -169,18 +169,18 @@ class AsyncGroupSource:
         """Return the kept and the sampled groups of train step `step`; None if groups are missing."""
         kept_groups: list[ScoredGroup] = []
         sampled: list[ScoredGroup] = []
-        num_needed = self.steps.count(step) if self._wanted is None else self._wanted
+        num_needed = self.steps.count(step) if self._num_groups_needed is None else self._num_groups_needed
         most = self.filter.max_sampled_groups(num_needed) if self.filter else num_needed
         while len(kept_groups) < num_needed and len(sampled) < most:
             position = self._position + len(sampled)
             scored = self._scored.get(position)
             if scored is None:
                 return None if position in self._pending or self.take(position, 1) else (kept_groups, sampled)
-            if step - scored.group.version > self.allowed:
+            if step - scored.group.version > self.max_lag:
                 self._request_again(step, range(position, position + num_needed - len(kept_groups)))
                 return None
             sampled.append(scored)
-            if self.filter is None or self.filter.keeps(scored):
+            if self.filter is None or self.filter.has_learning_signal(scored):
                 kept_groups.append(scored)
             if self.filter is not None and len(sampled) == num_needed:
                 check_scores(step, sampled, self.filter.metrics)
@@ -191,12 +191,12 @@ class AsyncGroupSource:
 
         Nothing is requested until the engines have weights that are new enough.
         """
-        if self.fleet.version + self.allowed < step:
+        if self.fleet.version + self.max_lag < step:
             return
         # Urgent requests go to the front of the queue, so request the position that is needed first last.
         for position in reversed(positions):
             scored = self._scored.get(position)
-            if scored is not None and step - scored.group.version > self.allowed:
+            if scored is not None and step - scored.group.version > self.max_lag:
                 del self._scored[position]
                 self._num_outdated += 1
                 self._pending[position] = self._request_group(position, scored.group.prompt, is_urgent=True)
@@ -215,17 +215,17 @@ class AsyncGroupSource:
     def _run(self) -> None:
         try:
             while not self._is_closed:
-                self._hand_out()
+                self._send_prompts()
                 self._score_finished()
         except BaseException as error:  # noqa: BLE001 - raised again in the training, which waits for this thread
             with self._ready:
                 self._problem = error
                 self._ready.notify_all()
 
-    def _hand_out(self) -> None:
+    def _send_prompts(self) -> None:
         """Send the engines the prompts of all steps for which their weights are new enough."""
         with self._ready:
-            if self.takes_turns and not self._is_awaited:
+            if self.sleeps_in_training and not self._is_awaited:
                 return
             end = self._position + self._max_prompts_ahead()
             for prompt in self.take(self._next, max(0, end - self._next)):
@@ -234,16 +234,16 @@ class AsyncGroupSource:
 
     def _max_prompts_ahead(self) -> int:
         """Return how many prompts after `_position` the engines may have been sent."""
-        newest_step = self.fleet.version + self.allowed  # the last step that may train on groups of the current weights
+        newest_step = self.fleet.version + self.max_lag  # the last step that may train on groups of the current weights
         num_kept = self._num_groups(newest_step - self._step + 1)
         most = math.inf if self.most_steps is None else self._num_groups(self.most_steps)
         if self.filter is None:
-            return int(min(num_kept + self.beyond, most))
+            return int(min(num_kept + self.num_extra_prompts, most))
         if num_kept <= 0:
             return 0
         # Engines may sample a further prompt for each dropped group, or its train step would never be complete.
-        num_dropped = sum(not self.filter.keeps(scored) for scored in self._scored.values())
-        num_expected = min(self.beyond, num_kept * (self._sampled_per_kept - 1))
+        num_dropped = sum(not self.filter.has_learning_signal(scored) for scored in self._scored.values())
+        num_expected = min(self.num_extra_prompts, num_kept * (self._sampled_per_kept - 1))
         most_sampled = (
             self.filter.max_sampled_groups(self._num_groups(self.most_steps)) if self.most_steps else math.inf
         )

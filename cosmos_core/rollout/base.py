@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.errors import DataError, StageFailed
-from cosmos_core.models.processor import Vision
+from cosmos_core.models.processor import ImageReader
 from cosmos_core.rollout.flow_source import FlowSource
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Segment
 
@@ -49,9 +49,9 @@ class EngineSettings:
     """Dtype that the engine computes in."""
     custom: Mapping[str, Any] = field(default_factory=dict)
     """The recipe's `[custom]` table, for user-defined engines."""
-    is_apart: bool = False
+    is_separate: bool = False
     """Whether the engine runs in a process without the trainer's weights, where `model` has only shapes."""
-    vision: Vision | None = None
+    vision: ImageReader | None = None
     """Processor for the images of prompts; None if no prompt has images."""
     flow: FlowSource | None = None
     """Denoiser and named weights that the engine of a diffusion model samples with; None for a text model."""
@@ -213,7 +213,7 @@ def completion(  # noqa: PLR0913 - one parameter per property of a completion
     version: int,
     is_stopped: bool,
     earlier: Sequence[tuple[int, int]] = (),
-    vision: Vision | None = None,
+    vision: ImageReader | None = None,
 ) -> Completion:
     """Return a completion of one turn, with its text.
 

@@ -40,7 +40,7 @@ class LostWeights(StageFailed):
 class Handle(Protocol):
     """Remote handle of a replica; see `Replica` for its methods."""
 
-    def ask(self, method: str, *arguments: Any, shared: Any = None, **keywords: Any) -> Future[Any]:
+    def call(self, method: str, *arguments: Any, shared: Any = None, **keywords: Any) -> Future[Any]:
         """Call a method of the replica; a `ConnectionError` in the future means that its process has died.
 
         `shared` is a value that `put` returned, passed as the last argument of the method; None: no such argument.
@@ -48,7 +48,7 @@ class Handle(Protocol):
         ...
 
     def put(self, value: Any) -> Any:
-        """Return a reference to `value` for calls of `ask`, so that the value is transferred once instead of once per
+        """Return a reference to `value` for calls of `call`, so that the value is transferred once instead of once per
         replica."""
         ...
 
@@ -90,12 +90,12 @@ class PooledEngine:
     """Requests that the engine is generating, by key; a second request with the same key waits in the queue."""
     reply: Future[Any] | None = None
     """Pending reply to `begin` or `completed`; None: the engine was unreachable and is contacted again later."""
-    died: float = -math.inf
+    died_at: float = -math.inf
     """Monotonic time in seconds when the engine was last seen dead; -inf: never."""
-    lost: ConnectionError | None = None
+    error: ConnectionError | None = None
     """Error by which another thread saw that the engine is dead; the engine is unused until it is open again."""
     passes: int = 0
-    moved: float = 0.0
+    last_progress: float = 0.0
     """Monotonic time in seconds of the last observed progress of the engine."""
 
 
@@ -117,9 +117,9 @@ class EnginePool:
         self.patience = patience
         self._session = uuid.uuid4().hex
         self._waiting: deque[_Request] = deque()
-        self._pinned: deque[_Request] = deque()
+        self._versioned: deque[_Request] = deque()
         """Queue of requests for one version of the weights, which are sent after all other requests."""
-        self._unheard: queue.SimpleQueue[tuple[PooledEngine, Description | None, ConnectionError]] = queue.SimpleQueue()
+        self._failed_submissions = queue.SimpleQueue[tuple[PooledEngine, Description | None, ConnectionError]]()
         """Queue of engines that did not receive a submission, each with its description at that time and the error."""
         self._problem: Exception | None = None
         self.lock = threading.RLock()
@@ -152,7 +152,7 @@ class EnginePool:
             if self._problem is not None:
                 new_request.group.set_exception(self._problem)
             elif version is not None:
-                self._pinned.append(new_request)
+                self._versioned.append(new_request)
             else:
                 (self._waiting.appendleft if is_urgent else self._waiting.append)(new_request)
         return new_request.group
@@ -160,21 +160,21 @@ class EnginePool:
     def open_engines(self) -> list[PooledEngine]:
         """Return the engines that are open."""
         with self.lock:
-            return [member for member in self.engines.values() if member.description and not member.lost]
+            return [member for member in self.engines.values() if member.description and not member.error]
 
     def loaded_engines(self) -> list[PooledEngine]:
         """Return the engines that have weights."""
         with self.lock:
-            return [member for member in self.engines.values() if member.version is not None and not member.lost]
+            return [member for member in self.engines.values() if member.version is not None and not member.error]
 
-    def lose(self, member: PooledEngine, description: Description | None, error: ConnectionError) -> None:
+    def mark_lost(self, member: PooledEngine, description: Description | None, error: ConnectionError) -> None:
         """Stop using a member whose death another thread saw first.
 
         `description` identifies the process that the call was made to, because another process may have replaced it.
         """
         with self.lock:
             if member.description is description and description is not None:
-                member.lost = error
+                member.error = error
 
     def await_all(self, replies: Sequence[tuple[PooledEngine, Future[Any]]]) -> None:
         """Wait until each engine has replied or failed, and report during the wait that the stage is alive.
@@ -201,19 +201,19 @@ class EnginePool:
         try:
             while not self.is_closed:
                 with self.lock:
-                    while not self._unheard.empty():
-                        self.lose(*self._unheard.get())
+                    while not self._failed_submissions.empty():
+                        self.mark_lost(*self._failed_submissions.get())
                     self._adopt()
                     for member in list(self.engines.values()):
                         self._listen(member)
-                    self._hand_out()
+                    self._send_requests()
                 time.sleep(0.005)
         except Exception as error:
             logger.exception("the thread that talks to the engines has ended")
             with self.lock:
                 self._problem = error
                 in_flight = (request for member in self.engines.values() for request in member.in_flight.values())
-                for request in (*self._waiting, *self._pinned, *in_flight):
+                for request in (*self._waiting, *self._versioned, *in_flight):
                     if not request.group.done():
                         request.group.set_exception(error)
 
@@ -222,61 +222,61 @@ class EnginePool:
         present = list(self._handles())
         for handle in present:
             if handle not in self.engines:
-                member = self.engines[handle] = PooledEngine(handle, moved=time.monotonic())
+                member = self.engines[handle] = PooledEngine(handle, last_progress=time.monotonic())
                 self._open(member)
         for handle in [handle for handle in self.engines if handle not in present]:
             self._requeue(self.engines.pop(handle))
 
     def _open(self, member: PooledEngine) -> None:
-        member.description, member.version, member.passes, member.lost = None, None, 0, None
-        member.moved = time.monotonic()
-        member.reply = member.handle.ask("begin", self._session)
+        member.description, member.version, member.passes, member.error = None, None, 0, None
+        member.last_progress = time.monotonic()
+        member.reply = member.handle.call("begin", self._session)
 
     def _requeue(self, member: PooledEngine) -> None:
         """Return a member's requests in flight to the front of the queues that they came from."""
         requests = list(reversed(member.in_flight.values()))
         self._waiting.extendleft(each for each in requests if each.version is None)
-        self._pinned.extendleft(each for each in requests if each.version is not None)
+        self._versioned.extendleft(each for each in requests if each.version is not None)
         member.in_flight = {}
 
     def _listen(self, member: PooledEngine) -> None:
         now = time.monotonic()
         if member.reply is None:
-            if now - member.moved > _RETRY_SECONDS:
+            if now - member.last_progress > _RETRY_SECONDS:
                 self._open(member)
             return
         if not member.reply.done():
             is_working = member.in_flight and not self.is_loading
             patience = _OPEN_SECONDS if member.description is None else self.patience if is_working else None
-            if patience is not None and now - member.moved > patience:
+            if patience is not None and now - member.last_progress > patience:
                 logger.warning("an engine did nothing for %.0f s; it is ended and started again", patience)
                 member.handle.kill()
-                member.moved = now
+                member.last_progress = now
             return
         try:
             result = member.reply.result()
         except ConnectionError as error:
             is_on_its_way = isinstance(error, ConnectionRefusedError) and member.description is None
-            if is_on_its_way and (now - member.died < _OPEN_SECONDS or self.open_engines()):
-                member.reply, member.moved = None, now
+            if is_on_its_way and (now - member.died_at < _OPEN_SECONDS or self.open_engines()):
+                member.reply, member.last_progress = None, now
                 return
             self._replace(member, error)
             return
         if member.description is None:
-            member.description, member.moved = result, now
+            member.description, member.last_progress = result, now
             logger.info("rollout engine %s, process %d, is open", result.name, result.pid)
         else:
             groups, passes = result
             if passes != member.passes or groups or not member.in_flight:
-                member.passes, member.moved = passes, now
-            elif not self.is_loading and now - member.moved > self.patience:
+                member.passes, member.last_progress = passes, now
+            elif not self.is_loading and now - member.last_progress > self.patience:
                 member.handle.kill()
             for group in groups:
                 self._deliver(member, group)
-            if member.lost is not None:
-                self._replace(member, member.lost)
+            if member.error is not None:
+                self._replace(member, member.error)
                 return
-        member.reply = member.handle.ask("completed", self._session, POLL_SECONDS)
+        member.reply = member.handle.call("completed", self._session, POLL_SECONDS)
 
     def _replace(self, member: PooledEngine, error: ConnectionError) -> None:
         """Reopen a member whose process has died and is being replaced.
@@ -284,7 +284,7 @@ class EnginePool:
         Raises:
             StageFailed: the engine died too often without returning a group.
         """
-        member.died = time.monotonic()
+        member.died_at = time.monotonic()
         self.num_restarts, member.num_deaths = self.num_restarts + 1, member.num_deaths + 1
         if member.num_deaths > _MOST_DEATHS:
             raise StageFailed(
@@ -300,21 +300,21 @@ class EnginePool:
             member.num_deaths = 0
             request.group.set_result(group)
 
-    def _hand_out(self) -> None:
+    def _send_requests(self) -> None:
         """Send waiting requests to the least loaded engines."""
         ready = self.loaded_engines()
-        self._hand_to(ready, self._waiting)
-        if not self._pinned or self.is_loading:
+        self._send_to(ready, self._waiting)
+        if not self._versioned or self.is_loading:
             return
-        of_version = [member for member in ready if member.version == self._pinned[0].version]
-        self._hand_to(of_version, self._pinned)
+        of_version = [member for member in ready if member.version == self._versioned[0].version]
+        self._send_to(of_version, self._versioned)
         # If no engine has a newer version, the next engine that opens gets this version.
-        if not of_version and any((member.version or 0) > (self._pinned[0].version or 0) for member in ready):
-            while self._pinned:
-                lost = self._pinned.popleft()
+        if not of_version and any((member.version or 0) > (self._versioned[0].version or 0) for member in ready):
+            while self._versioned:
+                lost = self._versioned.popleft()
                 lost.group.set_exception(LostWeights(f"the engines with the weights of step {lost.version} have died"))
 
-    def _hand_to(self, ready: Sequence[PooledEngine], queue: deque[_Request]) -> None:
+    def _send_to(self, ready: Sequence[PooledEngine], queue: deque[_Request]) -> None:
         while queue and ready:
             able = [member for member in ready if queue[0].key not in member.in_flight]
             member = min(able, key=lambda member: len(member.in_flight), default=None)
@@ -322,10 +322,10 @@ class EnginePool:
                 return
             most = min(self._most_groups - len(member.in_flight), -(-len(queue) // len(ready)))
             if not member.in_flight:
-                member.moved = time.monotonic()
+                member.last_progress = time.monotonic()
             batch = _take_batch(queue, most, member.in_flight)
             prompts, sampling, step = [request.prompt for request in batch], batch[0].sampling, batch[0].step
-            submission = member.handle.ask("submit", self._session, prompts, sampling, step)
+            submission = member.handle.call("submit", self._session, prompts, sampling, step)
             submission.add_done_callback(partial(self._refuse, member, member.description, batch))
 
     def _refuse(
@@ -338,7 +338,7 @@ class EnginePool:
         """
         error = reply.exception()
         if isinstance(error, ConnectionError):
-            self._unheard.put((member, description, error))
+            self._failed_submissions.put((member, description, error))
         elif error is not None:
             for request in batch:
                 if not request.group.done():

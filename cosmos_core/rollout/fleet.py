@@ -58,20 +58,20 @@ class Fleet:
         most_groups: int,
         patience: float,
         swap: Literal["disabled", "generation", "inference"] = "disabled",
-        takes_turns: bool = False,
+        sleeps_in_training: bool = False,
         beat: Callable[[], None] = lambda: None,
     ) -> None:
         """Wait until the first engine is open.
 
-        `swap` is the value of `rollout.async_r2r_sync`. With `takes_turns`, engines share the trainer's GPUs and sleep
-        during training.
+        `swap` is the value of `rollout.async_r2r_sync`. With `sleeps_in_training`, engines share the trainer's GPUs and
+        sleep during training.
 
         Raises:
             CosmosError: an engine cannot be opened.
         """
-        self._swap, self._takes_turns, self._beat = swap, takes_turns, beat
+        self._swap, self._sleeps_in_training, self._beat = swap, sleeps_in_training, beat
         self._pool = EnginePool(handles, most_groups, patience, beat)
-        self._own: list[tuple[Prompt, Future[Group]]] = []
+        self._submissions: list[tuple[Prompt, Future[Group]]] = []
         self._loads_only_new = False
         self.has_new = False
         """Whether the last weight load was the first load of at least one engine."""
@@ -121,7 +121,7 @@ class Fleet:
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
         if is_first():
-            self._own += [(prompt, self.request(prompt, sampling, step, is_urgent=True)) for prompt in prompts]
+            self._submissions += [(prompt, self.request(prompt, sampling, step, is_urgent=True)) for prompt in prompts]
 
     def completed(self) -> list[Group]:
         """Wait for all submitted groups, and return them at once, so that ranks synchronize only once; see
@@ -139,14 +139,14 @@ class Fleet:
 
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
         """Load weights into every open engine, see `Engine.load_weights`; engines that die in the load are skipped."""
-        self._leave_memory()
+        self._release_cached_memory()
         num_sent, loads = 0, self._begin_load(version) if is_first() else []
         has_new = any(process.member.version is None for process in loads)
         for bucket in buckets:
             num_sent += len(bucket)
             if loads:
                 value = loads[0].member.handle.put(pack(bucket))
-                loads = [reply.process for reply in self._ask(loads, "bucket", shared=value)]
+                loads = [reply.process for reply in self._call_each(loads, "bucket", shared=value)]
         if is_first():
             self._end_load(version, loads, num_sent)
         versions = [member.version for member in self._pool.loaded_engines() if member.version is not None]
@@ -163,25 +163,25 @@ class Fleet:
         logprobs: list[list[float]] = []
         if is_first():
             members = [member for member in self._pool.loaded_engines() if version in {None, member.version}]
-            replies = [member.handle.ask("logprobs", member.version, token_ids) for member in members]
+            replies = [member.handle.call("logprobs", member.version, token_ids) for member in members]
             self._pool.await_all(list(zip(members, replies, strict=True)))
             for reply in replies:
-                with suppress(ConnectionError):  # the communication thread handles a lost engine
+                with suppress(ConnectionError):  # the communication thread handles a dead engine
                     logprobs.append(reply.result())
         return broadcast_object(logprobs)
 
     def sleep(self, level: Literal[1, 2] = 1) -> None:
         """Let engines that share the trainer's GPUs sleep, see `Engine.sleep`; other engines stay awake."""
-        self.slept = max(self.slept, int(self._takes_turns))
-        self._tell_all("sleep")
+        self.slept = max(self.slept, int(self._sleeps_in_training))
+        self._call_all("sleep")
 
     def wake(self) -> None:
-        self._leave_memory()
-        self._tell_all("wake")
+        self._release_cached_memory()
+        self._call_all("wake")
 
-    def _leave_memory(self) -> None:
+    def _release_cached_memory(self) -> None:
         """Release torch's cached memory on GPUs that the trainer shares with engines."""
-        if self._takes_turns:
+        if self._sleeps_in_training:
             torch.cuda.empty_cache()
 
     def close(self) -> None:
@@ -201,25 +201,25 @@ class Fleet:
         """Return the submitted groups (None while some are missing), an error or None, and whether an engine needs
         weights."""
         try:
-            wait([reply for _, reply in self._own], POLL_SECONDS, FIRST_EXCEPTION)
+            wait([reply for _, reply in self._submissions], POLL_SECONDS, FIRST_EXCEPTION)
             self._pool.check()
             self._beat()
-            done = [reply for _, reply in self._own if reply.done()]
+            done = [reply for _, reply in self._submissions if reply.done()]
             groups = [reply.result() for reply in done]
-            if len(done) < len(self._own):
+            if len(done) < len(self._submissions):
                 return None, None, self.is_stale
         except Exception as error:
             if not isinstance(error, CosmosError):
                 logger.exception("an engine refused what it was asked")
-            self._own = []
+            self._submissions = []
             return [], by_name(error), False
-        self._own = []
+        self._submissions = []
         return groups, None, False
 
-    def _tell_all(self, method: str) -> None:
-        if not (self._takes_turns and is_first()):
+    def _call_all(self, method: str) -> None:
+        if not (self._sleeps_in_training and is_first()):
             return
-        self._ask([_Process(member, member.description) for member in self._pool.loaded_engines()], method)
+        self._call_each([_Process(member, member.description) for member in self._pool.loaded_engines()], method)
 
     def _first_description(self) -> tuple[str, WeightFormat, tuple[str, str] | None]:
         """Return the name and weight format of the first open engine, and an error or None."""
@@ -233,16 +233,16 @@ class Fleet:
         assert members[0].description is not None
         return members[0].description.name, members[0].description.weight_format, None
 
-    def _ask(self, processes: Sequence[_Process], method: str, *arguments: Any, **keywords: Any) -> list[_Reply]:
+    def _call_each(self, processes: Sequence[_Process], method: str, *arguments: Any, **keywords: Any) -> list[_Reply]:
         """Call a method of each engine process and return the replies; processes that died are marked as lost."""
-        futures = [(process, process.member.handle.ask(method, *arguments, **keywords)) for process in processes]
+        futures = [(process, process.member.handle.call(method, *arguments, **keywords)) for process in processes]
         self._pool.await_all([(process.member, reply) for process, reply in futures])
         replies = []
         for process, reply in futures:
             try:
                 replies.append(_Reply(process, reply.result()))
             except ConnectionError as error:
-                self._pool.lose(*process, error)
+                self._pool.mark_lost(*process, error)
         return replies
 
     def _begin_load(self, version: int) -> list[_Process]:
@@ -250,12 +250,12 @@ class Fleet:
         members = [m for m in self._pool.open_engines() if m.version is None or not self._loads_only_new]
         processes = [_Process(member, member.description) for member in members]
         keywords = {"background": self._swap != "disabled", "patience": self._pool.patience}
-        return [reply.process for reply in self._ask(processes, "begin_load", version, **keywords)]
+        return [reply.process for reply in self._call_each(processes, "begin_load", version, **keywords)]
 
     def _end_load(self, version: int, processes: Sequence[_Process], num_sent: int) -> None:
         keywords = {"background": self._swap != "disabled", "waits": self._swap == "generation"}
         try:
-            for process, loaded in self._ask(processes, "end_load", version, **keywords):
+            for process, loaded in self._call_each(processes, "end_load", version, **keywords):
                 if loaded != LoadReceipt(version, num_sent):
                     raise StageFailed(
                         f"weight sync: an engine acknowledges {loaded.num_tensors} tensors of version "
@@ -263,9 +263,9 @@ class Fleet:
                     )
                 with self._pool.lock:
                     if process.is_alive:
-                        process.member.version, process.member.moved = version, time.monotonic()
+                        process.member.version, process.member.last_progress = version, time.monotonic()
         finally:
             with self._pool.lock:
                 self._pool.is_loading = False
                 for member in self._pool.engines.values():
-                    member.moved = time.monotonic()
+                    member.last_progress = time.monotonic()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cosmos_core.data.order import shuffled
 from cosmos_core.models import flow
-from cosmos_core.models.flow_steps import Dpm2, Levels, euler, log_prob, transition
+from cosmos_core.models.flow_steps import DpmSolver2M, Levels, euler_step, log_prob, transition
 from cosmos_core.types import DiffusionSample, FlowSampling, Window
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Path:
     """Means of the transitions of recorded steps; empty if means were not requested."""
     log_probs: list[Tensor]
     """Log-probability of each transition, shape B."""
-    num_given_B: Tensor | None = None
+    num_conditioning_B: Tensor | None = None
     """Number of conditioning frames of each sample, shape B; None: no conditioning frames."""
 
     def to_sample(self, b: int, pixels: Tensor, sigmas_N: Tensor, version: int) -> DiffusionSample:
@@ -65,7 +65,7 @@ class Path:
             stack_steps(self.after),
             stack_steps(self.means),
             tuple(each[b].item() for each in self.log_probs),
-            0 if self.num_given_B is None else int(self.num_given_B[b]),
+            0 if self.num_conditioning_B is None else int(self.num_conditioning_B[b]),
         )
 
 
@@ -140,12 +140,12 @@ def denoise(  # noqa: PLR0913 - a sampler has this many parameters
         conditioning: clean first frames that are inserted at each step; None: no conditioning frames.
     """
     put = conditioning.insert if conditioning else lambda x: x
-    x, solver = put(noise.float()), Dpm2(sigmas_N)
+    x, solver = put(noise.float()), DpmSolver2M(sigmas_N)
     path = Path(x, tuple(i for i in stochastic if i in sampling.trained_on), [], [], [], [])
     for i in range(len(sigmas_N) - 1):
         v = velocity(x, sigmas_N[i].expand(len(x))).float()
         if i not in stochastic:
-            x = solver.step(x, v, i) if sampling.solver == "dpm2" else euler(x, v, sigmas_N[i], sigmas_N[i + 1])
+            x = solver.step(x, v, i) if sampling.solver == "dpm2" else euler_step(x, v, sigmas_N[i], sigmas_N[i + 1])
             continue
         solver.restart()
         levels = Levels(sigmas_N[i], sigmas_N[i + 1], sigmas_N[1])

@@ -127,7 +127,7 @@ class FlowSamplerEngine:
         mesh = self._source.mesh
         if mesh is None:
             return self._draw(rows, sampling, step)
-        local_rows = mesh.select_own(rows)
+        local_rows = mesh.select_local_items(rows)
         size = -(-len(rows) // self._num_ranks)
         samples = self._draw([*local_rows, *[rows[0]] * (size - len(local_rows))], sampling, step)[: len(local_rows)]
         of_ranks = mesh.all_gather_object(samples)
@@ -142,7 +142,7 @@ class FlowSamplerEngine:
             DataError: the size of a conditioning clip differs from the size of the samples.
         """
         assert sampling.flow is not None
-        most_frames = min(self._source.model.max_given, shape[1] - 1) if len(shape) == 4 else 0
+        most_frames = min(self._source.model.max_conditioning_frames, shape[1] - 1) if len(shape) == 4 else 0
         clips = [row.prompt.conditioning_clip for row in rows]
         if not most_frames or not sampling.flow.given_frames[1] or any(clip is None for clip in clips):
             return None
@@ -173,12 +173,12 @@ class FlowSamplerEngine:
         null = _stack_embeddings([self._source.null_text or {}] * len(rows), self._source.device)
         steps = stochastic_steps(settings, sampling.seed, step)
         frames = self._conditioning_frames(rows, sampling, step, shape)
-        num_given_B = frames.num_B if frames else None
+        num_conditioning_B = frames.num_B if frames else None
 
         def sample(predict: Callable[..., Tensor]) -> Path:
             velocity = apply_guidance(
-                lambda x, sigma_B: predict(x, sigma_B, text, num_given_B),
-                lambda x, sigma_B: predict(x, sigma_B, null, num_given_B),
+                lambda x, sigma_B: predict(x, sigma_B, text, num_conditioning_B),
+                lambda x, sigma_B: predict(x, sigma_B, null, num_conditioning_B),
                 model.apply_guidance,
                 settings.guidance_scale,
             )

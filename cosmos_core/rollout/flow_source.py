@@ -22,8 +22,8 @@ class FlowSource:
 
     model: DiffusionModel
     predict: Callable[..., Tensor]
-    """Function `(latents, sigma_B, text, num_given_B)` that returns the velocity of the trainer's denoiser, which is 0
-    in conditioning frames."""
+    """Function `(latents, sigma_B, text, num_conditioning_B)` that returns the velocity of the trainer's denoiser,
+    which is 0 in conditioning frames."""
     weights: Callable[[str], AbstractContextManager[None]]
     """Function that returns a context manager in which the denoiser uses named weights, no dropout and no gradients."""
     device: torch.device

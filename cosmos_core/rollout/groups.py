@@ -88,7 +88,7 @@ class SyncGroupSource:
     progress: Progress
     batch_size: int
     """Number of prompts that an engine processes at a time."""
-    between: Callable[[int], None] = lambda step: None
+    on_wait: Callable[[int], None] = lambda step: None
     """Function called with the train step after each generated batch; may raise to stop before the step is trained."""
     publish_every: int = 1
     """Number of train steps between two weight loads into the engine."""
@@ -101,9 +101,9 @@ class SyncGroupSource:
         start = time.perf_counter()
         self.engine.wake()
         groups = self.generate_repeated(self.prompts(step)[:num_groups], step, Counter())
-        self.rest(step)
+        self.sleep_until_next_step(step)
         seconds = time.perf_counter() - start
-        scored = self.scored(groups)
+        scored = self.score_groups(groups)
         self.sampled = scored
         times = _times(scored, seconds, time.perf_counter() - start)
         return scored, group_metrics(scored) | times | lag_metrics(scored, step)
@@ -116,7 +116,7 @@ class SyncGroupSource:
         for start in range(0, len(prompts), num_prompts):
             groups += generate(self.engine, prompts[start : start + num_prompts], sampling, step)
             self.progress.beat()
-            self.between(step)
+            self.on_wait(step)
         return groups
 
     def generate_repeated(self, prompts: Sequence[Prompt], step: int, times: Counter[int]) -> list[Group]:
@@ -137,11 +137,11 @@ class SyncGroupSource:
             )
         return [groups_by_index[i] for i in range(len(prompts))]
 
-    def rest(self, step: int) -> None:
+    def sleep_until_next_step(self, step: int) -> None:
         """Let the engine sleep while step `step` is trained; free its weights if new weights are loaded afterwards."""
         self.engine.sleep(level=1 if (step + 1) % self.publish_every else 2)
 
-    def scored(self, groups: Sequence[Group]) -> list[ScoredGroup]:
+    def score_groups(self, groups: Sequence[Group]) -> list[ScoredGroup]:
         """Return groups of completions with the scores of their completions."""
         self.progress.phase("score")
         return self.score(groups)
@@ -164,7 +164,7 @@ class Filter:
     max_retries: int = 0
     """Maximum number of further rounds of generation in a train step; 0: generate until the prompts end."""
 
-    def keeps(self, group: ScoredGroup) -> bool:
+    def has_learning_signal(self, group: ScoredGroup) -> bool:
         """Return whether the filtered metrics differ between valid completions of a group."""
         valid = [score for score in group.scores if score.value is not None]
         with_metrics = [score for score in valid if all(name in score.metrics for name in self.metrics)]
@@ -211,7 +211,7 @@ class FilteredGroupSource:
         sampled: list[ScoredGroup] = []
         num_rounds, seconds, start = 0, 0.0, time.perf_counter()
         times = Counter[int]()
-        # `_drawn` changes only at the end of the step, so a run that stops within the step takes the same prompts again
+        # stored at the end of the step only, so that a run that stops within the step resumes with the same prompts
         num_taken = self._drawn
         self.sync.engine.wake()
         while len(kept_groups) < num_requested and not 0 < most_rounds < num_rounds:
@@ -222,10 +222,10 @@ class FilteredGroupSource:
             round_start = time.perf_counter()
             groups = self.sync.generate_repeated(prompts, step, times)
             seconds += time.perf_counter() - round_start
-            scored = self.sync.scored(groups)
+            scored = self.sync.score_groups(groups)
             sampled += scored
             check_scores(step, sampled, self.filter.metrics if self.filter else ())
-            kept_groups += [group for group in scored if self.filter is None or self.filter.keeps(group)]
+            kept_groups += [group for group in scored if self.filter is None or self.filter.has_learning_signal(group)]
             num_rounds += 1
         if self.filter and len(kept_groups) < num_requested and not self.take(num_taken, 1):
             logger.warning(
@@ -235,7 +235,7 @@ class FilteredGroupSource:
                 num_requested,
             )
         self._drawn, self.sampled = num_taken, sampled
-        self.sync.rest(step)
+        self.sync.sleep_until_next_step(step)
         if not sampled:
             return [], {}
         return kept_groups, {
@@ -291,7 +291,7 @@ def turn_metrics(completions: Sequence[Completion]) -> dict[str, float]:
 def filtered_metrics(filter: Filter, sampled: Sequence[ScoredGroup]) -> dict[str, float]:
     """Return the number of sampled groups, and the fractions of groups that the filter dropped with equal rewards above
     0 and with equal rewards of at most 0."""
-    equal = [max(valid) for group in sampled if (valid := _valid(group)) and not filter.keeps(group)]
+    equal = [max(valid) for group in sampled if (valid := _valid(group)) and not filter.has_learning_signal(group)]
     return {
         "rollout/sampled_groups": float(len(sampled)),
         "rollout/filtered_positive": sum(reward > 0 for reward in equal) / len(sampled),

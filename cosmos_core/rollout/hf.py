@@ -38,7 +38,7 @@ from cosmos_core.rollout.base import (
 from cosmos_core.rollout.sample_tokens import sample_tokens
 from cosmos_core.types import Completion, Group, Prompt, Sampling
 
-_LEAST_ROOM = 64
+_MIN_CACHE_GROWTH = 64
 """Minimum number of tokens by which the key-value cache grows."""
 
 
@@ -52,7 +52,7 @@ class HfEngine:
     ranks_per_engine = 1
 
     def __init__(self, settings: EngineSettings) -> None:
-        is_same = is_single_rank() and not settings.is_apart
+        is_same = is_single_rank() and not settings.is_separate
         is_adapter = is_adapter_alone(settings.model)
         self.weight_format: WeightFormat = "shared" if is_same else "adapter" if is_adapter else "module"
         self._model = settings.model if is_same else _replica(settings)
@@ -168,8 +168,8 @@ class HfEngine:
         positions_PT = (mask_PT.cumsum(-1) - 1).clamp(min=0)
         shown = self._image_inputs(prompts, input_ids_PT)
         cache = _preallocate_layers(DynamicCache(config=self._model.config))
-        placed = {"attention_mask": mask_PT, **(shown or {"position_ids": positions_PT})}
-        logits_PV = self._forward(input_ids_PT, cache, placed)
+        inputs = {"attention_mask": mask_PT, **(shown or {"position_ids": positions_PT})}
+        logits_PV = self._forward(input_ids_PT, cache, inputs)
         cache.batch_repeat_interleave(k)  # the completions of a group share one pass over the prompt
         logits_BV, mask_BT = logits_PV.repeat_interleave(k, 0), mask_PT.repeat_interleave(k, 0)
         positions_B = positions_PT[:, -1].repeat_interleave(k)
@@ -205,8 +205,8 @@ class HfEngine:
                 )
                 rows_B, budget_B, alive_B = rows_B[kept_B], budget_B[kept_B], alive_B[kept_B]
             # A model with images computes the positions of new tokens itself; batches with images have no padding.
-            placed = {} if shown else {"attention_mask": mask_BT, "position_ids": positions_B.unsqueeze(-1)}
-            logits_BV = self._forward(tokens_B.unsqueeze(-1), cache, placed)
+            inputs = {} if shown else {"attention_mask": mask_BT, "position_ids": positions_B.unsqueeze(-1)}
+            logits_BV = self._forward(tokens_B.unsqueeze(-1), cache, inputs)
         return tokens_RT, logprobs_RT, lengths_R
 
     def _pad_left(self, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
@@ -233,26 +233,26 @@ class HfEngine:
             for name, tensor in inputs.items()
         }
 
-    def _forward(self, input_ids: Tensor, cache: DynamicCache, placed: Mapping[str, Tensor]) -> Tensor:
-        """Return the logits at the last position of each row; `placed` holds masks, positions and images."""
-        output = self._model(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **placed)
+    def _forward(self, input_ids: Tensor, cache: DynamicCache, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Return the logits at the last position of each row; `inputs` holds masks, positions and images."""
+        output = self._model(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **inputs)
         return output.logits[:, -1]
 
 
 class _PreallocatedLayer(DynamicLayer):
     """Cache layer with preallocated memory, so that appending a token does not copy the earlier keys and values."""
 
-    _rooms: tuple[Tensor, Tensor] | None = None
+    _buffers: tuple[Tensor, Tensor] | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Append keys and values, and return all of the layer; see `DynamicLayer.update`."""
         length, more = self.get_seq_length(), key_states.shape[-2]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if self._rooms is None or self._rooms[0].shape[-2] < length + more:
-            size = length + more + max(_LEAST_ROOM, length // 4)
-            self._rooms = _allocate(self.keys, key_states, size), _allocate(self.values, value_states, size)
-        keys, values = (room[..., : length + more, :] for room in self._rooms)
+        if self._buffers is None or self._buffers[0].shape[-2] < length + more:
+            size = length + more + max(_MIN_CACHE_GROWTH, length // 4)
+            self._buffers = _allocate(self.keys, key_states, size), _allocate(self.values, value_states, size)
+        keys, values = (buffer[..., : length + more, :] for buffer in self._buffers)
         keys[..., length:, :], values[..., length:, :] = key_states, value_states
         self.keys, self.values = keys, values
         return keys, values
@@ -260,20 +260,20 @@ class _PreallocatedLayer(DynamicLayer):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row of the cache `repeats` times; see `DynamicLayer.batch_repeat_interleave`."""
         super().batch_repeat_interleave(repeats)
-        self._rooms = None
+        self._buffers = None
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only the rows `indices` of the cache; see `DynamicLayer.batch_select_indices`."""
         super().batch_select_indices(indices)
-        self._rooms = None
+        self._buffers = None
 
 
 def _allocate(before: Tensor | None, states: Tensor, size: int) -> Tensor:
     """Return a cache tensor with memory for `size` tokens, which begins with a copy of `before` unless that is None."""
-    room = states.new_empty(*states.shape[:-2], size, states.shape[-1])
+    buffer = states.new_empty(*states.shape[:-2], size, states.shape[-1])
     if before is not None and before.numel():
-        room[..., : before.shape[-2], :] = before
-    return room
+        buffer[..., : before.shape[-2], :] = before
+    return buffer
 
 
 def _preallocate_layers(cache: DynamicCache) -> DynamicCache:

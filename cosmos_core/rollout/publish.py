@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from cosmos_core.errors import StageFailed
-from cosmos_core.models.lora import adapted_layers, merge_adapter, plain_names
+from cosmos_core.models.lora import adapted_layers, merge_adapter, names_without_adapter
 from cosmos_core.parallel.gather import FullTensor, Gatherer
 from cosmos_core.rollout.base import Bucket, Engine, WeightFormat, storage_of
 from cosmos_core.rollout.fleet import Fleet
@@ -54,7 +54,7 @@ class WeightPublisher:
     """Function that returns the trainer's log-probability of each token after the first, at temperature 1."""
     dtype: torch.dtype
     """Dtype that the engine computes in."""
-    whole: PreTrainedModel | None = None
+    meta_copy: PreTrainedModel | None = None
     """The same model on the meta device before it was sharded; None: `model` is complete."""
     probe_interval: int = 50
     """Number of versions between two probes; the first load, and the first after each sleep level, are probed too."""
@@ -88,7 +88,7 @@ class WeightPublisher:
             seconds = time.perf_counter() - start
             return {"sync/version": float(version), "sync/bytes": 0.0, "time/sync": seconds}
         if self._weights is None:
-            self._weights = _Weights(self.model, self.whole, self.engine.weight_format, self.bucket_bytes)
+            self._weights = _Weights(self.model, self.meta_copy, self.engine.weight_format, self.bucket_bytes)
         slept = getattr(self.engine, "slept", 0)
         loaded = self.engine.load_weights(version, count_buckets())
         if (loaded.version, loaded.num_tensors) != (version, num_sent):
@@ -141,7 +141,7 @@ def tolerance_of(dtype: torch.dtype, transfer_dtype: torch.dtype | None) -> floa
 
 def probe_tokens(vocab_size: int) -> list[int]:
     """Return a short sequence of tokens over the vocabulary, to be scored by trainer and engine."""
-    return [(7919 * (i + 1)) % vocab_size for i in range(_PROBE_TOKENS)]  # a prime stride: neighbouring tokens differ
+    return [(7919 * (i + 1)) % vocab_size for i in range(_PROBE_TOKENS)]  # steps of a prime number spread over all ids
 
 
 @dataclass
@@ -205,7 +205,7 @@ def _units(whole: PreTrainedModel) -> list[_Unit]:
     units: dict[str, _Unit] = {}
     first_keys: dict[Tensor, str] = {}
     unit_of: dict[str, _Unit] = {}
-    names = plain_names(whole)
+    names = names_without_adapter(whole)
     for key in state:
         name = names.get(key, "")
         layer = next((layer for layer in layers if key.startswith(f"{layer}.")), "")
@@ -225,7 +225,7 @@ def _units(whole: PreTrainedModel) -> list[_Unit]:
 
 def _factors(whole: PreTrainedModel) -> list[_Unit]:
     """Return a unit for each factor of the adapter, under its key in the state dict."""
-    state, names = whole.state_dict(keep_vars=True), plain_names(whole)
+    state, names = whole.state_dict(keep_vars=True), names_without_adapter(whole)
     factors = [key for key, name in names.items() if not name]
     return [_Unit({key: FullTensor(state[key].shape, state[key].dtype)}, {key: key}) for key in factors]
 

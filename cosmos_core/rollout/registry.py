@@ -7,7 +7,7 @@ import logging
 from dataclasses import replace
 
 from cosmos_core.parallel.mesh import is_single_rank
-from cosmos_core.registry import import_thing, is_import_path
+from cosmos_core.registry import import_object, is_import_path
 from cosmos_core.rollout.base import Engine, EngineSettings
 from cosmos_core.rollout.data_parallel import DataParallel
 from cosmos_core.rollout.turns import Turns
@@ -61,5 +61,5 @@ def _path(name: str) -> str:
 
 
 def _make(path: str, settings: EngineSettings) -> Engine:
-    engine: Engine = import_thing(path)(settings)
+    engine: Engine = import_object(path)(settings)
     return engine

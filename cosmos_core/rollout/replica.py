@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 _LOAD_SECONDS = 600.0
 """Minimum time limit in seconds for the next bucket of a weight load, in case the trainer has died."""
-_PATIENCES = 4
+_TIMEOUT_FACTOR = 4
 """Time limit for the next bucket as a multiple of the trainer's engine timeout, because the trainer may wait that long
 for other engines first."""
 
@@ -60,7 +60,7 @@ class _Load:
     done: Future[LoadReceipt]
     seconds: float
     """Time limit for the next bucket to arrive or to be loaded."""
-    is_taken: bool = False
+    is_scheduled: bool = False
     """Whether the engine's thread has the command to load the buckets, now or after earlier commands."""
 
 
@@ -97,10 +97,10 @@ class Replica:
                 self._session, self._groups = session, []
 
         if self._load is not None and not self._load.done.done():  # the trainer of the unfinished load died
-            if self._load.is_taken:
+            if self._load.is_scheduled:
                 self._load.buckets.put(_ABANDONED, timeout=self._load.seconds)
             self._load = None
-        self._do(forget)
+        self._run_on_engine_thread(forget)
         return description
 
     def submit(self, session: str, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
@@ -115,7 +115,7 @@ class Replica:
             self._in_flight += len(prompts)
 
         self._check(session)
-        self._do(submit)
+        self._run_on_engine_thread(submit)
 
     def completed(self, session: str, seconds: float) -> tuple[list[Group], int]:
         """Wait at most `seconds` for a group; return the groups that are done, and the number of passes made so far.
@@ -142,10 +142,10 @@ class Replica:
         `patience` is the number of seconds after which the trainer kills an engine that does not reply.
         """
         assert self._load is None or self._load.done.done(), "one load at a time"
-        seconds = max(_LOAD_SECONDS, _PATIENCES * patience)
-        self._load = load = _Load(queue.Queue(0 if background else 1), Future(), seconds, is_taken=not background)
+        seconds = max(_LOAD_SECONDS, _TIMEOUT_FACTOR * patience)
+        self._load = load = _Load(queue.Queue(0 if background else 1), Future(), seconds, is_scheduled=not background)
         if not background:
-            self._commands.put(lambda engine: self._take(engine, load, version))
+            self._commands.put(lambda engine: self._load_buckets(engine, load, version))
 
     def bucket(self, packed: PackedBucket) -> None:
         """Receive the next bucket of the weight load in progress."""
@@ -163,8 +163,8 @@ class Replica:
         load = self._current_load()
         load.buckets.put(None, timeout=load.seconds)
         if background:
-            load.is_taken = True
-            self._commands.put(lambda engine: self._take(engine, load, version, drained=waits))
+            load.is_scheduled = True
+            self._commands.put(lambda engine: self._load_buckets(engine, load, version, drained=waits))
         return load.done.result()
 
     def _current_load(self) -> _Load:
@@ -185,17 +185,17 @@ class Replica:
         """
         if version != self._version:
             raise ConnectionError(f"the engine has weights of version {self._version}")
-        return self._do(lambda engine: engine.logprobs(token_ids))
+        return self._run_on_engine_thread(lambda engine: engine.logprobs(token_ids))
 
     def sleep(self) -> None:
         """Release the engine's memory between two passes; see `Engine.sleep`."""
-        self._do(lambda engine: engine.sleep())
+        self._run_on_engine_thread(lambda engine: engine.sleep())
 
     def wake(self) -> None:
         """Reallocate the engine's memory between two passes; see `Engine.wake`."""
-        self._do(lambda engine: engine.wake())
+        self._run_on_engine_thread(lambda engine: engine.wake())
 
-    def _do(self, call: Callable[[Engine], Any]) -> Any:
+    def _run_on_engine_thread(self, call: Callable[[Engine], Any]) -> Any:
         """Call a function with the engine between two of its passes, and return the result."""
         done: Future[Any] = Future()
 
@@ -211,7 +211,7 @@ class Replica:
     def _run(self, open_engine: Callable[[], Engine]) -> None:
         try:
             engine = open_engine()
-        except Exception as error:  # noqa: BLE001 - see `_do`
+        except Exception as error:  # noqa: BLE001 - see `_run_on_engine_thread`
             self._opened.set_exception(error)
             return
         self._opened.set_result(Description(engine.name, engine.weight_format, os.getpid()))
@@ -234,7 +234,7 @@ class Replica:
                 self._groups += groups
                 self._ended.notify_all()
 
-    def _take(self, engine: Engine, load: _Load, version: int, *, drained: bool = False) -> None:
+    def _load_buckets(self, engine: Engine, load: _Load, version: int, *, drained: bool = False) -> None:
         """Load the buckets of `load`; with `drained`, first generate until no request is in flight."""
         while drained and self._in_flight:  # the trainer sees the number of passes as progress
             self._generate(_step_of(engine))
@@ -242,7 +242,7 @@ class Replica:
             loaded = engine.load_weights(version, _buckets(load))
             self._version = version
             load.done.set_result(loaded)
-        except Exception as error:  # noqa: BLE001 - see `_do`
+        except Exception as error:  # noqa: BLE001 - see `_run_on_engine_thread`
             load.done.set_exception(error)
 
 

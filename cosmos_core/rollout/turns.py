@@ -57,7 +57,7 @@ class _Conversation:
         return tuple(token for segment in self.segments for token in segment.token_ids)
 
     @property
-    def room(self) -> int:
+    def num_tokens_left(self) -> int:
         """Return the number of tokens by which the completion may still grow."""
         return self.group.sampling.max_tokens - sum(len(segment.token_ids) for segment in self.segments)
 
@@ -134,11 +134,11 @@ class Turns(EngineWrapper):
 
     def _add_turn(self, conversation: _Conversation, turn: Completion) -> bool:
         """Add a turn of the policy; return whether the conversation has ended."""
-        room = conversation.room
+        room = conversation.num_tokens_left
         is_cut = turn.finish_reason == "length" or turn.num_sampled > room
         segments = _first_tokens(turn.segments, room)
         text = turn.text
-        if turn.num_sampled > room:  # the turn was sampled with the largest token limit of its submission
+        if turn.num_sampled > room:  # turns of a submission are sampled with one token limit, its largest
             ids = [token for segment in segments for token in segment.token_ids]
             text = str(self._tokenizer.decode(ids, skip_special_tokens=True))
         conversation.segments += segments
@@ -166,7 +166,7 @@ class Turns(EngineWrapper):
                 continue
             self._continued[prompt.id] = conversation
             prompts_by_settings[conversation.group.sampling, conversation.group.step].append(
-                (prompt, conversation.room)
+                (prompt, conversation.num_tokens_left)
             )
         for (sampling, step), prompts in prompts_by_settings.items():
             # One submission with the largest token limit, since it may be one batch; longer turns are truncated later.
@@ -180,7 +180,7 @@ class Turns(EngineWrapper):
         ids = self._text.ids(results)
         group = conversation.group
         all_ids = (*group.prompt.token_ids, *conversation.token_ids, *ids)
-        if len(ids) >= conversation.room or len(all_ids) >= self._max_model_len:
+        if len(ids) >= conversation.num_tokens_left or len(all_ids) >= self._max_model_len:
             return None
         version = conversation.segments[-1].version
         conversation.segments.append(Segment(ids, False, (), version))

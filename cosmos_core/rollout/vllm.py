@@ -37,9 +37,9 @@ from cosmos_core.rollout.base import (
 from cosmos_core.rollout.mxfp4 import FORMAT, has_mxfp4, quantize_bucket
 from cosmos_core.rollout.sample_tokens import use_uniform_sampling
 from cosmos_core.rollout.vllm_adapter import adapter_of
-from cosmos_core.rollout.vllm_memory import drop_name, unique_names
+from cosmos_core.rollout.vllm_memory import unique_names, unlink_shared_memory
 from cosmos_core.rollout.vllm_process import keep_process_group, restore_process
-from cosmos_core.rollout.vllm_ranks import end_together, forget_weights, has_ranks, load_on_ranks, ranks_arguments
+from cosmos_core.rollout.vllm_ranks import couple_lifetimes, discard_load, has_ranks, load_on_ranks, ranks_arguments
 from cosmos_core.types import Completion, Group, Prompt, Sampling
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class VllmEngine:
         self._tokenizer = settings.tokenizer
         self._max_model_len = settings.max_model_len
         self._stop_ids = stop_token_ids(settings.model, settings.tokenizer)
-        self._vision, self._is_apart = settings.vision, settings.is_apart
+        self._vision, self._is_apart = settings.vision, settings.is_separate
         self._version = 0
         self._asleep: list[str] = []
         """Names of vLLM's allocations that are released until `wake`."""
@@ -116,9 +116,9 @@ class VllmEngine:
             if not torch.cuda.is_available():
                 self._llm.collective_rpc(use_uniform_sampling)
             if self._has_ranks:
-                end_together(self._llm)
+                couple_lifetimes(self._llm)
             elif not is_single_rank():
-                drop_name()
+                unlink_shared_memory()
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
         check_prompts(prompts, self._max_model_len)
@@ -189,7 +189,7 @@ class VllmEngine:
                 weights = {"weights_iterator": (each for bucket in received for each in bucket)}
                 self._llm.collective_rpc("reload_weights", kwargs=weights)
         except Exception:
-            self._llm.collective_rpc(forget_weights)
+            self._llm.collective_rpc(discard_load)
             raise
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
@@ -336,7 +336,7 @@ def _engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "enforce_eager": rollout.enforce_eager or not has_gpu,  # CUDA graphs need a GPU
         # If the trainer has a process group, the engine of each rank creates its own process groups.
         "distributed_executor_backend": "uni" if is_single_rank() else "external_launcher",
-        "logprobs_mode": "processed_logprobs",  # of the distribution after temperature, top-k and top-p
+        "logprobs_mode": "processed_logprobs",  # log-probabilities after temperature, top-k and top-p
         # The model's own sampling defaults must not apply to settings that the recipe leaves unset.
         "generation_config": "vllm",
         "skip_tokenizer_init": True,

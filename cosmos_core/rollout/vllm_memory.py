@@ -33,7 +33,7 @@ def unique_names() -> Iterator[None]:
         _CPUSHMDistributed.make_group_name = staticmethod(original)  # type: ignore[method-assign]
 
 
-def drop_name() -> None:
+def unlink_shared_memory() -> None:
     """Unlink the name of this rank's shared memory once an engine has started and all ranks have opened it.
 
     The memory is then freed with the last process that uses it, however that process ends.

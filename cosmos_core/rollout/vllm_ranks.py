@@ -13,7 +13,7 @@ from cosmos_core.parallel.mesh import is_single_rank
 from cosmos_core.parent import die_with_parent
 from cosmos_core.rollout.base import Bucket, EngineSettings
 from cosmos_core.rollout.replica import PackedBucket, pack, unpack
-from cosmos_core.rollout.vllm_memory import drop_name
+from cosmos_core.rollout.vllm_memory import unlink_shared_memory
 
 _ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked child may deadlock on a lock of another thread
@@ -25,7 +25,7 @@ _CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
 
 def has_ranks(settings: EngineSettings) -> bool:
     """Return whether a vLLM engine starts ranks as child processes; in a stage with ranks, it uses these instead."""
-    return settings.is_apart and settings.rollout.parallelism.tp_size > 1 and is_single_rank()
+    return settings.is_separate and settings.rollout.parallelism.tp_size > 1 and is_single_rank()
 
 
 def ranks_arguments(*, is_cpu: bool) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def ranks_arguments(*, is_cpu: bool) -> dict[str, Any]:
     return {"distributed_executor_backend": "mp", "worker_extension_cls": f"{__name__}.{RankExtension.__name__}"}
 
 
-def end_together(llm: Any) -> None:
+def couple_lifetimes(llm: Any) -> None:
     """Make this process exit when a rank dies, and the ranks exit when this process does."""
     llm.llm_engine.model_executor.register_failure_callback(lambda: os._exit(1))
     llm.collective_rpc("end_with", args=(os.getpid(),))
@@ -45,11 +45,11 @@ def load_on_ranks(llm: Any, buckets: Iterable[Bucket]) -> None:
     """Replace the weights of all ranks, each of which loads its shards."""
     llm.collective_rpc("begin_weights")
     for bucket in buckets:
-        llm.collective_rpc("take_weights", args=(pack(bucket),))
+        llm.collective_rpc("load_bucket", args=(pack(bucket),))
     llm.collective_rpc("end_weights")
 
 
-def forget_weights(worker: Any) -> None:
+def discard_load(worker: Any) -> None:
     """Discard an incomplete weight load on a rank, since vLLM would continue it with the next load's tensors."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
@@ -67,7 +67,7 @@ class RankExtension:
     def end_with(self, pid: int) -> None:
         """Let the kernel end this process with its parent `pid`, and unlink the name of its shared memory."""
         die_with_parent(pid)
-        drop_name()
+        unlink_shared_memory()
 
     def begin_weights(self) -> None:
         """Prepare to load all weights, as `GPUModelRunner.reload_weights` does."""
@@ -77,7 +77,7 @@ class RankExtension:
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(self.model_runner.get_model())
 
-    def take_weights(self, bucket: PackedBucket) -> None:
+    def load_bucket(self, bucket: PackedBucket) -> None:
         """Load the next bucket of weights into this rank."""
         from vllm.config import set_current_vllm_config
 
@@ -86,5 +86,5 @@ class RankExtension:
 
     def end_weights(self) -> None:
         """Finish the weight load of this rank."""
-        forget_weights(self)
+        discard_load(self)
         self.model_runner.reset_encoder_cache()

@@ -30,7 +30,7 @@ _ABSENT = {"404", "NoSuchKey", "NotFound"}
 _BLOCK = 1 << 20
 _CONNECT_SECONDS = 10.0
 _ATTEMPTS = 6
-_ALTERED = 3  # maximum number of transfers of an object that arrives altered
+_ALTERED = 3  # maximum number of transfers of an object whose digest is wrong
 _SHA256, _MD5 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{32}")
 
 
@@ -49,7 +49,7 @@ class Object:
     """Time at which the object was written, in seconds since 1970 by the clock of the store."""
 
 
-def side_by_side(function: Callable[..., T], calls: Iterable[tuple[Any, ...]], num_threads: int, name: str) -> list[T]:
+def run_threads(function: Callable[..., T], calls: Iterable[tuple[Any, ...]], num_threads: int, name: str) -> list[T]:
     """Call a function in parallel threads, once per tuple of arguments, and return the results in order; if a call
     raises, cancel the calls that have not started."""
     with ThreadPoolExecutor(num_threads, name) as pool:
@@ -204,14 +204,14 @@ class Bucket:
 
         def read() -> tuple[bytes, str]:
             response = self.client.get_object(Bucket=self.name, Key=key)
-            arrived = _Arrived(response)
+            arrived = _TransferDigest(response)
             content = response["Body"].read()
             arrived.update(content)
             arrived.check(key)
             return content, response["ETag"].strip('"')
 
         try:
-            content, etag = self._again(read)
+            content, etag = self._retry_read(read)
         except ClientError as error:
             if _code(error) in _ABSENT:
                 return None, ""
@@ -249,7 +249,7 @@ class Bucket:
                 digest.update(block)
             return digest.hexdigest()
 
-        return str(self._again(read))
+        return str(self._retry_read(read))
 
     def download(self, key: str, path: Path, etag: str = "") -> None:
         """Write an object to a file atomically, after comparing its digest with the store's.
@@ -264,7 +264,7 @@ class Bucket:
 
         def fetch() -> None:
             response = self.client.get_object(Bucket=self.name, Key=key, **only)
-            arrived = _Arrived(response)
+            arrived = _TransferDigest(response)
             with open(partial, "wb") as file:
                 for block in self._blocks(key, response):
                     file.write(block)
@@ -275,7 +275,7 @@ class Bucket:
 
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            self._again(fetch)
+            self._retry_read(fetch)
             os.replace(partial, path)
         finally:
             partial.unlink(missing_ok=True)
@@ -288,7 +288,7 @@ class Bucket:
         if num_read != found["ContentLength"]:
             raise ConnectionError(f"{key} ended after {num_read} of {found['ContentLength']} bytes")
 
-    def _again(self, read: Any) -> Any:
+    def _retry_read(self, read: Any) -> Any:
         """Retry a read that was cut off or altered in transit: boto3 retries requests, but not the reading of a
         response."""
         from botocore.exceptions import HTTPClientError, IncompleteReadError, ResponseStreamingError
@@ -304,7 +304,7 @@ class Bucket:
         raise AssertionError("the last attempt returns or raises")
 
 
-class _Arrived:
+class _TransferDigest:
     """Digest of the received bytes of an object, compared with the digest that the store reports: the SHA-256 in the
     metadata of objects that this package uploaded, or an ETag that is an MD5. Without either (a multi-part upload of
     another program, or encryption with a customer's key), nothing is compared."""

@@ -89,7 +89,7 @@ def is_weights(file: Path) -> bool:
     return file.suffix in _WEIGHTS and not file.name.startswith("adapter_")
 
 
-def overlaid(inputs: Sequence[Input], folder: Path) -> str:
+def link_weights_over_model(inputs: Sequence[Input], folder: Path) -> str:
     """Fill `folder` with links to the weights among the inputs and to all other files of their model; return `folder`,
     or an empty string if the model has its own weights."""
     weights = [Path(each.location) for each in inputs if each.role == "weights"]

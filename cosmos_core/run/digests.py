@@ -82,7 +82,7 @@ def _remembered(path: Path) -> dict[str, tuple[Key, str]]:
         try:
             file, key, digest = json.loads(line)
             entries[str(file)] = (list(key), str(digest))
-        except (ValueError, TypeError, RecursionError):  # a line that was truncated by a kill or is damaged
+        except (ValueError, TypeError, RecursionError):  # skip a truncated or damaged line of the cache
             continue
     if len(lines) > 2 * len(entries) + 1000:
         write_text(path, "".join(_line(file, *entries[file]) for file in entries), durable=False)

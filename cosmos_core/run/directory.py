@@ -25,7 +25,7 @@ from cosmos_core.config.load import parse, read_toml, without_none
 from cosmos_core.config.schema.pipeline import MONEY, PipelineConfig
 from cosmos_core.environment import masked
 from cosmos_core.errors import ConfigError
-from cosmos_core.facts import git_commit
+from cosmos_core.machine_properties import git_commit
 from cosmos_core.run.digests import Digests, shared_digests
 from cosmos_core.run.estimated import saved_estimate
 from cosmos_core.run.files import (
@@ -39,11 +39,11 @@ from cosmos_core.run.files import (
     write_text,
 )
 from cosmos_core.run.fingerprint import stage_facts, threads
-from cosmos_core.run.hub import pinned
+from cosmos_core.run.hub import pin_hub_revisions
 from cosmos_core.run.inputs import check_inputs
 from cosmos_core.run.liveness import note_holder
 from cosmos_core.run.lock import Lock
-from cosmos_core.run.remote import pinned_urls
+from cosmos_core.run.remote import pin_urls
 
 PIPELINE = "pipeline.toml"
 RUNS = "runs.json"
@@ -128,7 +128,7 @@ def create_run(
         private = True
     fixed = {"threads": threads(pipeline), "private": private}
     pipeline = replace(pipeline, config=pipeline.config.model_copy(update=fixed))
-    pipeline = pinned_urls(pinned(pipeline))
+    pipeline = pin_urls(pin_hub_revisions(pipeline))
     versions = stage_facts(pipeline).versions
     output_dir = writable(pipeline.output_dir)
     seeds = {stage.name: pipeline.recipes[stage.name].train.seed for stage in pipeline.stages}
@@ -160,7 +160,7 @@ def extend_run(run: Run, pipeline: Pipeline) -> Run:
     """
     check_capabilities(pipeline)
     check_inputs(pipeline)
-    pipeline = pinned_urls(pinned(pipeline))
+    pipeline = pin_urls(pin_hub_revisions(pipeline))
     facts = read_facts(run.path) or Facts(run_id=run.id)
     facts.kinds |= {stage.kind: asdict(pipeline.kind_of(stage)) for stage in pipeline.stages}
     facts.seeds |= {stage.name: pipeline.recipes[stage.name].train.seed for stage in pipeline.stages}

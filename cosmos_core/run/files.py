@@ -41,7 +41,7 @@ def disk_full(error: BaseException | None, where: Path) -> DiskFull | None:
 
 
 @contextmanager
-def telling_of_full_disk(where: Path) -> Iterator[None]:
+def raise_disk_full(where: Path) -> Iterator[None]:
     """Context manager that raises `DiskFull` in place of an `OSError` which means that the disk is full or
     read-only."""
     try:
@@ -53,7 +53,7 @@ def telling_of_full_disk(where: Path) -> Iterator[None]:
 
 
 @contextmanager
-def room_may_be_missing(what: str) -> Iterator[None]:
+def warn_if_disk_full(what: str) -> Iterator[None]:
     """Context manager that logs a warning and continues if its block cannot write because the disk is full; use it only
     for information that other files contain too. `what` names the information."""
     try:

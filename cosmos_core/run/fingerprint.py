@@ -19,7 +19,7 @@ from cosmos_core.config.media import MEDIA_PATHS
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.rl import GENERATED_REWARD
 from cosmos_core.config.schema.table import flat_keys, result_values
-from cosmos_core.facts import Facts, facts_of_workers
+from cosmos_core.machine_properties import MachineProperties, facts_of_workers
 from cosmos_core.registry import code_digest
 from cosmos_core.run.content import files_of, files_of_model
 from cosmos_core.run.digests import Digests
@@ -199,7 +199,7 @@ def _hashed(ingredients: Mapping[str, Any]) -> str:
 def _keys_of(stage: StageConfig, kind: StageKind) -> dict[str, Any]:
     """Return the keys of the stage itself that are set and change its result."""
     values: dict[str, Any] = {}
-    if "after" in kind.required_keys:  # merge weights follow the order of `after`, which `inputs` does not have
+    if "after" in kind.required_keys:  # the order of the upstream models, to which the merge weights belong
         values["after"] = list(stage.after)
     for key in ("checkpoint", "format", "require", "confidence"):
         if value := getattr(stage, key):
@@ -243,7 +243,7 @@ def _completes_prompts(pipeline: Pipeline, stage: StageConfig) -> bool:
         return False
     if kind.reads_data == "prepared":
         if source is None or pipeline.kind_of(pipeline.stage(source)).makes != "data":
-            return True  # rows that no prepare stage makes may be prompts
+            return True  # without a prepare stage, rows may be prompts
         stage = pipeline.stage(source)
     recipe = pipeline.recipes[stage.name]
     return recipe.train.train_policy.has_rollouts or bool(recipe.validation.reward_function)
@@ -254,7 +254,7 @@ def threads(pipeline: Pipeline) -> int:
     return pipeline.config.threads or stage_facts(pipeline).threads
 
 
-def stage_facts(pipeline: Pipeline, *, is_group: bool = False) -> Facts:
+def stage_facts(pipeline: Pipeline, *, is_group: bool = False) -> MachineProperties:
     """Return the properties of the machine and interpreter that run a stage, with the versions of the numeric
     libraries.
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cosmos_core.run.files import room_may_be_missing, write_json
+from cosmos_core.run.files import warn_if_disk_full, write_json
 from cosmos_core.run.manifest import RESULT, Result, read_result
 from cosmos_core.run.progress import read_progress
 from cosmos_core.run.state import Hold, read_state, update_state
@@ -29,7 +29,7 @@ def holding(stage_path: Path, gpus: int) -> Iterator[None]:
     try:
         yield
     finally:
-        with room_may_be_missing(f"the time for which {stage_path.name} held GPUs"):
+        with warn_if_disk_full(f"the time for which {stage_path.name} held GPUs"):
             update_state(stage_path, holds=[*earlier, hold.model_copy(update={"end": time.time()})])
 
 
@@ -76,7 +76,7 @@ def note_in_result(stage_path: Path) -> Result:
         for attempt, holds in by_attempt.items()
     ]
     result["gpu_seconds"] = sum(entry["gpu_seconds"] for entry in result["attempts"])
-    with room_may_be_missing(f"the GPU seconds of {stage_path.name}"):
+    with warn_if_disk_full(f"the GPU seconds of {stage_path.name}"):
         mode = path.stat().st_mode
         write_json(path, result)
         path.chmod(mode)  # the worker that wrote the file may be private

@@ -30,13 +30,13 @@ Repository = tuple[Literal["model", "dataset"], str, str]
 """Repository type, name and revision."""
 
 
-def pinned(pipeline: Pipeline) -> Pipeline:
+def pin_hub_revisions(pipeline: Pipeline) -> Pipeline:
     """Return the pipeline with the revision of every model and data set from the Hub replaced by a commit.
 
     Raises:
         ModelError, DataError: the Hub has no such repository, or neither the Hub nor its local cache is readable.
     """
-    commits: dict[Repository, str] = {}  # shared by all stages, so that they read the same commit
+    commits: dict[Repository, str] = {}  # shared by all stages, which so read the same commit
     recipes = {}
     for stage in pipeline.stages:
         try:
@@ -54,7 +54,7 @@ def _pinned(pipeline: Pipeline, stage: StageConfig, commits: dict[Repository, st
             revision = each.revision or _NEWEST
             repository: Repository = ("dataset" if each.role == "data" else "model", each.location, revision)
             commits[repository] = commits.get(repository) or commit_of(repository)
-            recipe = changed(recipe, key, commits[repository])
+            recipe = with_value(recipe, key, commits[repository])
     return recipe
 
 
@@ -133,9 +133,9 @@ def _unknown(repository: Repository, reason: str) -> CosmosError:
     )
 
 
-def changed(table: Any, key: str, value: Any) -> Any:
+def with_value(table: Any, key: str, value: Any) -> Any:
     """Return a copy of a table with another value at a dotted key; a number is an index of a list of tables."""
     name, _, rest = key.partition(".")
     if isinstance(table, tuple):
-        return tuple(changed(each, rest, value) if i == int(name) else each for i, each in enumerate(table))
-    return table.model_copy(update={name: changed(getattr(table, name), rest, value) if rest else value})
+        return tuple(with_value(each, rest, value) if i == int(name) else each for i, each in enumerate(table))
+    return table.model_copy(update={name: with_value(getattr(table, name), rest, value) if rest else value})

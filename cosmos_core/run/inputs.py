@@ -18,7 +18,7 @@ from cosmos_core.config.schema.logging import CONSOLE, SINKS_FOLDER
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.rl import GENERATED_REWARD
 from cosmos_core.errors import ConfigError, CosmosError, DataError, ModelError, RewardError
-from cosmos_core.facts import facts_of_workers
+from cosmos_core.machine_properties import facts_of_workers
 from cosmos_core.registry import code_file, is_import_path, load_named, offered_names, suggestion
 from cosmos_core.run.content import files_of_model
 
@@ -56,7 +56,7 @@ def check_inputs(pipeline: Pipeline) -> None:
                     _check_reward(each)
             if kind.trains:
                 _check_gpu(recipe)
-                if not stage.work_pool:  # a stage on a work pool is checked by the machine that runs it
+                if not stage.work_pool:  # the machine that runs a stage of a work pool checks its inputs
                     _check_compiler(recipe, pipeline.config.python)
             for package in missing & kind.extras.keys():
                 raise ConfigError(

@@ -90,7 +90,7 @@ def _walk(stage_path: Path, result: Result, depth: int, seen: set[Path]) -> Iter
     held = float(result.get("gpu_seconds", 0.0))
     yield Link(depth, result["name"], result["kind"], result["digest"], run, note, held)
     for source in parsed(result.get("sources", ()), Source):
-        yield Link(depth + 1, Path(source.name).name, source.kind, source.digest, source.name, _look(source))
+        yield Link(depth + 1, Path(source.name).name, source.kind, source.digest, source.name, _source_status(source))
     for name, recorded in result["inputs"].items():
         upstream = stage_path.parent / name
         upstream_result = read_result(upstream)
@@ -101,7 +101,7 @@ def _walk(stage_path: Path, result: Result, depth: int, seen: set[Path]) -> Iter
             yield from _walk(upstream, upstream_result, depth + 1, seen)
 
 
-def _look(source: Source) -> str:
+def _source_status(source: Source) -> str:
     """Return the status of a source. A file is hashed again; a folder is not, because only some of its files were
     read."""
     path = Path(source.name)

@@ -100,7 +100,7 @@ def plan(
             continue
         current = fingerprint(pipeline, stage, kind, upstream, digests)
         decision: Decision | None = None
-        for candidate in [*(made_on_pool(output_dir, pipeline, stage, current) if stage.work_pool else []), current]:
+        for candidate in [*(pool_results(output_dir, pipeline, stage, current) if stage.work_pool else []), current]:
             if decision is None or decision.action == "run":
                 decision = decide(output_dir, None, candidate, thorough=thorough)
             if (decision is None or decision.action == "run") and (result := stored(candidate.value)):
@@ -123,7 +123,7 @@ def read_fingerprint(stage_path: Path) -> Fingerprint | None:
     return _parsed(read_json(stage_path / FINGERPRINT))
 
 
-def why_remade(run: Run, stage: StageConfig, current: Fingerprint) -> str:
+def reason_to_rerun(run: Run, stage: StageConfig, current: Fingerprint) -> str:
     """Return why a stage runs again although it was made in this run or in an earlier run of its pipeline. Empty if it
     was never made, if an attempt is retried, or if stages of its kind always run."""
     path = run.stage_path(stage.name)
@@ -143,7 +143,7 @@ def why_remade(run: Run, stage: StageConfig, current: Fingerprint) -> str:
     return f"{'; '.join(changes)} (since run {run_id})" if changes and saved is None else ""
 
 
-def made_on_pool(output_dir: Path, pipeline: Pipeline, stage: StageConfig, here: Fingerprint) -> list[Fingerprint]:
+def pool_results(output_dir: Path, pipeline: Pipeline, stage: StageConfig, here: Fingerprint) -> list[Fingerprint]:
     """Return the fingerprints, newest first, that machines of the stage's work pool computed in runs of this pipeline
     and that differ from the fingerprint on this machine, `here`, only in properties of the machine."""
 
@@ -161,7 +161,7 @@ def made_on_pool(output_dir: Path, pipeline: Pipeline, stage: StageConfig, here:
 def _parsed(saved: Any) -> Fingerprint | None:
     if not isinstance(saved, dict) or not isinstance(saved.get("ingredients"), dict):
         return None
-    inputs = saved.get("inputs")  # earlier versions saved no inputs
+    inputs = saved.get("inputs")  # runs of earlier versions have no list of inputs
     lines = [each for each in inputs if isinstance(each, list) and len(each) == 4] if isinstance(inputs, list) else []
     reads = tuple((str(role), str(key), str(name), str(digest)) for role, key, name, digest in lines)
     return Fingerprint(str(saved.get("value")), saved["ingredients"], reads)

@@ -23,7 +23,7 @@ from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import with_located
 from cosmos_core.errors import DataError
-from cosmos_core.run.bucket import Bucket, Object, side_by_side, split_url, translate_errors
+from cosmos_core.run.bucket import Bucket, Object, run_threads, split_url, translate_errors
 from cosmos_core.run.content import leaves_folder
 from cosmos_core.run.files import SHARED
 from cosmos_core.run.lock import Lock
@@ -35,7 +35,7 @@ _FILES_AT_ONCE = 8
 _LATEST = "latest"
 
 
-def pinned_urls(pipeline: Pipeline) -> Pipeline:
+def pin_urls(pipeline: Pipeline) -> Pipeline:
     """Return the pipeline with the URL of every store pinned to its present content.
 
     Raises:
@@ -57,13 +57,13 @@ def pinned_urls(pipeline: Pipeline) -> Pipeline:
 
 
 def pinned_url(url: str) -> str:
-    """Return a URL of a store pinned to its present content; see `pinned_urls`."""
+    """Return a URL of a store pinned to its present content; see `pin_urls`."""
     with translate_errors(url, DataError):
         url = _without_pointer(url)
         return f"{url}#{_digest(url, _listed(url))}"
 
 
-def localised(pipeline: Pipeline, stage: StageConfig, pause: Callable[[], None]) -> tuple[StageConfig, Recipe]:
+def download_inputs(pipeline: Pipeline, stage: StageConfig, pause: Callable[[], None]) -> tuple[StageConfig, Recipe]:
     """Download the inputs of a stage from stores, and return the stage and its recipe with local paths in place of
     URLs.
 
@@ -92,7 +92,7 @@ def fetch(url: str, folder: Path, pause: Callable[[], None] = lambda: None) -> P
     A killed download keeps the files that are complete.
 
     Raises:
-        DataError, ConfigError: as `localised`.
+        DataError, ConfigError: as `download_inputs`.
     """
     plain, _, digest = url.partition("#")
     held = folder / (digest or pinned_url(url).rpartition("#")[2])
@@ -164,4 +164,4 @@ def _download(url: str, objects: list[Object], folder: Path, pause: Callable[[],
         if not (path.is_file() and path.stat().st_size == each.size):
             bucket.download(each.key, path, each.etag)
 
-    side_by_side(get, ((each,) for each in objects), _FILES_AT_ONCE, "fetch")
+    run_threads(get, ((each,) for each in objects), _FILES_AT_ONCE, "fetch")

@@ -41,7 +41,7 @@ def scale_engines(run: Run, count: int) -> list[str]:
     names = [
         stage.name
         for stage in run.pipeline.stages
-        if run.pipeline.kind_of(stage).feed == "rollouts" and recipes[stage.name].engines_apart
+        if run.pipeline.kind_of(stage).feed == "rollouts" and recipes[stage.name].num_engines
     ]
     if not names:
         raise ConfigError(

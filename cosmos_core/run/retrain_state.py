@@ -23,7 +23,7 @@ _COUNTS = (
 )  # fmt: skip
 
 
-class Seen(Document):
+class RetrainState(Document):
     """Content of a note: digest, run and outcome of the newest retraining."""
 
     digest: str
@@ -41,7 +41,7 @@ def content_of(pipeline: Pipeline) -> str:
     digests = shared_digests(pipeline.output_dir.expanduser().absolute())
     content: dict[str, Any] = {}
     for stage in pipeline.stages:
-        if not pipeline.kind_of(stage).is_reusable:  # a gate or an upload, whose inputs are outputs of the other stages
+        if not pipeline.kind_of(stage).is_reusable:  # skip gates and uploads, whose inputs are outputs of other stages
             content[stage.name] = stage.model_dump(mode="json", include=_OF_PUBLISHING)
             continue
         ingredients = fingerprint(pipeline, stage, pipeline.kind_of(stage), {}, digests).ingredients
@@ -66,12 +66,12 @@ def note_of_flow_run(note: Path, flow_run: str) -> Path:
     return note.with_suffix("") / f"{flow_run}.json"
 
 
-def read_seen(note: Path) -> Seen | None:
+def read_seen(note: Path) -> RetrainState | None:
     """Return the state of the newest retraining in a note, the state file of a schedule; None if there is none."""
-    return read_document(note, Seen)
+    return read_document(note, RetrainState)
 
 
-def write_seen(note: Path, seen: Seen) -> None:
+def write_seen(note: Path, seen: RetrainState) -> None:
     """Write the state of the newest retraining to a note."""
     note.parent.mkdir(parents=True, exist_ok=True)
     write_json(note, seen.model_dump())

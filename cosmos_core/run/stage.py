@@ -88,7 +88,7 @@ class Stage:
     def seed(self) -> int:
         """Return the seed of initialisation, data order and sampling."""
         seed = self.recipe.train.seed
-        assert seed is not None  # the schema fills in the default
+        assert seed is not None  # the schema replaces a missing seed by its default
         return seed
 
     @cached_property

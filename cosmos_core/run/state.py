@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from cosmos_core.environment import mask_error
 from cosmos_core.errors import EXIT_CRASH, CosmosError, OverBudget, Preempted, ProgramError
-from cosmos_core.run.files import Document, Seconds, read_document, room_may_be_missing, write_json
+from cosmos_core.run.files import Document, Seconds, read_document, warn_if_disk_full, write_json
 from cosmos_core.run.manifest import read_result
 
 FINISHED = frozenset({"done", "reused"})
@@ -139,7 +139,7 @@ def record_failure(stage_path: Path, error: CosmosError) -> None:
     is_repeated = bool(failed_with) and failed_with == state.failed_with
     if is_repeated:
         logger.warning("stage %s: the same error at the same step twice; it is not tried again", stage_path.name)
-    with room_may_be_missing(f"the failure of stage {stage_path.name}"):
+    with warn_if_disk_full(f"the failure of stage {stage_path.name}"):
         update_state(
             stage_path, state="stopped" if is_preempted else "failed", failures=failures,
             failed_at=state.checkpoint_step, failed_with=failed_with, is_repeated=is_repeated, error=str(error),

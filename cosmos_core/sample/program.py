@@ -23,14 +23,14 @@ from cosmos_core.errors import DataError, Preempted, RewardError
 from cosmos_core.parallel.mesh import broadcast_object, is_first, num_ranks
 from cosmos_core.rewards.base import all_invalid, full_value
 from cosmos_core.rollout.base import generate
-from cosmos_core.run.files import replaced_folder, telling_of_full_disk, write_text
+from cosmos_core.run.files import raise_disk_full, replaced_folder, write_text
 from cosmos_core.run.stage import Stage
 from cosmos_core.sample.records import FILE, Sampled, append_records, read_records, sampled_of
-from cosmos_core.sample.selection import kept, metrics_of, pass_rate, rows_of
+from cosmos_core.sample.selection import metrics_of, pass_rate, rows_of, select_completions
 from cosmos_core.train.generation import open_engine
 from cosmos_core.train.measure import open_rewards, prepared_folder, shared, trained_rewards
 from cosmos_core.train.rollout_feed import training_sampling
-from cosmos_core.train.stop import StopAsked, check_stop
+from cosmos_core.train.stop import StopRequested, check_stop
 from cosmos_core.types import Group, Outcome, Prompt, Sampling
 
 logger = logging.getLogger(__name__)
@@ -51,8 +51,10 @@ def run(stage: Stage) -> Outcome:
     _require_rewards(stage.path / FILE, records)
     config, rewards = stage.recipe.sample, trained_rewards(stage.recipe)
     rates = [pass_rate(record, full_value(rewards, prompts[record.id].source)) for record in records]
-    passing = [kept(record, config.keep, rate, stage.seed) for record, rate in zip(records, rates, strict=True)]
-    origin, policy = _origin(stage), stage.recipe.train.train_policy
+    passing = [
+        select_completions(record, config.keep, rate, stage.seed) for record, rate in zip(records, rates, strict=True)
+    ]
+    origin, policy = _origin_columns(stage), stage.recipe.train.train_policy
     rows: list[dict[str, Any]] = []
     for record, rate, candidates in zip(records, rates, passing, strict=True):
         prompt = prompts[record.id]
@@ -63,7 +65,7 @@ def run(stage: Stage) -> Outcome:
     if not rows:
         raise DataError(_nothing_kept(records, metrics))
     if is_first():
-        with telling_of_full_disk(stage.path):
+        with raise_disk_full(stage.path):
             with replaced_folder(stage.path / _ROWS) as folder:
                 write_text(folder / "train.jsonl", _lines(rows))
             rated_prompts = zip(records, rates, strict=True)
@@ -140,11 +142,11 @@ def tools_of(prompt: Prompt) -> dict[str, str]:
 def _stop_if_requested(stage: Stage, done: int) -> None:
     try:
         check_stop(stage)
-    except StopAsked:
+    except StopRequested:
         raise Preempted(f"stopped; the completions of {done} prompts are kept") from None
 
 
-def _origin(stage: Stage) -> dict[str, str]:
+def _origin_columns(stage: Stage) -> dict[str, str]:
     """Return the columns that name the model which sampled the rows."""
     if stage.recipe.sample.endpoint:
         return {"model": stage.recipe.sample.endpoint_model, "model_digest": ""}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.rollout.base import request_seed
-from cosmos_core.run.files import json_objects, telling_of_full_disk, write_text
+from cosmos_core.run.files import json_objects, raise_disk_full, write_text
 from cosmos_core.types import Sampling, ScoredGroup
 
 FILE = "completions.jsonl"
@@ -74,7 +74,7 @@ def read_records(folder: Path, batch: int, total: int) -> list[Sampled]:
         return []
     values = json_objects(path.read_text(encoding="utf-8", errors="replace").split("\n"))
     values = values[: total if len(values) >= total else len(values) // batch * batch]
-    with telling_of_full_disk(folder):
+    with raise_disk_full(folder):
         write_text(path, "".join(json.dumps(value) + "\n" for value in values))
     return [Sampled(value["id"], [Candidate(**each) for each in value["candidates"]]) for value in values]
 
@@ -82,7 +82,7 @@ def read_records(folder: Path, batch: int, total: int) -> list[Sampled]:
 def append_records(folder: Path, records: Sequence[Sampled]) -> None:
     """Append the records of a batch to `completions.jsonl`, and wait until the records are on the disk."""
     lines: list[dict[str, Any]] = [asdict(record) for record in records]
-    with telling_of_full_disk(folder), (folder / FILE).open("a", encoding="utf-8") as file:
+    with raise_disk_full(folder), (folder / FILE).open("a", encoding="utf-8") as file:
         file.write("".join(json.dumps(line) + "\n" for line in lines))
         file.flush()
         os.fsync(file.fileno())

@@ -20,7 +20,7 @@ def pass_rate(sampled: Sampled, full: float | None) -> float | None:
     return None if full is None or not values else sum(has_full_reward(value, full) for value in values) / len(values)
 
 
-def kept(sampled: Sampled, keep: KeepConfig, rate: float | None, seed: int) -> list[Candidate]:
+def select_completions(sampled: Sampled, keep: KeepConfig, rate: float | None, seed: int) -> list[Candidate]:
     """Return the completions of a prompt to keep, highest reward first.
 
     `rate` is the pass rate of the prompt; None: the rate is unknown and does not exclude the prompt. `seed` is the seed
@@ -31,7 +31,7 @@ def kept(sampled: Sampled, keep: KeepConfig, rate: float | None, seed: int) -> l
     least = float("-inf") if keep.min_reward is None else keep.min_reward
     passing = [
         each
-        for each in _usable(sampled)
+        for each in _scored_with_text(sampled)
         if each.reward is not None and each.reward >= least and (each.is_finished or not keep.finished)
     ]
     passing.sort(key=_descending)
@@ -47,12 +47,14 @@ def kept(sampled: Sampled, keep: KeepConfig, rate: float | None, seed: int) -> l
     return passing
 
 
-def pair(sampled: Sampled, passing: Sequence[Candidate], min_margin: float) -> tuple[Candidate, Candidate] | None:
+def select_pair(
+    sampled: Sampled, passing: Sequence[Candidate], min_margin: float
+) -> tuple[Candidate, Candidate] | None:
     """Return the best of the completions that passed and the worst completion of the prompt; None if their rewards do
     not differ by more than `min_margin`, or none passed."""
     if not passing:
         return None
-    best, worst = passing[0], max(_usable(sampled), key=_descending)
+    best, worst = passing[0], max(_scored_with_text(sampled), key=_descending)
     assert best.reward is not None and worst.reward is not None
     return (best, worst) if best.reward - worst.reward > min_margin else None
 
@@ -66,7 +68,7 @@ def rows_of(
 ) -> list[dict[str, Any]]:
     """Return the rows of a prompt: conversations, or with `pairs` at most one pair; `origin` has further columns."""
     if config.pairs:
-        best_and_worst = pair(sampled, passing, config.min_margin)
+        best_and_worst = select_pair(sampled, passing, config.min_margin)
         if best_and_worst is None:
             return []
         best, worst = best_and_worst
@@ -119,7 +121,7 @@ def metrics_of(
     }
 
 
-def _usable(sampled: Sampled) -> list[Candidate]:
+def _scored_with_text(sampled: Sampled) -> list[Candidate]:
     """Return the completions of a prompt that have a valid reward and a text."""
     return [each for each in sampled.candidates if each.reward is not None and each.text.strip()]
 

@@ -64,7 +64,7 @@ class AsyncValidation:
         self._done.clear()
         self._problem = None
         if is_first():
-            prompts, sampling, seed_step = self._completions.asked
+            prompts, sampling, seed_step = self._completions.validation_requests
             futures = [
                 self._fleet.request(prompt, sampling, seed_step, version=self._fleet.version) for prompt in prompts
             ]
@@ -91,10 +91,10 @@ class AsyncValidation:
             raise BY_NAME[name](message)
         self.on_end(Ended(step, metrics))
 
-    def wait(self, present: int, between: Callable[[], None]) -> None:
+    def wait(self, present: int, on_wait: Callable[[], None]) -> None:
         """Wait until no validation is running.
 
-        `between` is called repeatedly during the wait and may raise. `present`: the step of the current weights, which
+        `on_wait` is called repeatedly during the wait and may raise. `present`: the step of the current weights, which
         are sent to engines that were restarted.
         """
         while self.step is not None:
@@ -102,7 +102,7 @@ class AsyncValidation:
                 self._done.wait(_POLL_SECONDS)
             self._beat()
             self.check()
-            between()
+            on_wait()
             if self.step is not None and broadcast_object(self._fleet.is_stale if is_first() else None):
                 self._resync(present)
 
@@ -115,9 +115,9 @@ class AsyncValidation:
             while waiting:
                 done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
                 ordered = [each for each in asked if each in done]
-                groups = self._completions.scored([each.result() for each in ordered])
+                groups = self._completions.score([each.result() for each in ordered])
                 scored |= dict(zip(ordered, groups, strict=True))
-            metrics = self._completions.told(step, [scored[each] for each in asked])
+            metrics = self._completions.log_metrics(step, [scored[each] for each in asked])
             self._metrics = {**metrics, "time/validate": time.perf_counter() - start}
         except LostWeights as error:
             self._problem = LostWeights.__name__, str(error)

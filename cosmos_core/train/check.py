@@ -21,18 +21,18 @@ from cosmos_core.data import prepare
 from cosmos_core.data.chat import ToolText, chat_of
 from cosmos_core.data.prepare import end_ids
 from cosmos_core.data.prepared import HELD_OUT_REMEDY
-from cosmos_core.data.shown import shown_rows
+from cosmos_core.data.row_preview import preview_rows
 from cosmos_core.errors import DataError, ModelError, RewardError
 from cosmos_core.models.balance import balance_of
-from cosmos_core.models.freeze import choose_trained
+from cosmos_core.models.freeze import mark_trained_weights
 from cosmos_core.models.generation_config import FILE, refused_settings
 from cosmos_core.models.hf import check_row_length, load_config, load_tokenizer, model_without_weights
 from cosmos_core.models.lora import is_adapted
 from cosmos_core.models.lora_targets import describe_adapter
-from cosmos_core.models.prove import rehearse_export
 from cosmos_core.models.row_limits import check_rows
-from cosmos_core.models.sharded_load import audit_files, init_on_meta
+from cosmos_core.models.sharded_load import check_file_tensors, init_on_meta
 from cosmos_core.models.teacher import check_teacher
+from cosmos_core.models.verify_export import check_export_possible
 from cosmos_core.parallel.pipeline import apply_pp
 from cosmos_core.registry import suggestion
 from cosmos_core.rewards.exchange import ping, service_of
@@ -56,7 +56,7 @@ def run(stage: Stage) -> Outcome:
         ConfigError, DataError, ModelError, RewardError: the first problem.
     """
     if stage.recipe.policy.is_diffusers:
-        return Outcome(info=_of_diffusion(stage))
+        return Outcome(info=_check_diffusion(stage))
     revision = stage.recipe.policy.model_revision
     config = load_config(stage.model, revision)
     check_row_length(config, stage.recipe.policy.model_max_length)
@@ -70,31 +70,31 @@ def run(stage: Stage) -> Outcome:
         if problem := outcome.info.get("loses_text"):
             raise DataError(str(problem))
         lines += [*_rows(stage), *cast(list[str], outcome.info.get("notices", []))]
-        lines += filter(None, [check_rows(config, stage.path / "data", lambda: _empty(stage))])
+        lines += filter(None, [check_rows(config, stage.path / "data", lambda: _empty_model(stage))])
         statistics = json.loads((stage.path / "data" / "statistics.json").read_text(encoding="utf-8"))
         info |= _batches(stage, statistics["train"]["rows"], lines) | _held_out(statistics)
         info["prompts"] = first_prompts(stage.path / "data")
-        info["shown"] = cast(list[JsonValue], shown_rows(stage.path / "data", tokenizer, _MOST_SHOWN))
+        info["shown"] = cast(list[JsonValue], preview_rows(stage.path / "data", tokenizer, _MOST_SHOWN))
     else:
-        lines += filter(None, [audit_files(_empty(stage), stage.model, revision, stage.progress.beat)])
+        lines += filter(None, [check_file_tensors(_empty_model(stage), stage.model, revision, stage.progress.beat)])
         lines += _check_model(stage)
         invalid = refused_settings(stage.model, revision)
         if invalid and stage.kind.feed == "rollouts" and stage.recipe.rollout.checks_generation_config:
             raise ModelError(f"{stage.model}/{FILE}: vLLM refuses to load {', '.join(invalid)}; remove it there")
         if stage.kind.trains:
-            rehearse_export(config, tokenizer, stage.model)
-            lines += _narrowed(config, stage.recipe.train.param_dtype)
+            check_export_possible(config, tokenizer, stage.model)
+            lines += _precision_line(config, stage.recipe.train.param_dtype)
         teacher = stage.recipe.teacher_of(stage.kind)
         if teacher and source_of(teacher.model_name_or_path) is None:
             lines.append(check_teacher(teacher, stage.recipe, tokenizer))
-        rewards = look_at_rewards(stage)
+        rewards = check_rewards(stage)
         lines += rewards
         if rewards:
             lines += _tools(stage, tokenizer)
     return Outcome(info={**info, "found": "; ".join(lines)})
 
 
-def _empty(stage: Stage) -> PreTrainedModel:
+def _empty_model(stage: Stage) -> PreTrainedModel:
     """Return the model without its weights."""
     policy, dtype = stage.recipe.policy, getattr(torch, stage.recipe.train.master_dtype)
     with torch.device("meta"), meta_device_safe_creation_ops():
@@ -131,7 +131,7 @@ def _check_model(stage: Stage) -> list[str]:
         else:
             model = model_without_weights(stage.model, revision=policy.model_revision, dtype=dtype)
         if stage.kind.trains:
-            choose_trained(model, policy)
+            mark_trained_weights(model, policy)
             balance_of(model, policy.aux_loss_coeff)
     lines = _adapter(model, policy.lora)
     if is_pipelined:
@@ -139,7 +139,7 @@ def _check_model(stage: Stage) -> list[str]:
     return lines
 
 
-def _narrowed(config: PretrainedConfig, dtype: str) -> list[str]:
+def _precision_line(config: PretrainedConfig, dtype: str) -> list[str]:
     """Return a line if the `export` stage will write the model in a 16-bit dtype although the base model is wider."""
     base = str(getattr(config.get_text_config(), "dtype", None) or config.dtype or dtype).removeprefix("torch.")
     if base not in {"float32", "float64"} or torch.finfo(getattr(torch, dtype)).bits > 16:
@@ -151,7 +151,7 @@ def _adapter(model: nn.Module, lora: LoraConfig | None) -> list[str]:
     return [describe_adapter(model, lora.target_modules)] if lora and is_adapted(model) else []
 
 
-def _of_diffusion(stage: Stage) -> dict[str, JsonValue]:
+def _check_diffusion(stage: Stage) -> dict[str, JsonValue]:
     """Return the report on a diffusion model and its training rows, without reading the model's weights."""
     policy, families = stage.recipe.policy, importlib.import_module("cosmos_core.models.families")
     family = families.open_family(stage.model, policy)
@@ -160,7 +160,7 @@ def _of_diffusion(stage: Stage) -> dict[str, JsonValue]:
     for num_steps in {policy.diffusers.sample.num_steps, policy.diffusers.sample.eval_num_steps}:
         family.set_scheduler_timestep(num_steps)
     if stage.kind.makes == "data":
-        splits = importlib.import_module("cosmos_core.data.prepare_media").look(stage)
+        splits = importlib.import_module("cosmos_core.data.prepare_media").preview(stage)
         lines += [line for line, *_ in splits.values()]
         prompts: JsonValue = {name: first for name, (*_, first) in splits.items()}
         info = _batches(stage, splits["train"][1], lines) | _held_out(splits)
@@ -170,13 +170,13 @@ def _of_diffusion(stage: Stage) -> dict[str, JsonValue]:
     if stage.kind.trains:
         with torch.device("meta"):
             denoiser = family.folder.build(family.denoiser_name)
-            choose_trained(denoiser, policy, family.lora_targets)
+            mark_trained_weights(denoiser, policy, family.lora_targets)
         lines += _adapter(denoiser, policy.lora)
     frames = policy.diffusers.inference_frames if family.is_video else 1
-    return {"found": "; ".join(lines + look_at_rewards(stage, frames))}
+    return {"found": "; ".join(lines + check_rewards(stage, frames))}
 
 
-def look_at_rewards(stage: Stage, num_frames: int | None = None) -> list[str]:
+def check_rewards(stage: Stage, num_frames: int | None = None) -> list[str]:
     """Call the local rewards of a stage on made-up completions, ask its reward services, and return a line about each.
 
     `num_frames`: frames of the made-up video; None if completions are text.

@@ -20,7 +20,7 @@ import numpy as np
 from cosmos_core.observe import gallery
 from cosmos_core.parallel.mesh import is_first
 from cosmos_core.rollout.groups import reward_means
-from cosmos_core.run.files import telling_of_full_disk, write_text
+from cosmos_core.run.files import raise_disk_full, write_text
 from cosmos_core.types import Completion, ScoredGroup
 
 logger = logging.getLogger(__name__)
@@ -32,9 +32,9 @@ _NUM_DRAWN_GROUPS, _NUM_DRAWN = 2, 4
 """Numbers of groups of images or videos that are written for each step, and of completions for each group."""
 _MOST_CHARACTERS = 20_000
 _MOST_STEPS = 1_000
-_MOST_DRAWN_BYTES = 1 << 30
+_MAX_IMAGE_BYTES = 1 << 30
 """Maximum size in bytes of the image and video files of all steps; files of the newest step are always kept."""
-_WINDOW = 8  # steps; without a trend, all 4 later values exceed all 4 earlier values with probability 1/70
+_WINDOW = 8  # number of steps: without a trend, the last 4 values exceed the first 4 values with probability 1/70
 _NGRAM = 4
 
 
@@ -42,7 +42,7 @@ class CompletionLog:
     """Logger that writes completions of each train step on the first rank and warns of signs of reward hacking or
     collapse."""
 
-    def __init__(self, folder: Path, *, writes: bool, most_drawn_bytes: int = _MOST_DRAWN_BYTES) -> None:
+    def __init__(self, folder: Path, *, writes: bool, most_drawn_bytes: int = _MAX_IMAGE_BYTES) -> None:
         """Log into `folder`; with `writes=False` only issue warnings."""
         self._folder, self._writes, self._most_drawn_bytes = folder, writes, most_drawn_bytes
         self._rewards: deque[Mapping[str, float]] = deque(maxlen=_WINDOW)
@@ -55,7 +55,7 @@ class CompletionLog:
         if not is_first():
             return
         if self._writes:
-            with telling_of_full_disk(self._folder.parent):
+            with raise_disk_full(self._folder.parent):
                 self._write(step, groups)
         self._watch(step, groups)
 
@@ -67,7 +67,7 @@ class CompletionLog:
         lines = [_line(step, scored, k) for scored, at in chosen for k in at]
         file = self._folder / f"step_{step:06d}.jsonl"
         if is_drawn:
-            drawings = [gallery.drawings_of(scored, at) for scored, at in chosen]
+            drawings = [gallery.samples_of_group(scored, at) for scored, at in chosen]
             names = gallery.save_rows(file.with_suffix(""), drawings)
             for line, name in zip(lines, (name for row in names for name in row), strict=True):
                 line["media"] = f"{self._folder.name}/{file.stem}/{name}"
@@ -95,26 +95,26 @@ class CompletionLog:
         # without reward functions, every score is 0 and has no metrics, which is no sign of a problem
         is_scored = any(score.metrics for scored in groups for score in scored.scores)
         is_constant = is_scored and max(map(len, values)) > 1 and all(len(set(each)) <= 1 for each in values)
-        self._tell(
+        self._warn_once(
             "constant", is_constant,
             f"step {step}: the completions of each of {len(groups)} groups have equal rewards, of which nothing is "
             f"learned; take other prompts, rewards or a higher temperature",
         )  # fmt: skip
         self._rewards.append({name: mean for name, mean in reward_means(groups).items() if "/" not in name})
-        opposed = _opposed(self._rewards)
-        self._tell("opposed", bool(opposed), f"steps {step - _WINDOW + 1} to {step}: {opposed}; a reward may be "
+        opposed = _opposed_message(self._rewards)
+        self._warn_once("opposed", bool(opposed), f"steps {step - _WINDOW + 1} to {step}: {opposed}; a reward may be "
                    f"exploited: cosmos samples --step {step} --best")  # fmt: skip
-        shape = _shape([each for scored in groups for each in scored.group.completions])
+        shape = _text_statistics([each for scored in groups for each in scored.group.completions])
         if not shape:
             return
         self._shapes.append(shape)
         if len(self._first) < _WINDOW // 2:
             self._first.append(shape)
             return
-        for name, problem in _collapsed(_mean(self._first), _mean(self._shapes)).items():
-            self._tell(name, bool(problem), f"step {step}: {problem}; look at them: cosmos samples --step {step}")
+        for name, problem in _collapse_messages(_mean(self._first), _mean(self._shapes)).items():
+            self._warn_once(name, bool(problem), f"step {step}: {problem}; look at them: cosmos samples --step {step}")
 
-    def _tell(self, name: str, is_wrong: bool, message: str) -> None:
+    def _warn_once(self, name: str, is_wrong: bool, message: str) -> None:
         """Log a warning when a condition becomes true, and not again before the condition has been false."""
         if is_wrong and name not in self._told:
             logger.warning("%s", message)
@@ -158,7 +158,7 @@ def _line(step: int, scored: ScoredGroup, k: int) -> dict[str, Any]:
     }
 
 
-def _opposed(means: Sequence[Mapping[str, float]]) -> str:
+def _opposed_message(means: Sequence[Mapping[str, float]]) -> str:
     """Return a message if exactly one reward rose while others fell, else an empty string.
 
     A reward rose or fell if all values of the later half of the window lie beyond all values of the earlier half.
@@ -180,7 +180,7 @@ def _opposed(means: Sequence[Mapping[str, float]]) -> str:
     return f"reward {name!r} rose from {low:.3g} to {high:.3g} while {' and '.join(falls)}"
 
 
-def _shape(completions: Sequence[Completion]) -> dict[str, float]:
+def _text_statistics(completions: Sequence[Completion]) -> dict[str, float]:
     """Return means over text completions: sampled tokens, share of repeated 4-grams, and entropy; empty for images.
 
     The entropy is estimated as the mean of -log p of the sampled tokens.
@@ -206,7 +206,7 @@ def _mean(shapes: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: float(np.mean([shape[name] for shape in shapes])) for name in shapes[0]}
 
 
-def _collapsed(first: Mapping[str, float], now: Mapping[str, float]) -> dict[str, str]:
+def _collapse_messages(first: Mapping[str, float], now: Mapping[str, float]) -> dict[str, str]:
     """Return a message for each property of completions; empty if the property has not collapsed since the start."""
     is_short = now["length"] < first["length"] / 4
     is_repetitive = now["repetition"] > max(0.5, first["repetition"] + 0.25)

@@ -11,7 +11,7 @@ from cosmos_core.algorithms.diffusion_sft import flow_loss
 from cosmos_core.algorithms.flow_credit import make_noise
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.flow_sample import FlowSample, seed_of
-from cosmos_core.data.kinds.media import draws_of
+from cosmos_core.data.kinds.media import noise_sampler_of
 from cosmos_core.data.media_rows import MediaRows, open_media, open_media_prompts
 from cosmos_core.data.order import batch_positions
 from cosmos_core.models.base import MicroBatch
@@ -80,7 +80,7 @@ def data_term(rows: MediaRows, recipe: Recipe, trainer: Trainer) -> Callable[[in
     the train step and the number of the optimizer step, both counted from 0.
     """
     diffusers = recipe.policy.diffusers
-    draws, flow_rl = draws_of(rows, diffusers, trainer.adapter), diffusers.flow_rl
+    draws, flow_rl = noise_sampler_of(rows, diffusers, trainer.adapter), diffusers.flow_rl
     size, seed = min(len(rows), rows_per_step(recipe)), recipe.train.order_seed
     shuffles = recipe.train.train_policy.dataloader_shuffle
 

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig, PreTrainedModel
 
 from cosmos_core.algorithms.registry import make_algorithm
-from cosmos_core.config.media import media_of
+from cosmos_core.config.media import media_settings
 from cosmos_core.config.schema.dataset import RowsConfig, generator_of
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.supervised import SupervisedConfig
@@ -25,9 +25,9 @@ from cosmos_core.data.kinds.base import TRAIN
 from cosmos_core.data.kinds.registry import row_kind
 from cosmos_core.data.rows import load_rows, split_rows
 from cosmos_core.errors import first_line
-from cosmos_core.models.causal_lm import CausalLM, Reading
-from cosmos_core.models.flops import matmul_rate
-from cosmos_core.models.freeze import choose_trained
+from cosmos_core.models.causal_lm import CausalLM, InputProcessing
+from cosmos_core.models.flops import measure_matmul_flops
+from cosmos_core.models.freeze import mark_trained_weights
 from cosmos_core.models.hf import model_without_weights
 from cosmos_core.models.recompute import Recompute
 from cosmos_core.run.progress import Progress
@@ -73,7 +73,7 @@ class Estimate:
     notes: tuple[str, ...]
 
 
-class _Course(NamedTuple):
+class _TrainingLength(NamedTuple):
     """Number of steps and tokens of the whole training."""
 
     steps: int | None
@@ -115,7 +115,10 @@ def estimate(recipe: Recipe, model: str, progress: Progress, *, prepared: Path |
     Raises:
         ModelError, DataError: config.json or the rows are missing or wrong.
     """
-    rows = _prepared_rows(recipe, prepared) if prepared else _Rows(_count_rows(recipe), of_a_row=_of_a_row(recipe))
+    if prepared:
+        rows = _prepared_rows(recipe, prepared)
+    else:
+        rows = _Rows(_count_rows(recipe), of_a_row=_sequences_per_row(recipe))
     length = int(_row_length(recipe, rows.longest))
     limit = recipe.train.max_num_steps
     notes = []
@@ -216,13 +219,13 @@ def _trace(recipe: Recipe, model: str, length: int, progress: Progress) -> tuple
 
     with torch.device("meta"):  # adapters cannot be added to a model of fake tensors
         built = build(policy.model_gradient_checkpointing)
-        choose_trained(built, policy)
+        mark_trained_weights(built, policy)
     with FakeTensorMode():
-        _pretend_data(built)
+        _use_fake_tensors(built)
         try:
-            # torchao's compiled 8-bit optimizers cannot be traced; `_as_held` counts their moments.
+            # torchao's compiled 8-bit optimizers cannot be traced; `_add_untraced_memory` counts their moments.
             wide = train.derived(optm_name=train.optm_name.removesuffix("8bit"))
-            trainer = Trainer(CausalLM(built, wide, Reading(0)), wide, progress)
+            trainer = Trainer(CausalLM(built, wide, InputProcessing(0)), wide, progress)
             for name in named:
                 trainer.named.add(name)
             memory = step_memory(trainer, make_algorithm(recipe), wide, length)
@@ -231,11 +234,11 @@ def _trace(recipe: Recipe, model: str, length: int, progress: Progress) -> tuple
             logger.info("the step cannot be traced", exc_info=True)
             reason = first_line(error)
             unknown = f"activations: unknown, because the model cannot be traced without data ({reason})"
-            return built, _as_held(held_memory(built, len(named)), built, train), [unknown]
-    return built, _as_held(memory, built, train), []
+            return built, _add_untraced_memory(held_memory(built, len(named)), built, train), [unknown]
+    return built, _add_untraced_memory(memory, built, train), []
 
 
-def _as_held(memory: Memory, model: PreTrainedModel, train: TrainConfig) -> Memory:
+def _add_untraced_memory(memory: Memory, model: PreTrainedModel, train: TrainConfig) -> Memory:
     """Return `memory` with the parts that the traced step lacks: 8-bit moments and the moving average."""
     if train.optm_name.endswith("8bit"):
         memory = replace(memory, optimizer=eight_bit_moments(model))
@@ -245,7 +248,7 @@ def _as_held(memory: Memory, model: PreTrainedModel, train: TrainConfig) -> Memo
     return memory
 
 
-def _pretend_data(model: PreTrainedModel) -> None:
+def _use_fake_tensors(model: PreTrainedModel) -> None:
     """Replace a model's meta tensors by fake CPU tensors in place; tied parameters stay tied."""
     moved: dict[int, torch.Tensor] = {}
     for module in model.modules():
@@ -262,14 +265,14 @@ def _pretend_data(model: PreTrainedModel) -> None:
 
 def _prepared_rows(recipe: Recipe, folder: Path) -> _Rows:
     statistics = json.loads((folder / "statistics.json").read_text(encoding="utf-8"))["train"]
-    longest, of_a_row = statistics["length"]["max"], _of_a_row(recipe)
+    longest, of_a_row = statistics["length"]["max"], _sequences_per_row(recipe)
     if of_a_row > 1:
         rows = row_kind(recipe.train.train_policy.rows).open(folder, TRAIN, recipe.policy)
         longest = int(rows.token_counts(is_packed=False).max()) // of_a_row
     return _Rows(statistics["rows"], longest, statistics["length"]["mean"] / of_a_row, of_a_row)
 
 
-def _of_a_row(recipe: Recipe) -> int:
+def _sequences_per_row(recipe: Recipe) -> int:
     return recipe.train.train_policy.sequences_per_row
 
 
@@ -280,7 +283,7 @@ def _count_rows(recipe: Recipe) -> int | None:
 
 
 def _count_of(recipe: Recipe, key: str, dataset: RowsConfig) -> int | None:
-    if annotations := media_of(recipe).annotation_path:
+    if annotations := media_settings(recipe).annotation_path:
         dataset = dataset.derived(name=annotations, split=("train",))
     if not (generator_of(dataset.name) or (dataset.name and Path(dataset.name).expanduser().exists())):
         return None
@@ -298,7 +301,7 @@ def _row_length(recipe: Recipe, tokens: float | None) -> float:
     return longest if tokens is None else min(longest, tokens + completion)
 
 
-def _course(recipe: Recipe, rows: _Rows, prepared: Path | None) -> _Course:
+def _course(recipe: Recipe, rows: _Rows, prepared: Path | None) -> _TrainingLength:
     """Return the steps and tokens of the training."""
     train, policy = recipe.train, recipe.train.train_policy
     if policy.balances_tokens:
@@ -307,10 +310,10 @@ def _course(recipe: Recipe, rows: _Rows, prepared: Path | None) -> _Course:
     if rows.number is not None:
         steps = total_steps(recipe, rows.number)
     of_a_step = train.train_batch_per_replica * rows.of_a_row * _row_length(recipe, rows.mean)
-    return _Course(steps, None if steps is None else round(steps * of_a_step), rows.number is None)
+    return _TrainingLength(steps, None if steps is None else round(steps * of_a_step), rows.number is None)
 
 
-def _balanced_course(recipe: Recipe, prepared: Path | None) -> _Course:
+def _balanced_course(recipe: Recipe, prepared: Path | None) -> _TrainingLength:
     """Return the number of steps and tokens of a training whose batches are filled by tokens.
 
     The numbers equal those of the feed; without prepared rows they are the maximum that the token budget allows.
@@ -320,13 +323,13 @@ def _balanced_course(recipe: Recipe, prepared: Path | None) -> _Course:
         steps, policy = recipe.train.max_num_steps, recipe.train.train_policy
         assert isinstance(policy, SupervisedConfig)
         of_a_step = policy.load_balanced_batches_per_optimizer_step * micro_batch_tokens(recipe)
-        return _Course(steps, steps * of_a_step, True)
+        return _TrainingLength(steps, steps * of_a_step, True)
     rows = row_kind(recipe.train.train_policy.rows).open(prepared, TRAIN, recipe.policy)
     lengths = rows.token_counts(is_packed=True)
     plan = balanced_steps(rows, recipe)
     assert plan is not None
     indices = [i for step in range(plan.total_steps) for batch in plan.micro_batches(step) for i in batch]
-    return _Course(plan.total_steps, int(lengths[indices].sum()), False)
+    return _TrainingLength(plan.total_steps, int(lengths[indices].sum()), False)
 
 
 def _disk(recipe: Recipe, memory: Memory, parameters: int, trainable: int, steps: int | None) -> int:
@@ -351,7 +354,7 @@ def _machine(recipe: Recipe) -> dict[str, Any]:
     else:
         count = torch.get_num_threads()
         name, memory = f"cpu, {count} thread{'s' * (count > 1)}", psutil.virtual_memory().total
-    rate = matmul_rate(device, getattr(torch, recipe.train.param_dtype))
+    rate = measure_matmul_flops(device, getattr(torch, recipe.train.param_dtype))
     return {"device": name, "is_cpu": device.type == "cpu", "flops": rate, "memory": memory}
 
 

@@ -67,7 +67,7 @@ def total_steps(recipe: Recipe, num_rows: int) -> int:
         DataError: the rows do not fill one step.
     """
     train = recipe.train
-    if recipe.spreads_groups:  # a step may mix prompts of two epochs, so only the total is rounded up
+    if recipe.may_split_groups:  # a step may mix prompts of two epochs, so only the total is rounded up
         steps = -(-train.epoch * num_rows * recipe.rollout.n_generation // train.train_batch_per_replica)
     else:
         steps = train.epoch * batches_per_epoch(rows_per_step(recipe), num_rows, train.train_policy.drops_last)
@@ -89,7 +89,7 @@ def unused_rows(recipe: Recipe, num_rows: int) -> str:
     Raises:
         DataError: the rows do not fill one step.
     """
-    return left_over(recipe.train, 1 if recipe.spreads_groups else rows_per_step(recipe), num_rows)
+    return left_over(recipe.train, 1 if recipe.may_split_groups else rows_per_step(recipe), num_rows)
 
 
 def balanced_steps(rows: LearnedRows, recipe: Recipe) -> BalancedSteps | None:
@@ -187,7 +187,7 @@ def sft_rows(rows: LearnedRows, recipe: Recipe) -> Callable[[int], Update]:
     Raises:
         DataError: there are fewer rows than one optimizer step needs.
     """
-    train, term = recipe.train, recipe.train.train_policy.real_rows
+    train, term = recipe.train, recipe.train.train_policy.supervised_rows
     assert term is not None
     if len(rows) < term.batch_size:
         raise DataError(

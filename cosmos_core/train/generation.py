@@ -16,12 +16,12 @@ from transformers import PreTrainedModel
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.sample import Sample
 from cosmos_core.environment import hide
-from cosmos_core.models.freeze import choose_trained
+from cosmos_core.models.freeze import mark_trained_weights
 from cosmos_core.models.generation_config import load_generation_config
 from cosmos_core.models.hf import load_tokenizer, model_without_weights
 from cosmos_core.models.lora import is_adapted
 from cosmos_core.models.open_causal_lm import open_vision
-from cosmos_core.models.processor import Vision
+from cosmos_core.models.processor import ImageReader
 from cosmos_core.observe.logs import configure
 from cosmos_core.rewards.runner import ScoreGroups
 from cosmos_core.rollout.base import Engine, EngineSettings, WeightFormat
@@ -56,7 +56,7 @@ class Generation:
         stage, adapter = self._stage, self._trainer.adapter
         stage.progress.phase("load")
         engine: Engine
-        if stage.kind.feed == "rollouts" and stage.recipe.engines_apart:
+        if stage.kind.feed == "rollouts" and stage.recipe.num_engines:
             engine = _fleet(stage)
             engine.resync = lambda: self.resync(self._newest)
         else:
@@ -87,7 +87,7 @@ class Generation:
             adapter.model,
             self._probe_logprobs,
             getattr(torch, self._stage.recipe.train.param_dtype),
-            whole=adapter.whole,
+            meta_copy=adapter.meta_copy,
             transfer_dtype=self._transfer_dtype,
             probe_interval=self._stage.recipe.rollout.probe_interval,
         )
@@ -146,7 +146,7 @@ def transfer_dtype_of(train: TrainConfig) -> torch.dtype | None:
 
 
 def _settings(
-    stage: Stage, model: PreTrainedModel, tokenizer: Any, vision: Vision | None, *, is_apart: bool = False
+    stage: Stage, model: PreTrainedModel, tokenizer: Any, vision: ImageReader | None, *, is_separate: bool = False
 ) -> EngineSettings:
     return EngineSettings(
         model,
@@ -156,7 +156,7 @@ def _settings(
         max_model_len=stage.recipe.policy.model_max_length,
         dtype=getattr(torch, stage.recipe.train.param_dtype),
         custom=stage.recipe.custom,
-        is_apart=is_apart,
+        is_separate=is_separate,
         vision=vision,
     )
 
@@ -168,17 +168,17 @@ def _fleet(stage: Stage) -> Fleet:
         most_groups=rollout.groups_in_flight,
         patience=rollout.engine_timeout_seconds,
         swap=rollout.async_r2r_sync,
-        takes_turns=stage.recipe.mode == "colocated_separated",
+        sleeps_in_training=stage.recipe.mode == "colocated_separated",
         beat=stage.progress.beat,
     )
 
 
 def open_replica(path: Path) -> Replica:
     """Open the engine of the stage in `path` in a separate process, without the trainer's weights."""
-    return Replica(partial(_open_apart, path))
+    return Replica(partial(_open_separate_engine, path))
 
 
-def _open_apart(path: Path) -> Engine:
+def _open_separate_engine(path: Path) -> Engine:
     configure("WARNING")
     hide()
     return open_engine(load_stage(path))
@@ -194,7 +194,7 @@ def open_engine(stage: Stage) -> Engine:
         )
     if stage.kind.trains:
         # The engine must know the shapes of the adapter, so that later only the adapter's weights are sent.
-        choose_trained(model, policy)
+        mark_trained_weights(model, policy)
     if generation := load_generation_config(stage.model, policy.model_revision):
         model.generation_config = generation
-    return make_engine(_settings(stage, model, tokenizer, open_vision(stage), is_apart=True))
+    return make_engine(_settings(stage, model, tokenizer, open_vision(stage), is_separate=True))

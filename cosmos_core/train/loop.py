@@ -28,7 +28,7 @@ from cosmos_core.train.hooks import Hooks
 from cosmos_core.train.measure import PREFIX
 from cosmos_core.train.mfu import Utilization
 from cosmos_core.train.profile import StepProfiler
-from cosmos_core.train.stop import StopAsked, check_stop
+from cosmos_core.train.stop import StopRequested, check_stop
 from cosmos_core.train.trainer import Trainer
 from cosmos_core.train.validation import Validation
 from cosmos_core.types import JsonValue
@@ -80,7 +80,7 @@ class Loop:
         Raises:
             Preempted: a signal requested a stop.
         """
-        self.trainer.adapter.prove()
+        self.trainer.adapter.check_parallel_plan()
         hooks, (start, is_unmeasured) = self._hooks, self._restore()
         hooks("pre_training_hook", start_step=start, total_steps=self.feed.total_steps)
         self.validation.publish(start)
@@ -89,10 +89,10 @@ class Loop:
         elif self.validation.was_cut_off(start) and self._measure_last():
             self._save()
         if self.validation.measure and self.validation.config.val_before_train and start == 0:
-            self._log(0, self._measured())
+            self._log(0, self._validation_metrics())
         with StepProfiler(self.stage, start) as profiler:
             self._train(profiler)
-        has_new_metrics = self._settle()
+        has_new_metrics = self._wait_for_validation()
         has_new_metrics = self._measure_last() or has_new_metrics
         self.checkpointer.wait()
         if has_new_metrics or self.checkpointer.latest() != self.step:
@@ -113,14 +113,14 @@ class Loop:
             is_due = validation.is_due(self.step, is_last=is_last)
             is_async = is_due and validation.async_validation is not None and not is_last
             saves = self.step % save_freq == 0
-            if (is_due or saves) and self._settle():
+            if (is_due or saves) and self._wait_for_validation():
                 # The validation that has ended may have changed the best step; only a change by this step needs a save.
                 best_before = self.best
             if is_async:
                 # Save before the validation ends: the step may prove best when later steps have changed the weights.
                 saves = True
             elif is_due:
-                metrics |= self._measured(metrics)
+                metrics |= self._validation_metrics(metrics)
             self._log(self.step, metrics)
             if is_async:
                 validation.begin(self.step)
@@ -133,7 +133,7 @@ class Loop:
         try:
             check_stop(self.stage)
             metrics = self._step()
-        except StopAsked:
+        except StopRequested:
             raise self._preempted() from None
         if metrics is None:
             return None
@@ -143,11 +143,11 @@ class Loop:
         self._hooks("post_training_step_hook", current_step=self.step, total_steps=self.feed.total_steps, **metrics)
         return metrics
 
-    def _settle(self) -> bool:
+    def _wait_for_validation(self) -> bool:
         """Wait for the running validation, if any, and return whether a validation was running."""
         try:
             return self.validation.wait(self.step)
-        except StopAsked:
+        except StopRequested:
             raise self._preempted() from None
 
     def _measure_last(self) -> bool:
@@ -157,17 +157,17 @@ class Loop:
             return False
         # The engine may lack the weights of the last step, because a further step was expected.
         self.validation.publish(self.step)
-        self._record(self.step, self._measured())
+        self._record(self.step, self._validation_metrics())
         return True
 
-    def _measured(self, metrics: dict[str, float] | None = None) -> dict[str, float]:
+    def _validation_metrics(self, metrics: dict[str, float] | None = None) -> dict[str, float]:
         """Return the validation metrics of the current step.
 
         If a stop is requested during the validation, the train step's metrics (`metrics`) are logged first.
         """
         try:
             return self.validation.run(self.step)
-        except StopAsked:
+        except StopRequested:
             if metrics is not None:
                 self._log(self.step, metrics)
             raise self._preempted() from None
@@ -195,13 +195,13 @@ class Loop:
             if self.utilization:
                 self.utilization.add(update)
         self.trainer.drop_gradients()  # a colocated engine may need the memory of the gradients
-        metrics |= _over_updates(updates)
+        metrics |= _mean_over_updates(updates)
         metrics |= self.watch(self.step + 1, metrics)
         compiling = self.stage.progress.compile_seconds - compiled
         seconds = time.perf_counter() - start - compiling
         if self.utilization:
             metrics["throughput/mfu"] = self.utilization.reached(seconds)
-        num_tokens = sum(self.trainer.adapter.cost(sample) for sample in samples)
+        num_tokens = sum(self.trainer.adapter.num_tokens(sample) for sample in samples)
         return metrics | {
             **learning_rates,
             "tokens": float(num_tokens),
@@ -250,16 +250,16 @@ class Loop:
             if (rng := state.extra["rng"]) is not None:
                 restore_rng(_table(rng))
             else:
-                seed_rng(self.stage.seed, start, self._data_rank)
+                seed_rng(self.stage.seed, start, self._seed_rank)
         else:  # torch's generators were seeded when the model was opened
-            seed_rng(self.stage.seed, 0, self._data_rank, keeps_torch=True)
+            seed_rng(self.stage.seed, 0, self._seed_rank, keeps_torch=True)
         self.validation.load_state_dict(start, state.extra if own_step else {})
         if own_step:
             self._last = {str(key): float(value) for key, value in _table(state.extra["metrics"]).items()}
             self.stage.progress.saved(own_step)
         if start:
             self._hooks("load_checkpoint_hook", step=start)
-        self.checkpointer.name_best(self._kept)
+        self.checkpointer.name_best(self._best_if_saved)
         is_unmeasured = bool(own_step and state.extra.get("is_unmeasured"))
         self.stage.metrics.cut_back(start, again=PREFIX if is_unmeasured else "")
         self.stage.progress.step(start, total)
@@ -267,7 +267,7 @@ class Loop:
         return start, is_unmeasured and self.validation.async_validation is not None
 
     @property
-    def _data_rank(self) -> int:
+    def _seed_rank(self) -> int:
         """Return the number that distinguishes this rank's random seeds; ranks that share a sample share the number."""
         mesh = self.trainer.adapter.mesh
         return mesh.data.get_local_rank() if mesh else 0
@@ -282,10 +282,10 @@ class Loop:
             "num_updates": self._num_updates, **self.validation.state_dict(self.step),
         }  # fmt: skip
         self.stage.metrics.sync()
-        self.checkpointer.save(self.step, state, self._kept)
+        self.checkpointer.save(self.step, state, self._best_if_saved)
 
     @property
-    def _kept(self) -> Best | None:
+    def _best_if_saved(self) -> Best | None:
         """Return the best step if checkpoints of best steps are saved, else None."""
         return self.best if self.stage.recipe.train.ckpt.enable_checkpoint else None
 
@@ -308,7 +308,7 @@ class Loop:
         self.stage.progress.step(step, self.feed.total_steps, **progress)
 
 
-def _over_updates(updates: Sequence[dict[str, float]]) -> dict[str, float]:
+def _mean_over_updates(updates: Sequence[dict[str, float]]) -> dict[str, float]:
     """Return the mean of each metric over the optimizer updates of a train step; the maximum for names in `..._max`."""
     combined: dict[str, float] = {}
     for name in dict.fromkeys(name for metrics in updates for name in metrics):

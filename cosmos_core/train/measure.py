@@ -29,7 +29,7 @@ from cosmos_core.rewards.remote import RemoteRewards
 from cosmos_core.rewards.runner import RewardRunner, ScoreGroups
 from cosmos_core.rollout.base import Engine, generate
 from cosmos_core.rollout.groups import reward_means, source_means, turn_metrics
-from cosmos_core.run.files import json_objects, telling_of_full_disk, write_text
+from cosmos_core.run.files import json_objects, raise_disk_full, write_text
 from cosmos_core.run.progress import Progress, has_step
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.diffusion_setup import evaluation_sampling
@@ -163,21 +163,21 @@ class Completions:
             groups += self._score(generated)
             check_stop(self._stage)
         self._engine.sleep()
-        return self.told(step, groups)
+        return self.log_metrics(step, groups)
 
     @property
-    def asked(self) -> tuple[Sequence[Prompt], Sampling, int]:
+    def validation_requests(self) -> tuple[Sequence[Prompt], Sampling, int]:
         """Return the held-out prompts, their sampling settings, and the value that replaces the step in their seeds."""
         return self._prompts, self._sampling, _SEED_STEP
 
-    def scored(self, groups: Sequence[Group]) -> list[ScoredGroup]:
+    def score(self, groups: Sequence[Group]) -> list[ScoredGroup]:
         """Return groups of held-out completions with the scores of their completions."""
         return self._score(groups)
 
-    def told(self, step: int, groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    def log_metrics(self, step: int, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         """Return the metrics of scored groups; the first rank adds some of the groups to `samples.jsonl`."""
         if is_first():
-            with telling_of_full_disk(self._stage.path):
+            with raise_disk_full(self._stage.path):
                 add_samples(self._stage.path / SAMPLES, step, groups[:_NUM_SAMPLES], is_scored=self._is_scored)
         if self._sampling.flow is None:
             return completion_metrics(groups, self._full)
@@ -216,7 +216,7 @@ def add_samples(path: Path, step: int, groups: Sequence[ScoredGroup], *, is_scor
 def add_drawings(stage: Path, step: int, groups: Sequence[ScoredGroup], *, is_scored: bool) -> list[list[str]]:
     """Write the images or videos of each prompt to a folder of `step`; return the file names of each prompt, which
     are empty for text."""
-    rows = [gallery.drawings_of(scored, range(len(scored.scores)), is_scored=is_scored) for scored in groups]
+    rows = [gallery.samples_of_group(scored, range(len(scored.scores)), is_scored=is_scored) for scored in groups]
     rows = [row for row in rows if row]
     return gallery.save(stage, step, rows) if rows else []
 
@@ -231,7 +231,7 @@ def validation_sampling(recipe: Recipe) -> Sampling:
         top_p=rollout.sampling_config.top_p if validation.top_p is None else validation.top_p,
         top_k=rollout.sampling_config.top_k if validation.top_k is None else validation.top_k,
         repetition_penalty=validation.repetition_penalty,
-        max_tokens=most_tokens(recipe),
+        max_tokens=max_held_out_tokens(recipe),
         num_completions=validation.n_generation,
         seed=recipe.train.seed,
         flow=evaluation_sampling(recipe) if recipe.policy.is_diffusers else None,
@@ -243,7 +243,7 @@ def held_out_batch(recipe: Recipe) -> int:
     return recipe.validation.batch_size or recipe.train.train_policy.mini_batch
 
 
-def most_tokens(recipe: Recipe) -> int:
+def max_held_out_tokens(recipe: Recipe) -> int:
     """Return the maximum number of tokens in a held-out completion."""
     return recipe.validation.max_response_length or recipe.rollout.max_response_length
 

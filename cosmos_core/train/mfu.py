@@ -3,7 +3,7 @@
 import torch
 
 from cosmos_core.algorithms.base import Update
-from cosmos_core.models.flops import TrainFlops, matmul_rate
+from cosmos_core.models.flops import TrainFlops, measure_matmul_flops
 from cosmos_core.parallel.mesh import num_ranks
 from cosmos_core.train.trainer import Trainer
 
@@ -17,9 +17,9 @@ class Utilization:
     def __init__(self, trainer: Trainer, dtype: str) -> None:
         """Measure the matmul rate in `dtype`."""
         adapter = trainer.adapter
-        self._cost = adapter.cost
-        self._flops = TrainFlops(adapter.whole if adapter.whole is not None else adapter.model)
-        self._rate = matmul_rate(adapter.device, getattr(torch, dtype)) * num_ranks()
+        self._cost = adapter.num_tokens
+        self._flops = TrainFlops(adapter.meta_copy if adapter.meta_copy is not None else adapter.model)
+        self._rate = measure_matmul_flops(adapter.device, getattr(torch, dtype)) * num_ranks()
         self._counted = 0.0
 
     def add(self, update: Update) -> None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from cosmos_core.checkpoint.state import FOLLOWING
+from cosmos_core.checkpoint.state import COPIES_OF_POLICY
 from cosmos_core.parallel.fsdp import local_shard
 
 
@@ -27,7 +27,7 @@ class NamedWeights:
     def add(self, name: str) -> None:
         """Add the set `name` with a copy of the policy's weights: in float32 if the set follows the policy, else in the
         policy's dtype."""
-        dtype = torch.float32 if name in FOLLOWING else None
+        dtype = torch.float32 if name in COPIES_OF_POLICY else None
         self.tensors[name] = {n: weight.to(dtype or weight.dtype, copy=True) for n, weight in self.policy.items()}
 
     def reset(self, name: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from cosmos_core.config.schema.dataset import PASS_RATES
 from cosmos_core.rewards.base import has_full_reward
-from cosmos_core.run.files import telling_of_full_disk, write_text
+from cosmos_core.run.files import raise_disk_full, write_text
 from cosmos_core.types import Prompt, ScoredGroup
 
 
@@ -56,5 +56,5 @@ class PassRates:
             lines.append(
                 json.dumps({**line, "drawn": int(drawn), "completions": int(valid)}, ensure_ascii=False) + "\n"
             )
-        with telling_of_full_disk(folder):
+        with raise_disk_full(folder):
             write_text(folder / PASS_RATES, "".join(lines))

@@ -34,12 +34,12 @@ Setting = tuple[str, Any, str]
 _NUM_ROWS = 500
 _GIB = 2**30
 _STATE_BYTES = 16  # bytes for each trained weight: the weight, its gradient and both moments of Adam in float32
-_ROOM = 0.7  # fraction of memory for weights and optimizer state; the rest is for activations
+_STATE_FRACTION = 0.7  # fraction of memory for weights and optimizer state; the rest is for activations
 _COLUMN_KEYS = ("prompt_column_name", "response_column_name")
 _IMAGES = {".png", ".jpg", ".jpeg", ".webp"}
 
 
-class Asked(NamedTuple):
+class Options(NamedTuple):
     """Options of the command that proposes a recipe; an empty string means that the option is missing."""
 
     method: str
@@ -71,30 +71,31 @@ def machine() -> Machine:
     return Machine(psutil.virtual_memory().available, 0)
 
 
-def propose(asked: Asked, here: Machine) -> Iterator[Setting]:
+def propose(options: Options, machine: Machine) -> Iterator[Setting]:
     """Yield the settings of a recipe.
 
     Raises:
         ModelError, DataError: the model or the rows are unusable, or the options must name the columns.
     """
-    method = METHODS[asked.method]
-    yield "policy.model_name_or_path", asked.model, "--model"
+    method = METHODS[options.method]
+    yield "policy.model_name_or_path", options.model, "--model"
     yield from ((key, value, f"cosmos {method.command}") for key, value in method.settings.items())
-    yield from _of_images(asked, method, here) if row_kind(method.rows).has_media else _of_text(asked, method, here)
+    settings_of = _image_settings if row_kind(method.rows).has_media else _text_settings
+    yield from settings_of(options, method, machine)
     yield "train.ckpt.enable_checkpoint", True, "so that a killed run goes on from here"
     yield "train.ckpt.save_freq", 50, "steps"
     yield "train.ckpt.max_keep", 2, "older ones are removed"
 
 
-def _of_text(asked: Asked, method: Method, here: Machine) -> Iterator[Setting]:
-    rows = load_rows(DatasetConfig(name=asked.data), "train.train_policy.dataset")
+def _text_settings(options: Options, method: Method, machine: Machine) -> Iterator[Setting]:
+    rows = load_rows(DatasetConfig(name=options.data), "train.train_policy.dataset")
     sample = list(islice(rows, _NUM_ROWS))
     if not sample:
-        raise DataError(f"--data {asked.data}: no rows")
-    columns, reason = _columns(asked, method, sample[0][1])
-    yield "train.train_policy.dataset.name", asked.data, f"--data; {len(rows):,} rows"
+        raise DataError(f"--data {options.data}: no rows")
+    columns, reason = _columns(options, method, sample[0][1])
+    yield "train.train_policy.dataset.name", options.data, f"--data; {len(rows):,} rows"
     yield from ((f"train.train_policy.{key}", column, reason) for key, column in columns.items())
-    config, tokenizer = load_config(asked.model), load_tokenizer(asked.model)
+    config, tokenizer = load_config(options.model), load_tokenizer(options.model)
     kind = tokenised_kind(method.rows)
     prompt, response = (columns.get(name, "") for name in _COLUMN_KEYS)
     longest = _longest(tokenizer, lambda row, where: kind.read_columns(row, where, prompt, response), sample)
@@ -103,7 +104,7 @@ def _of_text(asked: Asked, method: Method, here: Machine) -> Iterator[Setting]:
         named = "chatml" if {"<|im_start|>", "<|im_end|>"} <= tokenizer.get_vocab().keys() else "plain"
         yield "policy.chat_template", named, "the model has none, and the rows have turns"
     text, is_drawn = config.get_text_config(), kind.is_completed
-    drawn = (1024 if here.num_gpus else 256) * is_drawn
+    drawn = (1024 if machine.num_gpus else 256) * is_drawn
     context_length = getattr(text, "max_position_embeddings", None) or 1 << 20
     length = min(context_length, 64 * ceil((longest * 1.1 + drawn) / 64))
     reason_for_length = f"the longest of the first {len(sample):,} rows has {longest:,} tokens"
@@ -114,14 +115,14 @@ def _of_text(asked: Asked, method: Method, here: Machine) -> Iterator[Setting]:
     )
     if is_drawn:
         yield "rollout.max_response_length", min(drawn, length // 2), "raise it for longer reasoning"
-        yield "train.train_policy.reward_function", asked.reward, "--reward"
+        yield "train.train_policy.reward_function", options.reward, "--reward"
     with torch.device("meta"):
-        model = model_without_weights(asked.model, dtype=torch.float32)
+        model = model_without_weights(options.model, dtype=torch.float32)
     num = sum(weight.numel() for weight in model.parameters())
-    yield from _of_size(method, num, here)
+    yield from _size_settings(method, num, machine)
     # bytes of activations with recomputation: the inputs of all layers, and the intermediates of one layer
     per_token = (text.num_hidden_layers + 40) * text.hidden_size * 4
-    free = here.memory * 0.9 - min(num * _STATE_BYTES, int(here.memory * _ROOM))
+    free = machine.memory * 0.9 - min(num * _STATE_BYTES, int(machine.memory * _STATE_FRACTION))
     yield from _of_batch(is_drawn, len(rows), max(1, int(free / (per_token * length))))
     if len(rows) >= 10:
         num_held_out = max(1, min(200, len(rows) // 20))
@@ -135,13 +136,13 @@ def _validation(what: str) -> Iterator[Setting]:
     yield "validation.freq", 50, "steps"
 
 
-def _columns(asked: Asked, method: Method, row: Row) -> tuple[dict[str, str], str]:
+def _columns(options: Options, method: Method, row: Row) -> tuple[dict[str, str], str]:
     """Return the recipe keys that name columns of the rows, and the reason for the choice.
 
     Raises:
         DataError: the columns cannot be inferred.
     """
-    named = dict(zip(_COLUMN_KEYS, (asked.prompt, asked.response), strict=True))
+    named = dict(zip(_COLUMN_KEYS, (options.prompt, options.response), strict=True))
     kind = tokenised_kind(method.rows)
     if any(named.values()):
         return {key: value for key, value in named.items() if value}, "named by an option"
@@ -159,10 +160,10 @@ def _columns(asked: Asked, method: Method, row: Row) -> tuple[dict[str, str], st
             else [name for name, value in row.items() if isinstance(value, str)]
         )
         if not kind.has_one_response:
-            raise DataError(f"--data {asked.data}: {error}") from error
+            raise DataError(f"--data {options.data}: {error}") from error
         if len(text_columns) != 2:
-            options = "--prompt COLUMN and --response COLUMN"
-            raise DataError(f"--data {asked.data}: the columns are {columns_of(row)}; name them: {options}") from error
+            flags = "--prompt COLUMN and --response COLUMN"
+            raise DataError(f"--data {options.data}: the columns are {columns_of(row)}; name them: {flags}") from error
         return dict(zip(named, text_columns, strict=True)), "the only two columns of text, in their order"
     return {}, ""
 
@@ -195,21 +196,21 @@ def _texts(read: Any) -> Iterator[str]:
             yield from _texts(each)
 
 
-def _of_size(method: Method, num: int, here: Machine) -> Iterator[Setting]:
+def _size_settings(method: Method, num: int, machine: Machine) -> Iterator[Setting]:
     """Yield the settings that depend on the number of weights and on memory: adapter, learning rate, dtype,
     sharding."""
-    if not here.num_gpus:
+    if not machine.num_gpus:
         yield "train.param_dtype", "float32", "no GPU here; a CPU is seldom faster in bfloat16"
     shown = f"{num / 1e9:.2f} billion" if num >= 1e9 else f"{num / 1e6:.3g} million"
-    has_room = num * _STATE_BYTES / max(1, here.num_gpus) <= here.memory * _ROOM
+    has_room = num * _STATE_BYTES / max(1, machine.num_gpus) <= machine.memory * _STATE_FRACTION
     if not has_room:
-        yield "policy.lora.r", 16, f"{shown} weights x {_STATE_BYTES} bytes do not fit {here.name}: an adapter"
+        yield "policy.lora.r", 16, f"{shown} weights x {_STATE_BYTES} bytes do not fit {machine.name}: an adapter"
         yield "policy.lora.lora_alpha", 32.0, "twice the rank"
     small, medium, large, adapter = method.rates
     rate = adapter if not has_room else small if num < 1e8 else medium if num < 1e9 else large
     yield "train.optm_lr", rate, f"{'an adapter' if not has_room else 'all weights'} of a model of {shown} weights"
-    if here.num_gpus > 1:
-        yield "policy.parallelism.dp_shard_size", -1, f"all {here.num_gpus} GPUs"
+    if machine.num_gpus > 1:
+        yield "policy.parallelism.dp_shard_size", -1, f"all {machine.num_gpus} GPUs"
 
 
 def _of_batch(is_drawn: bool, num_rows: int, fits: int) -> Iterator[Setting]:
@@ -234,29 +235,33 @@ def _of_batch(is_drawn: bool, num_rows: int, fits: int) -> Iterator[Setting]:
     yield "train.optm_decay_type", "cosine", "common for fine-tuning"
 
 
-def _of_images(asked: Asked, method: Method, here: Machine) -> Iterator[Setting]:
+def _image_settings(options: Options, method: Method, machine: Machine) -> Iterator[Setting]:
     """Yield the settings of a diffusion model, whose number of weights is estimated from its file sizes."""
-    if Path(asked.model).is_dir() and not (Path(asked.model) / "model_index.json").is_file():
-        raise ModelError(f"--model {asked.model}: no pipeline of diffusers; cosmos sft trains a language model")
+    if Path(options.model).is_dir() and not (Path(options.model) / "model_index.json").is_file():
+        raise ModelError(f"--model {options.model}: no pipeline of diffusers; cosmos sft trains a language model")
     problem = ""
-    for item in open_items(DatasetConfig(name=asked.data), "--data")():
+    for item in open_items(DatasetConfig(name=options.data), "--data")():
         if item.content is not None and not item.problem:
             break
         problem = problem or item.problem
     else:
-        raise DataError(f"--data {asked.data}: no image or video with a caption{f'; {problem}' if problem else ''}")
-    folder = Path(asked.data)
+        raise DataError(f"--data {options.data}: no image or video with a caption{f'; {problem}' if problem else ''}")
+    folder = Path(options.data)
     count = sum(path.suffix.lower() in _IMAGES | {".mp4"} for path in folder.rglob("*")) if folder.is_dir() else 0
     key = "local_dir" if folder.is_dir() else "name"
-    yield f"train.train_policy.dataset.{key}", asked.data, f"--data; {count:,} images and videos" if count else "--data"
-    files = list((Path(asked.model) / "transformer").glob("*.safetensors"))
+    yield (
+        f"train.train_policy.dataset.{key}",
+        options.data,
+        f"--data; {count:,} images and videos" if count else "--data",
+    )
+    files = list((Path(options.model) / "transformer").glob("*.safetensors"))
     # a model on the Hub has no local files to measure, so assume 10 billion weights
     num = sum(file.stat().st_size for file in files) // 4 if files else 10**10
-    if side := _side(Path(asked.model)):
+    if side := _side(Path(options.model)):
         yield "policy.diffusers.inference_size", [side, side], "what the model was made for"
-    if length := _prompt_length(Path(asked.model)):
+    if length := _prompt_length(Path(options.model)):
         yield "policy.diffusers.max_prompt_length", length, "tokens that the tokenizer takes"
-    yield from _of_size(method, num, here)
+    yield from _size_settings(method, num, machine)
     batch = min(16, 2 ** max(0, int(log2(max(1, count // 8)))))
     yield "train.train_batch_per_replica", batch, f"images of an optimizer step; there are {count:,}"
     yield "train.train_policy.mini_batch", min(batch, 4), "images of one pass"
@@ -289,7 +294,7 @@ def _prompt_length(model: Path) -> int | None:
 def main() -> int:
     """Print the settings as JSON; report an error as one line on standard error and return its exit code."""
     try:
-        settings = list(propose(Asked(**json.loads(sys.argv[1])), machine()))
+        settings = list(propose(Options(**json.loads(sys.argv[1])), machine()))
     except CosmosError as error:
         sys.stderr.write(f"{' '.join(str(error).split())}\n")
         return error.exit_code

@@ -17,7 +17,7 @@ import torch
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.kinds.base import COMPARED_ROWS, LearnedRows
 from cosmos_core.errors import ConfigError, Preempted
-from cosmos_core.parallel.mesh import any_on_ranks, broadcast_object, is_first
+from cosmos_core.parallel.mesh import any_rank, broadcast_object, is_first
 from cosmos_core.run.files import read_json, sha256, write_json
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.trainer import Trainer
@@ -65,7 +65,7 @@ def reference_logprobs(
         chunk = positions[start : start + COMPARED_ROWS]
         if not np.isnan(logprobs[chunk]).any():
             continue
-        if any_on_ranks(stage.stop_requested):
+        if any_rank(stage.stop_requested):
             _save(file, key, logprobs)
             raise Preempted(f"stopped with the reference log-probabilities of {start} of {len(positions)} rows")
         logprobs[chunk] = compared_logprobs(trainer, rows, chunk.tolist(), stage.recipe)
@@ -76,7 +76,7 @@ def reference_logprobs(
     return logprobs
 
 
-def handed_on(stage: Stage, rows: LearnedRows, split: str) -> np.ndarray | None:
+def load_earlier_reference(stage: Stage, rows: LearnedRows, split: str) -> np.ndarray | None:
     """Return the reference log-probabilities that an earlier stage's training saved for the same rows; None if the
     algorithm needs none.
 

@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.checkpoint.parts import EXTRA
+from cosmos_core.checkpoint.rank_files import EXTRA
 from cosmos_core.checkpoint.resume import (
     MANIFEST,
-    OF_ANOTHER,
-    newest_whole,
-    problem,
+    OTHER_CONFIGURATION,
+    newest_complete_step,
     read_manifest,
+    resume_obstacle,
     saved_steps,
     step_folder,
 )
@@ -44,19 +44,19 @@ def adopt_checkpoint(stage: Stage) -> None:
     Do nothing if the stage has a checkpoint already. Log a warning if no checkpoint can be adopted.
     """
     own_folder = stage.path / "checkpoints"
-    if newest_whole(own_folder, stage.checkpoint_fingerprint) is not None:
+    if newest_complete_step(own_folder, stage.checkpoint_fingerprint) is not None:
         return
     folders = [folder for folder in stage.run_path.parent.glob("*/stages/*/checkpoints") if folder != own_folder]
     checkpoints = sorted(((step, folder) for folder in folders for step in saved_steps(folder)), reverse=True)
     same_mesh = [(step, folder, stage.checkpoint_fingerprint) for step, folder in checkpoints]
     passed_over = set()
-    for step, folder, fingerprint in (*same_mesh, *_of_another_mesh(stage, checkpoints)):
-        checkpoint, reason = step_folder(folder, step), problem(folder, step, fingerprint)
+    for step, folder, fingerprint in (*same_mesh, *_other_mesh_checkpoints(stage, checkpoints)):
+        checkpoint, reason = step_folder(folder, step), resume_obstacle(folder, step, fingerprint)
         if reason is None:
             _link(folder, step, fingerprint, stage)
             logger.info("going on from %s", checkpoint)
             return
-        if reason != OF_ANOTHER and folder.parent.name == stage.name and checkpoint not in passed_over:
+        if reason != OTHER_CONFIGURATION and folder.parent.name == stage.name and checkpoint not in passed_over:
             logger.warning("checkpoint %s is passed over: %s", checkpoint, reason)
             passed_over.add(checkpoint)
     others = [step_folder(folder, step) / "policy" for step, folder in checkpoints if folder.parent.name == stage.name]
@@ -81,14 +81,14 @@ def named_checkpoint(stage: Stage) -> Path | None:
         return None
     policy = Path(stage.recipe.train.resume)
     checkpoint_base, stage_base = (
-        _base(read_json(path / FINGERPRINT), stage) for path in (policy.parents[2], stage.path)
+        _base_fingerprints(read_json(path / FINGERPRINT), stage) for path in (policy.parents[2], stage.path)
     )
     if checkpoint_base and stage_base and checkpoint_base != stage_base:
         raise ModelError(f"train.resume = '{policy}' began from another model than {stage.model}; start from that one")
     return policy
 
 
-def _base(fingerprint: Any, stage: Stage) -> tuple[Any, ...]:
+def _base_fingerprints(fingerprint: Any, stage: Stage) -> tuple[Any, ...]:
     """Return the fingerprints that identify the model a stage began from; empty if unknown."""
     if not isinstance(fingerprint, dict):
         return ()
@@ -96,16 +96,16 @@ def _base(fingerprint: Any, stage: Stage) -> tuple[Any, ...]:
     return ingredients["model"], ingredients["inputs"].get(source_of(stage.config.model))
 
 
-def _of_another_mesh(stage: Stage, found: list[tuple[int, Path]]) -> Iterator[tuple[int, Path, Any]]:
+def _other_mesh_checkpoints(stage: Stage, found: list[tuple[int, Path]]) -> Iterator[tuple[int, Path, Any]]:
     """Yield the checkpoints, with their fingerprints, of stages that differ from this stage only in the mesh."""
-    stage_ingredients = _without_mesh(read_json(stage.path / FINGERPRINT))
+    stage_ingredients = _drop_mesh(read_json(stage.path / FINGERPRINT))
     for step, folder in found:
         fingerprint = read_json(folder.parent / FINGERPRINT)
-        if isinstance(fingerprint, dict) and stage_ingredients and _without_mesh(fingerprint) == stage_ingredients:
+        if isinstance(fingerprint, dict) and stage_ingredients and _drop_mesh(fingerprint) == stage_ingredients:
             yield step, folder, fingerprint.get("of_training", fingerprint["value"])
 
 
-def _without_mesh(fingerprint: Any) -> dict[str, Any]:
+def _drop_mesh(fingerprint: Any) -> dict[str, Any]:
     """Return the ingredients of a fingerprint, by dotted key, without the mesh; empty if the fingerprint is unknown."""
     if not isinstance(fingerprint, dict):
         return {}
@@ -116,9 +116,9 @@ def _link(folder: Path, step: int, fingerprint: str, stage: Stage) -> None:
     """Link the checkpoint of one step, and the best checkpoint that it names, into the stage, with the stage's
     fingerprint in the manifests."""
     extra = read_json(step_folder(folder, step) / "policy" / EXTRA)
-    assert isinstance(extra, dict)  # `problem` has verified the file's digest
+    assert isinstance(extra, dict)  # `resume_obstacle` has verified the file's digest
     best = (extra.get("best") or {}).get("step", step)
-    steps = [best, step] if problem(folder, best, fingerprint) is None else [step]
+    steps = [best, step] if resume_obstacle(folder, best, fingerprint) is None else [step]
     for number in dict.fromkeys(steps):
         with replaced_folder(step_folder(stage.path / "checkpoints", number)) as new_folder:
             shutil.copytree(step_folder(folder, number), new_folder, copy_function=link_or_copy, dirs_exist_ok=True)

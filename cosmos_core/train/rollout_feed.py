@@ -131,10 +131,10 @@ def group_filter(recipe: Recipe) -> Filter | None:
     return None if sampling is None else Filter(*sampling)
 
 
-def in_turns(sync: SyncGroupSource, order: PromptOrder, recipe: Recipe) -> GroupSource:
+def sync_source(sync: SyncGroupSource, order: PromptOrder, recipe: Recipe) -> GroupSource:
     """Return a source that generates groups on demand and replaces the groups that the recipe's filter drops."""
     filtered = group_filter(recipe)
-    if filtered is None and not recipe.spreads_groups:
+    if filtered is None and not recipe.may_split_groups:
         return sync
     return FilteredGroupSource(sync, order.take, rows_per_step(recipe), filtered)
 
@@ -160,6 +160,6 @@ def training_sampling(recipe: Recipe) -> Sampling:
         flow=recipe.train.train_policy.flow_sampling(recipe.policy.diffusers),
         policy_temperature=policy.temperature if isinstance(policy, RlConfig) else None,
         may_be_outdated=recipe.train.sync_weight_interval > 1
-        or recipe.spreads_groups
+        or recipe.may_split_groups
         or (recipe.mode == "disaggregated" and recipe.train.train_policy.lookahead[0] > 0),
     )

@@ -1,10 +1,10 @@
 """Pass a stop signal from any rank to the loop, at points where no weight of the current step has changed."""
 
-from cosmos_core.parallel.mesh import any_on_ranks
+from cosmos_core.parallel.mesh import any_rank
 from cosmos_core.run.stage import Stage
 
 
-class StopAsked(Exception):
+class StopRequested(Exception):
     """Raised when a signal requested a stop and the current step has not changed a weight yet."""
 
 
@@ -14,5 +14,5 @@ def check_stop(stage: Stage) -> None:
     Raises:
         StopAsked: at least one rank received a signal.
     """
-    if any_on_ranks(stage.stop_requested):
-        raise StopAsked
+    if any_rank(stage.stop_requested):
+        raise StopRequested

@@ -45,7 +45,7 @@ class Trainer:
     def __init__(self, adapter: ModelAdapter, train: TrainConfig, progress: Progress) -> None:
         self.adapter = adapter
         self.named = NamedWeights(adapter.model)
-        self.optimizer = build_optimizer(adapter.model, train, whole=adapter.whole)
+        self.optimizer = build_optimizer(adapter.model, train, whole=adapter.meta_copy)
         self._models: dict[str, ModelAdapter] = {}
         self._train, self._progress = train, progress
 
@@ -53,7 +53,7 @@ class Trainer:
     def has_separate_gradients(self) -> bool:
         """Return whether the gradient of a sample depends on no other sample of the update and on no random number."""
         adapter = self.adapter  # a pipeline rank has only some modules of the model
-        return not adapter.has_model_loss and not has_dropout(adapter.whole if adapter.mesh else adapter.model)
+        return not adapter.has_model_loss and not has_dropout(adapter.meta_copy if adapter.mesh else adapter.model)
 
     def add_model(self, name: str, adapter: ModelAdapter) -> None:
         """Add another model, such as a teacher with another architecture, that `evaluate` can run by name."""
@@ -86,14 +86,14 @@ class Trainer:
         self.adapter.runner.train(True)
         self.optimizer.zero_grad(set_to_none=True)
         samples = [*update.samples, *(update.data.samples if update.data else ())]
-        num_tokens = sum(self.adapter.cost(sample) for sample in samples)
+        num_tokens = sum(self.adapter.num_tokens(sample) for sample in samples)
         losses = self._backward(update, num_tokens)
         if update.data is not None:
             if self.adapter.mesh and self.adapter.mesh.pipeline:
                 raise ConfigError("policy.parallelism.pp_size excludes a data term; set it to 1")
             losses += self._backward(update.data, num_tokens)
-        loss, total, values = self._over_ranks(losses)
-        norm = self._clipped()
+        loss, total, values = self._reduce_losses(losses)
+        norm = self._clip_gradients()
         if not torch.isfinite(torch.tensor([loss, norm])).all():
             raise ProgramError(
                 f"loss = {loss}, gradient norm = {norm}: not finite; lower train.optm_lr or look at the data"
@@ -138,7 +138,7 @@ class Trainer:
         """Move named weights towards the policy: weights + fraction * (policy - weights)."""
         self.named.lerp(weights, fraction)
 
-    def _unmoved(self, names: Sequence[str]) -> list[str]:
+    def _names_equal_to_policy(self, names: Sequence[str]) -> list[str]:
         """Return the names of the weights that equal the policy's on all ranks, so that their outputs equal the
         policy's.
 
@@ -151,7 +151,7 @@ class Trainer:
         return [name for name in equal if all(name in each for each in of_ranks)]
 
     @torch.no_grad()
-    def _compared(self, update: Update, names: Sequence[str]) -> dict[int, dict[str, Tensor]]:
+    def _reference_outputs(self, update: Update, names: Sequence[str]) -> dict[int, dict[str, Tensor]]:
         """Return the outputs of this rank's samples under the named weights that the update compares the policy
         with."""
         outputs: dict[int, dict[str, Tensor]] = {}
@@ -176,11 +176,11 @@ class Trainer:
         including the tokens of a supervised loss on data rows.
         """
         losses: list[Loss] = []
-        unmoved = self._unmoved(update.compares)
-        compared = self._compared(update, [name for name in update.compares if name not in unmoved])
+        unmoved = self._names_equal_to_policy(update.extra_weights)
+        compared = self._reference_outputs(update, [name for name in update.extra_weights if name not in unmoved])
 
         def learn(micro: MicroBatch) -> Tensor:
-            if update.compares:
+            if update.extra_weights:
                 others = [
                     compared.get(i, {}) | {f"{name}/{key}": v.detach() for name in unmoved for key, v in row.items()}
                     for i, row in zip(micro.indices, self.adapter.rows(micro), strict=True)
@@ -191,14 +191,14 @@ class Trainer:
             metrics, added = loss.metrics, torch.zeros_like(loss.value)
             if micro.model_loss is not None:
                 added = micro.model_loss / num_tokens
-                model_loss = torch.tensor([micro.model_loss.item(), sum(map(self.adapter.cost, micro.samples))])
+                model_loss = torch.tensor([micro.model_loss.item(), sum(map(self.adapter.num_tokens, micro.samples))])
                 metrics = metrics | {"model_loss": model_loss.double()}
             # Detach the loss, because the autograd graph must not outlive its backward pass.
             losses.append(replace(loss, value=loss.value.detach(), metrics=metrics))
             return loss.value + added
 
         expected_loss = (lambda micro: update.loss(micro).value) if update.has_constant_gradient else None
-        self._run(self.adapter, update.samples, learn, update.wants, known=expected_loss)
+        self._run(self.adapter, update.samples, learn, update.wants, loss_fn=expected_loss)
         return losses
 
     def _run(
@@ -209,11 +209,11 @@ class Trainer:
         wants: Wants,
         *,
         size: int | None = None,
-        known: Callable[[MicroBatch], Tensor] | None = None,
+        loss_fn: Callable[[MicroBatch], Tensor] | None = None,
     ) -> None:
         """Pass each micro-batch of this rank to `consume`.
 
-        `known` is the loss function, if its derivative does not depend on the outputs, so that the forward pass can
+        `loss_fn` is the loss function, if its derivative does not depend on the outputs, so that the forward pass can
         already apply it; else None.
         """
 
@@ -227,7 +227,7 @@ class Trainer:
         def collate(plan: Plan) -> Any:
             self._progress.beat()
             batch = adapter.collate([samples[i] for i in plan.indices], plan.indices, samples[plan.filler])
-            return adapter.expect(batch, known) if known and batch.samples else batch
+            return adapter.attach_loss_derivative(batch, loss_fn) if loss_fn and batch.samples else batch
 
         wants = adapter.default_wants if wants is None else wants
         rows_at_once = size or self._train.train_policy.mini_batch
@@ -244,7 +244,7 @@ class Trainer:
         This order needs the least padding and reaches peak memory early. All ranks get the same number of
         micro-batches, of which some may be empty.
         """
-        ordered = sorted(range(len(samples)), key=lambda i: -adapter.cost(samples[i]))
+        ordered = sorted(range(len(samples)), key=lambda i: -adapter.num_tokens(samples[i]))
         planned = [adapter.assigned_batch(sample) for sample in samples]
         may_arrange = is_planned and None in planned
         if is_planned and None not in planned:
@@ -256,18 +256,18 @@ class Trainer:
             is_planned, batches = False, [[i] for i in ordered]
         groups: dict[Any, list[list[int]]] = {}
         for batch in batches:
-            groups.setdefault(adapter.group(samples[batch[0]]), []).append(batch)
+            groups.setdefault(adapter.batching_key(samples[batch[0]]), []).append(batch)
         plans: list[Plan] = []
         for group in sorted(groups):
             filler = _cheapest(adapter, samples, [i for batch in groups[group] for i in batch])
             num_ranks = adapter.mesh.data.size() if adapter.mesh else 1
             positions = [i for batch in groups[group] for i in batch]
             arranged = adapter.arrange(samples, positions, size, num_ranks) if may_arrange else None
-            own_batches = _own(adapter, arranged or groups[group], 1 if is_planned or arranged else size)
+            own_batches = _chunks_of_rank(adapter, arranged or groups[group], 1 if is_planned or arranged else size)
             plans += [Plan([i for batch in each for i in batch], filler) for each in own_batches]
         return plans
 
-    def _over_ranks(self, losses: Sequence[Loss]) -> tuple[float, Metrics, dict[str, list[Tensor]]]:
+    def _reduce_losses(self, losses: Sequence[Loss]) -> tuple[float, Metrics, dict[str, list[Tensor]]]:
         """Return the loss, metrics and values over the micro-batches of all ranks, the same result on each rank."""
         mesh = self.adapter.mesh
         if mesh:
@@ -281,7 +281,7 @@ class Trainer:
                 values.setdefault(name, []).append(tensor)
         return sum(loss.value.item() for loss in losses), total, values
 
-    def _clipped(self) -> float:
+    def _clip_gradients(self) -> float:
         """Clip the gradients, and return their norm over all ranks before clipping."""
         mesh, model, most = self.adapter.mesh, self.adapter.model, self._train.optm_grad_norm_clip
         if not (mesh and mesh.pipeline):
@@ -290,18 +290,18 @@ class Trainer:
         return clip_over_stages(model, mesh.pipeline, most)
 
 
-def _own(adapter: ModelAdapter, ordered: Sequence[Any], size: int) -> list[Sequence[Any]]:
+def _chunks_of_rank(adapter: ModelAdapter, ordered: Sequence[Any], size: int) -> list[Sequence[Any]]:
     """Return this data-parallel rank's part of `ordered` in chunks of `size`; all ranks get the same number of
     chunks."""
     most = len(ordered)
     if adapter.mesh:
         most = -(-len(ordered) // adapter.mesh.data.size())
-        ordered = adapter.mesh.select_own(ordered)
+        ordered = adapter.mesh.select_local_items(ordered)
     return [ordered[start : start + size] for start in range(0, most, size)]
 
 
 def _cheapest(adapter: ModelAdapter, samples: Sequence[Any], indices: Sequence[int]) -> int:
-    return min(indices, key=lambda i: adapter.cost(samples[i]))
+    return min(indices, key=lambda i: adapter.num_tokens(samples[i]))
 
 
 def _on_cpu(loss: Loss) -> tuple[Tensor, Metrics, dict[str, Tensor]]:

@@ -17,14 +17,14 @@ from cosmos_core.train.measure import (
     SAMPLES,
     Completions,
     held_out_batch,
-    most_tokens,
+    max_held_out_tokens,
     prepared_folder,
     reward_weights,
     row_metrics,
 )
-from cosmos_core.train.reference import handed_on
+from cosmos_core.train.reference import load_earlier_reference
 from cosmos_core.train.setup import open_trainer
-from cosmos_core.train.stop import StopAsked
+from cosmos_core.train.stop import StopRequested
 from cosmos_core.types import Outcome
 
 METRICS = "metrics.json"
@@ -37,21 +37,21 @@ def run(stage: Stage) -> Outcome:
     trainer = open_trainer(stage)
     rows, prompts = open_held_out(folder, recipe.train.train_policy, recipe.policy, trainer.adapter)
     with torch.no_grad():
-        trainer.adapter.prove()
+        trainer.adapter.check_parallel_plan()
     stage.progress.phase("validate")
     outputs = [METRICS]
     metrics: dict[str, float] = {}
     if prompts is not None:
         with ExitStack() as stack:
             generation = Generation(stage, trainer, stack)
-            score = generation.score(reward_weights(recipe), most_tokens(recipe))
+            score = generation.score(reward_weights(recipe), max_held_out_tokens(recipe))
             try:
                 metrics = Completions(prompts, generation.engine, score, stage).measure(0)
-            except StopAsked:
+            except StopRequested:
                 raise Preempted("stopped while it measured; nothing saved") from None
         outputs += [name for name in (SAMPLES, DRAWINGS) if (stage.path / name).exists()]
     if rows is not None:
-        rows.reference = handed_on(stage, rows, VALIDATION) if rows.is_compared else None
+        rows.reference = load_earlier_reference(stage, rows, VALIDATION) if rows.is_compared else None
         metrics |= row_metrics(trainer, make_algorithm(recipe), rows, held_out_batch(recipe), stage.progress)
     stage.metrics.log(0, metrics)
     if is_first():

@@ -43,7 +43,7 @@ class Validation:
 
     def __post_init__(self) -> None:
         if self.async_validation is not None:
-            self.async_validation.on_end = self._ended
+            self.async_validation.on_end = self._finish_async
 
     def attach(
         self,
@@ -146,7 +146,7 @@ class Validation:
         if step:  # untrained weights (step 0) never count as the best step
             self.best = best_of(self.best, step, metrics)
 
-    def _ended(self, ended: Ended) -> None:
+    def _finish_async(self, ended: Ended) -> None:
         """Record the metrics of a finished validation, and publish the current weights if publishing was postponed."""
         self._finish(ended.step, ended.metrics)
         self._record(ended.step, ended.metrics)

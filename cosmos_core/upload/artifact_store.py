@@ -30,8 +30,8 @@ from cosmos_core.run.files import write_text
 from cosmos_core.run.liveness import read_holder
 from cosmos_core.run.manifest import RESULT, STORED, Result
 from cosmos_core.upload.bundle import Contents, Entry, exchange_document, read_document, write_document
+from cosmos_core.upload.checkpoint_upload import FOLDER
 from cosmos_core.upload.lease import Holder, Lease
-from cosmos_core.upload.saves import FOLDER
 from cosmos_core.upload.stored_checkpoints import JOURNAL, StoredCheckpoints
 from cosmos_core.upload.stored_record import StoredRecord
 
@@ -58,13 +58,13 @@ class ArtifactStore:
         self._bucket.check()
 
     def put_run(self, run_path: Path, *, has_grown: bool = False) -> str:
-        """Store the definition of a run unless it is stored already, and return its URL, which `opened` takes. With
-        `has_grown`, a stored definition is replaced if the run has other stages now.
+        """Store the definition of a run unless it is stored already, and return its URL, which `open_stored_run` takes.
+        With `has_grown`, a stored definition is replaced if the run has other stages now.
 
         Two runs that started on two machines in the same second have equal ids; the store renames the second.
         """
         files, facts = {name: _text(run_path / name) for name in RUN_FILES}, read_facts(run_path)
-        # On this machine the folder may have another name.
+        # The folder of the run may have another name on this machine than in the store.
         run_id = facts.run_id if facts and facts.run_id else run_path.name
         names = (f"{run_id}{suffix}" for suffix in _suffixes())
         with translate_errors(self.url):
@@ -135,7 +135,7 @@ class ArtifactStore:
         if stored is None:
             if exchange_document(self._bucket, key, files, ""):
                 return True
-            # Stored meanwhile by another machine, or by this request whose response was lost.
+            # Another machine has stored the object, or the response to this request was lost.
             stored, _ = read_document(self._bucket, key)
         if stored is None or _identity(stored[_FACTS]) != _identity(files[_FACTS]):
             return False
@@ -159,7 +159,7 @@ class ArtifactStore:
             return read_document(self._bucket, self._key(name))[0]
 
 
-def opened(url: str, folder: str, pause: Callable[[], None]) -> Path:
+def open_stored_run(url: str, folder: str, pause: Callable[[], None]) -> Path:
     """Return the directory of a run on this machine; create it if it does not exist. `url` is a return value of
     `put_run`.
 
@@ -204,7 +204,7 @@ def _text(file: Path) -> str:
     return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
 
 
-def look_up(pipeline: Pipeline) -> Callable[[str], Result | None]:
+def result_lookup(pipeline: Pipeline) -> Callable[[str], Result | None]:
     """Return a function that looks up the result of a fingerprint in the artifact store of a pipeline; without a store
     it always returns None."""
     url = pipeline.config.artifact_store

@@ -59,7 +59,7 @@ def is_record(value: Any) -> bool:
     return isinstance(value, dict) and isinstance(value.get("metrics"), dict) and isinstance(value.get("files"), dict)
 
 
-def moved(history: list[str], version: str) -> list[str]:
+def with_version(history: list[str], version: str) -> list[str]:
     """Return the history of the pointer after it has moved to `version`."""
     return history[-_MOST_KEPT:] if history[-1:] == [version] else [*history[-_MOST_KEPT + 1 :], version]
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.errors import UploadError
-from cosmos_core.run.bucket import SCHEME, Bucket, is_refused_condition, side_by_side
+from cosmos_core.run.bucket import SCHEME, Bucket, is_refused_condition, run_threads
 from cosmos_core.run.files import copy_file, sha256
 from cosmos_core.upload.transfer import Journal, Transfer
 
-_ATTEMPTS = 3  # attempts to fetch an object that arrives altered
+_ATTEMPTS = 3  # maximum number of downloads of an object whose digest is wrong
 _AT_ONCE = 4
 
 
@@ -115,7 +115,7 @@ class Contents:
             if not _has(file, entry):
                 files_of[entry].append(file)
         calls = ((entry, paths, here or {}) for entry, paths in files_of.items())
-        side_by_side(self._fetch_one, calls, _AT_ONCE, "fetch")
+        run_threads(self._fetch_one, calls, _AT_ONCE, "fetch")
 
     def keep_only(self, digests: set[str]) -> None:
         """Remove every content whose digest is not in `digests`."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from cosmos_core.errors import ConfigError, DamagedRecord, UploadError
 from cosmos_core.run.files import files_below, read_json, replaced_folder, sha256, sync_folder, write_json
-from cosmos_core.upload.base import RECORD, is_record, moved
+from cosmos_core.upload.base import RECORD, is_record, with_version
 
 HISTORY = "history.json"
 
@@ -21,7 +21,7 @@ class FileTarget:
         self.folder = Path(location)
         self._pause: Callable[[], None] = lambda: None
 
-    def attend(self, folder: Path, pause: Callable[[], None]) -> None:
+    def prepare_upload(self, folder: Path, pause: Callable[[], None]) -> None:
         """Set `pause`, which is called before the pointer moves; there is no journal, because an interrupted copy
         starts again."""
         self._pause = pause
@@ -62,7 +62,7 @@ class FileTarget:
         current = os.path.basename(os.readlink(self.folder / "latest")) if (self.folder / "latest").is_symlink() else ""
         entries = read_json(self.folder / HISTORY)
         names = [name for name in entries if isinstance(name, str)] if isinstance(entries, list) else []
-        return moved(names, current) if current else []
+        return with_version(names, current) if current else []
 
     def versions(self) -> list[str]:
         """Return all stored versions in the order in which they were published."""
@@ -88,7 +88,7 @@ class FileTarget:
             raise UploadError(f"{version!r} is no version of {self.folder}; the pointer was not moved")
         if damage := self._damage(self.folder / version, self.record_of(version)):
             raise UploadError(f"{self.folder / version}: {damage}; the pointer was not moved")
-        self._move(version, moved(self.history(), version) if history is None else history)
+        self._move(version, with_version(self.history(), version) if history is None else history)
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
         """Copy the files, verify them and move the pointer; return the folder of the version.
@@ -105,7 +105,7 @@ class FileTarget:
             if damage := self._damage(path, record):
                 raise UploadError(f"{path}: {damage} after the copy; the pointer was not moved")
             self._pause()
-            self._move(version, moved(self.history(), version))
+            self._move(version, with_version(self.history(), version))
         except OSError as error:
             # copytree raises one error with (source, copy, reason) of every file and no reason of its own
             reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror

@@ -51,7 +51,7 @@ class HubTarget:
         with self._translate_errors():
             within(_CHECK_SECONDS, lambda: self._retry(self.api.whoami, _CHECK_SECONDS / 2))
 
-    def attend(self, folder: Path, pause: Callable[[], None]) -> None:
+    def prepare_upload(self, folder: Path, pause: Callable[[], None]) -> None:
         """Set `pause`, which is called between attempts and before the commit; there is no journal, because the Hub
         itself knows which files have arrived."""
         self._pause = pause
@@ -138,7 +138,7 @@ class HubTarget:
             CommitOperationAdd(name, str(folder / name)) for name in record["files"] if name != _CARD
         ]
         self.api.preupload_lfs_files(self.repository, operations, revision=branch)
-        self._pause()  # last chance to stop: the upload of the files may have taken hours, and the commit publishes
+        self._pause()  # check for a stop request before the commit, which publishes the uploaded files
         operations.append(CommitOperationAdd(_CARD, with_metrics(folder / _CARD, record).encode()))
         operations.append(CommitOperationAdd(RECORD, json.dumps(record, indent=1).encode()))
         paths = {operation.path_in_repo for operation in operations} | _KEPT

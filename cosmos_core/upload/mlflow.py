@@ -16,7 +16,7 @@ from typing import Any
 from cosmos_core.errors import ConfigError, DamagedRecord, UploadError
 from cosmos_core.run.hub import within
 from cosmos_core.run.mlflow import KEY, keyed_run, metric_name, open_client
-from cosmos_core.upload.base import RECORD, is_record, moved
+from cosmos_core.upload.base import RECORD, is_record, with_version
 
 ALIAS = "published"
 VERSION = "cosmos.version"
@@ -52,7 +52,7 @@ class MlflowTarget:
         with self._translate_errors():
             within(_CHECK_SECONDS, self._model)
 
-    def attend(self, folder: Path, pause: Callable[[], None]) -> None:
+    def prepare_upload(self, folder: Path, pause: Callable[[], None]) -> None:
         """Set `pause`, which is called before each file and before the version is created; there is no journal, because
         the server knows which files have arrived."""
         self._pause = pause
@@ -86,7 +86,7 @@ class MlflowTarget:
         with self._translate_errors():
             current, model = self._current(), self._model()
             names = json.loads(model.tags.get(_HISTORY, "[]")) if model else []
-        return moved(names, current.tags.get(VERSION, "")) if current else []
+        return with_version(names, current.tags.get(VERSION, "")) if current else []
 
     def versions(self) -> list[str]:
         """Return all versions in the order in which they were published."""
@@ -115,7 +115,7 @@ class MlflowTarget:
         with self._translate_errors():
             if not (found := self._version(version)):
                 raise UploadError(f"mlflow://{self.name} has no version {version!r}; the alias was not moved")
-            self._point(found, moved(self.history(), version) if history is None else history)
+            self._point(found, with_version(self.history(), version) if history is None else history)
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
         """Send the missing files, create the version unless it exists, and move the alias; return the address.
@@ -141,7 +141,7 @@ class MlflowTarget:
                 self.client.delete_model_version(self.name, other.version)
             if damage := self._damage(found, folder, record):
                 raise UploadError(f"mlflow://{self.name}: {damage} after the upload; the alias was not moved")
-            self._point(found, moved(self.history(), version))
+            self._point(found, with_version(self.history(), version))
         return f"mlflow://{self.name}@{found.version}"
 
     def _send(self, run: Any, folder: Path, record: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from cosmos_core.errors import DamagedRecord, UploadError
 from cosmos_core.run.bucket import SCHEME, Bucket, split_url, translate_errors
-from cosmos_core.upload.base import JOURNAL, RECORD, is_record, moved
+from cosmos_core.upload.base import JOURNAL, RECORD, is_record, with_version
 from cosmos_core.upload.transfer import Journal, Transfer
 
 POINTER = "latest.json"
@@ -34,7 +34,7 @@ class S3Target:
         """
         self.bucket.check()
 
-    def attend(self, folder: Path, pause: Callable[[], None]) -> None:
+    def prepare_upload(self, folder: Path, pause: Callable[[], None]) -> None:
         """Keep a journal of the upload in `folder`, and call `pause` between parts and before the pointer moves."""
         self.transfer.journal, self.transfer.pause = Journal(folder / JOURNAL), pause
 
@@ -79,7 +79,7 @@ class S3Target:
         with translate_errors(self.where("")):
             records = [(each.modified, each.key) for each in self.bucket.objects(head) if each.key.endswith(tail)]
         names = [key.removeprefix(head).removesuffix(tail) for _, key in sorted(records)]
-        return [name for name in names if "/" not in name]  # other records belong to a target below this prefix
+        return [name for name in names if "/" not in name]  # other names are below prefixes of other targets
 
     def where(self, version: str) -> str:
         """Return the URL of a version."""
@@ -125,7 +125,7 @@ class S3Target:
             for name in record["files"]:
                 if self.bucket.head(self._key(f"{version}/{name}")) is None:
                     raise UploadError(f"{self.where(version)}/{name} is gone; {_STAYS}")
-            names = moved(self._history_or_none(), version) if history is None else history
+            names = with_version(self._history_or_none(), version) if history is None else history
             self.bucket.write(self._key(POINTER), _json({"version": version, "history": names}))
 
     def _history_or_none(self) -> list[str]:

@@ -78,7 +78,7 @@ class Retention:
             removable = [run for run in self.runs if not run.kept_because]
             for folder in [*removable, *(each for each in self._made if not each.kept_because)]:
                 heads = {f"{self._key('runs')}/{folder.name}/run.json", f"{self._key('made')}/{folder.name}/{RESULT}"}
-                # The documents that name other objects are removed first.
+                # Remove documents before the objects that they refer to.
                 for each in sorted(folder.objects, key=lambda each: each.key not in heads):
                     self._bucket.remove(each.key)
                 freed += folder.size

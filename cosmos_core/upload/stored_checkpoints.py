@@ -8,7 +8,7 @@ from cosmos_core.errors import UploadError
 from cosmos_core.run.bucket import SCHEME, Bucket, translate_errors
 from cosmos_core.run.files import read_object, step_of
 from cosmos_core.upload.bundle import Bundle, Contents, Entry, bundle_of, read_document, write_document
-from cosmos_core.upload.saves import FOLDER, MANIFEST, linked, saved_manifests
+from cosmos_core.upload.checkpoint_upload import FOLDER, MANIFEST, linked, saved_manifests
 
 logger = logging.getLogger(__name__)
 

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.errors import UploadError
-from cosmos_core.run.bucket import Bucket, side_by_side
+from cosmos_core.run.bucket import Bucket, run_threads
 from cosmos_core.run.files import json_objects
 
 PART_BYTES = 16 << 20
 _MOST_PARTS = 9000  # maximum number of parts of an upload; S3 allows 10,000
 _FILES_AT_ONCE = 4
 _PARTS_AT_ONCE = 4
-_ATTEMPTS = 3  # attempts to send an object that arrives altered
+_ATTEMPTS = 3  # maximum number of uploads of an object whose digest is wrong
 
 
 @dataclass
@@ -84,7 +84,7 @@ class Transfer:
         Raises:
             UploadError: an object arrives altered each time, or its file has changed meanwhile.
         """
-        side_by_side(self._send_one, ((key, *source) for key, source in files.items()), _FILES_AT_ONCE, "upload")
+        run_threads(self._send_one, ((key, *source) for key, source in files.items()), _FILES_AT_ONCE, "upload")
 
     def _send_one(self, key: str, file: Path, sha256: str) -> None:
         self.pause()
@@ -134,7 +134,7 @@ class Transfer:
         parts = range(1, -(-size // part_bytes) + 1)
         stored = dict(self._parts_there(key, upload))
         calls = ((key, upload, number, (file, (number - 1) * part_bytes, part_bytes), stored) for number in parts)
-        etags = side_by_side(self._put_part, calls, _PARTS_AT_ONCE, "part")
+        etags = run_threads(self._put_part, calls, _PARTS_AT_ONCE, "part")
         completed_parts = [
             {"PartNumber": number, "ETag": f'"{etag}"'} for number, etag in zip(parts, etags, strict=True)
         ]

@@ -30,13 +30,13 @@ from cosmos_core.errors import (
     StageFailed,
     by_name,
 )
-from cosmos_core.facts import Facts, measure
 from cosmos_core.imports import without_collection
+from cosmos_core.machine_properties import MachineProperties, measure
 from cosmos_core.observe import formatting
 from cosmos_core.observe.logs import StepLog, configure
-from cosmos_core.observe.sinks.base import attached
+from cosmos_core.observe.sinks.base import send_to_sinks
 from cosmos_core.registry import import_user_code, location_of
-from cosmos_core.run.files import telling_of_full_disk, umask, write_json
+from cosmos_core.run.files import raise_disk_full, umask, write_json
 from cosmos_core.run.libraries import LIBRARIES
 from cosmos_core.run.manifest import commit
 from cosmos_core.run.progress import Metrics, Progress
@@ -62,7 +62,7 @@ def main() -> int:
     configure()
     hide()
     try:
-        with telling_of_full_disk(path):
+        with raise_disk_full(path):
             stage = load_stage(path)
             hide(stage.config.env, secrets_in(stage.config.arguments))
             _listen_for_stop(stage)
@@ -102,7 +102,7 @@ def run_program(stage: Stage) -> None:
 
 
 def _has_engines(stage: Stage) -> bool:
-    return stage.kind.feed == "rollouts" and stage.recipe.engines_apart > 0
+    return stage.kind.feed == "rollouts" and stage.recipe.num_engines > 0
 
 
 def _engines(stage: Stage) -> Any:
@@ -111,7 +111,7 @@ def _engines(stage: Stage) -> Any:
         return None
     return importlib.import_module("cosmos_core.cluster.actors").ActorGroup(
         partial(importlib.import_module("cosmos_core.train.generation").open_replica, stage.path),
-        partial(wanted_engines, stage.path, stage.recipe.engines_apart),
+        partial(wanted_engines, stage.path, stage.recipe.num_engines),
         name="RolloutEngine",
         shares_gpus=stage.recipe.mode == "colocated_separated",
         processes=stage.recipe.rollout.parallelism.tp_size,
@@ -135,9 +135,9 @@ def run_rank(path: Path, program: Callable[..., Outcome], messages: Any) -> Outc
     threading.Thread(target=listen, daemon=True).start()
     stage.engines = messages.actors
     facts = all_gather_object(asdict(measure(LIBRARIES)))
-    with telling_of_full_disk(path):
+    with raise_disk_full(path):
         if is_first():
-            _report_hardware(stage, [Facts(**each) for each in facts])
+            _report_hardware(stage, [MachineProperties(**each) for each in facts])
             return _run(stage, program)
         with tempfile.TemporaryDirectory() as scratch:
             stage.progress = Progress(Path(scratch) / "progress.json")
@@ -169,7 +169,7 @@ def _call_program(program: Callable[..., Outcome], stage: Stage) -> Outcome:
     return outcome
 
 
-def _report_hardware(stage: Stage, facts: Sequence[Facts]) -> None:
+def _report_hardware(stage: Stage, facts: Sequence[MachineProperties]) -> None:
     """Write and log the hardware on which the stage runs, and the numeric precision of a training."""
     write_json(stage.path / FACTS, [asdict(each) for each in facts])
     train = stage.recipe.train
@@ -182,7 +182,7 @@ def _run(stage: Stage, program: Callable[..., Outcome]) -> Outcome:
     steps = StepLog(stage.progress)
     stage.metrics.watchers.append(steps.tell)
     try:
-        with attached(stage):
+        with send_to_sinks(stage):
             return _call_program(program, stage)
     finally:
         steps.flush()

@@ -19,7 +19,7 @@ KIND = StageKind(
     allowed_keys=("require", "target", "confidence"),
     in_worker=False,
     is_reusable=False,
-    hands_on_metrics=True,
+    forwards_metrics=True,
 )
 
 
@@ -37,12 +37,12 @@ def run(stage: Stage) -> Outcome:
     failed: list[str] = []
     for condition in map(parse_condition, stage.config.require):
         first = len(report)
-        for name, measured in _measured(condition, stage, None if record is None else published):
-            paired = _paired(stage, condition, name, measured, record) if record is not None else None
-            noise = 0.0 if record is None or paired else _noise(stage, condition, name, measured, published)
+        for name, measured in _measured_metrics(condition, stage, None if record is None else published):
+            paired = _paired_comparison(stage, condition, name, measured, record) if record is not None else None
+            noise = 0.0 if record is None or paired else _noise_margin(stage, condition, name, measured, published)
             entry = _entry(condition, name, measured[name], condition.limit(published.get(name)), noise)
-            if paired is not None and measured[name] == measured[name]:  # the comparison is false for NaN
-                entry |= _of_items(condition, paired, stage.config.confidence)
+            if paired is not None and measured[name] == measured[name]:  # skip NaN, which differs from itself
+                entry |= _compare_items(condition, paired, stage.config.confidence)
             report.append(entry)
         _correct(report[first:])
         failed += [_refusal(condition, entry) for entry in report[first:] if not entry["passed"]]
@@ -60,7 +60,7 @@ def _entry(condition: Condition, name: str, value: float, limit: float | None, n
     return entry | ({"metric": name} if "*" in condition.metric else {}) | ({"noise": noise} if noise else {})
 
 
-def _of_items(condition: Condition, paired: Paired, confidence: float) -> dict[str, JsonValue]:
+def _compare_items(condition: Condition, paired: Paired, confidence: float) -> dict[str, JsonValue]:
     """Return whether a comparison per benchmark item passes, and its statistics, for the report of a condition."""
     is_higher = condition.comparison.startswith(">")
     p_value = paired.p_value(condition.offset) if is_higher else paired.reversed.p_value(-condition.offset)
@@ -96,7 +96,7 @@ def _refusal(condition: Condition, entry: dict[str, Any]) -> str:
     )
 
 
-def _paired(
+def _paired_comparison(
     stage: Stage, condition: Condition, name: str, measured: dict[str, float], record: dict[str, Any]
 ) -> Paired | None:
     """Return the comparison with the published model per item of a benchmark. None if the run of the published model is
@@ -114,7 +114,7 @@ def _paired(
     return None
 
 
-def _noise(
+def _noise_margin(
     stage: Stage, condition: Condition, name: str, measured: dict[str, float], published: dict[str, float]
 ) -> float:
     """Return the margin by which a comparison with the published model has to hold at the configured confidence."""
@@ -129,7 +129,7 @@ def _noise(
     return noise
 
 
-def _measured(
+def _measured_metrics(
     condition: Condition, stage: Stage, published: dict[str, float] | None
 ) -> list[tuple[str, dict[str, float]]]:
     """Return the name of each metric of a condition, and all metrics of the stage that reported it; `STAGE.METRIC`

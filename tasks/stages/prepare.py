@@ -8,9 +8,9 @@ OF_SOURCES = (
     "columns", "system_prompt", "keep", "pass_rates",
 )  # fmt: skip
 """Keys of `train.train_policy.datasets` that determine the rows."""
-ROWS_BESIDE = ("name", "subset", "revision", "split", "max_skipped_fraction", "conversation_column_name")
+DATA_TERM_KEYS = ("name", "subset", "revision", "split", "max_skipped_fraction", "conversation_column_name")
 """Keys of `train.train_policy.data_term` that determine its supervised rows."""
-DECIDE_ROWS = (
+ROW_KEYS = (
     "train.train_policy.dataset",
     "train.train_policy.clean",
     "train.train_policy.data_packer",
@@ -22,7 +22,7 @@ DECIDE_ROWS = (
     "train.train_policy.label_column_name",
     "train.train_policy.system_prompt",
     *(f"train.train_policy.datasets.{name}" for name in OF_SOURCES),
-    *(f"train.train_policy.data_term.{name}" for name in ROWS_BESIDE),
+    *(f"train.train_policy.data_term.{name}" for name in DATA_TERM_KEYS),
     "validation.dataset",
     "validation.max_rows",
 )
@@ -62,7 +62,7 @@ KIND = StageKind(
         "train.train_policy.type",
         "train.train_policy.trainer_type",
         "train.train_policy.learns_data",
-        *DECIDE_ROWS,
+        *ROW_KEYS,
         "policy.model_max_length",
         "policy.model_revision",
         "policy.chat_template",

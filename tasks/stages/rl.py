@@ -2,7 +2,7 @@
 
 from cosmos_core.run.libraries import TRAINING
 from cosmos_core.types import StageKind
-from tasks.stages.prepare import DECIDE_ROWS
+from tasks.stages.prepare import ROW_KEYS
 
 KIND = StageKind(
     name="rl",
@@ -16,6 +16,6 @@ KIND = StageKind(
     reads_model="weights",
     reads_data="prepared",
     recipe_tables=("train", "policy", "rollout", "validation", "custom", "judge", "distillation", "mode"),
-    unread=DECIDE_ROWS,
+    unread=ROW_KEYS,
     libraries=TRAINING,
 )

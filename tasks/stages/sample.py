@@ -2,7 +2,7 @@
 
 from cosmos_core.run.libraries import TRAINING
 from cosmos_core.types import StageKind
-from tasks.stages.prepare import DECIDE_ROWS, RENDER_PROMPTS
+from tasks.stages.prepare import RENDER_PROMPTS, ROW_KEYS
 
 _REWARDS = (
     "type",
@@ -42,7 +42,7 @@ KIND = StageKind(
         "sample",
     ),
     unread=(
-        *(key for key in DECIDE_ROWS if key != "train.train_policy.system_prompt"),
+        *(key for key in ROW_KEYS if key != "train.train_policy.system_prompt"),
         *(f"rollout.multi_turn_config.{name}" for name in RENDER_PROMPTS if name not in {"enable", "tools"}),
         "policy.lora",
     ),

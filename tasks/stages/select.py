@@ -15,11 +15,11 @@ KIND = StageKind(
     entry="tasks.stages.select:run",
     result_version=1,
     makes="model",
-    chooses=True,
+    selects_branch=True,
     required_keys={"sweep": '{ metric = "validation/accuracy" }'},
     in_worker=False,
     is_numeric=False,
-    hands_on_metrics=True,
+    forwards_metrics=True,
 )
 _OF_ONE_STAGE = ("data",)  # keys of `info` that are folders of the chosen stage, and are not passed on
 

@@ -2,7 +2,7 @@
 
 from cosmos_core.run.libraries import TRAINING
 from cosmos_core.types import StageKind
-from tasks.stages.prepare import DECIDE_ROWS
+from tasks.stages.prepare import ROW_KEYS
 
 KIND = StageKind(
     name="sft",
@@ -17,6 +17,6 @@ KIND = StageKind(
     reads_data="prepared",
     # `rollout` and `custom` are read because held-out completions may be generated and scored during training.
     recipe_tables=("train", "policy", "validation", "rollout", "custom", "judge"),
-    unread=DECIDE_ROWS,
+    unread=ROW_KEYS,
     libraries=TRAINING,
 )

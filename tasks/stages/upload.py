@@ -12,7 +12,7 @@ from cosmos_core.run.stage import Stage
 from cosmos_core.run.state import read_state
 from cosmos_core.types import Outcome, StageKind
 from cosmos_core.upload.base import RECORD, Target, open_target
-from cosmos_core.upload.saves import Saves, saves_url
+from cosmos_core.upload.checkpoint_upload import CheckpointUploader, saves_url
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ KIND = StageKind(
     allowed_keys=("target", "format"),
     in_worker=False,
     is_reusable=False,
-    hands_on_metrics=True,
+    forwards_metrics=True,
 )
 
 
@@ -66,8 +66,8 @@ def run(stage: Stage) -> Outcome:
     }
     target, check = open_target(stage.config.target), publication_check()
     check()
-    if attend := getattr(target, "attend", None):
-        attend(stage.path, check)
+    if prepare := getattr(target, "prepare_upload", None):
+        prepare(stage.path, check)
     _send_saves(stage)
     if same := _there_already(stage, target, folder, record):
         return Outcome(metrics=metrics, info={"model": same, "published": same, "was_published": True})
@@ -135,4 +135,4 @@ def _send_saves(stage: Stage) -> None:
     ckpt, parent = stage.recipe.train.ckpt, stage.config.target.rpartition("/")[0]
     if ckpt.upload_s3 == "all" and parent and parent.startswith(ckpt.s3_url()):
         for name, result in stage.inputs.items():
-            Saves(Path(result["path"]), saves_url(parent, name, stage.run_path.name)).push()
+            CheckpointUploader(Path(result["path"]), saves_url(parent, name, stage.run_path.name)).push()

@@ -2,7 +2,7 @@
 
 from cosmos_core.run.libraries import TRAINING
 from cosmos_core.types import StageKind
-from tasks.stages.prepare import DECIDE_ROWS
+from tasks.stages.prepare import ROW_KEYS
 
 KIND = StageKind(
     name="validate",
@@ -32,7 +32,7 @@ KIND = StageKind(
     ),
     # Validation reads its rows in order: shuffling and the schedule of validation during training have no effect.
     unread=(
-        *DECIDE_ROWS,
+        *ROW_KEYS,
         "train.train_policy.dataloader_shuffle",
         "train.train_policy.dataloader_seed",
         "train.train_policy.dataloader_drop_last",

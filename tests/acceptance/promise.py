@@ -31,14 +31,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from cosmos_core.config.capabilities import check_capabilities, notices_of
 from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.config.inputs import source_of
-from cosmos_core.config.mesh import check_meshes, on_these_gpus
+from cosmos_core.config.mesh import check_meshes, resolve_gpus
 from cosmos_core.config.schema.pipeline import StageConfig
-from cosmos_core.data import look
+from cosmos_core.data import quick_check
 from cosmos_core.data.kinds.prompts import find_prompts
 from cosmos_core.data.prepared import open_table
 from cosmos_core.errors import CosmosError
 from cosmos_core.launch.check import check_readers
-from cosmos_core.registry import import_thing
+from cosmos_core.registry import import_object
 from cosmos_core.run.files import write_json
 from cosmos_core.run.inputs import check_inputs
 from cosmos_core.run.progress import read_metrics
@@ -166,7 +166,7 @@ def _kept(place: Path, settings: dict[str, Any]) -> str:
     Raises:
         CosmosError: the check refused it.
     """
-    pipeline = on_these_gpus(load_pipeline(place / "recipe.toml", [], all_kinds()))
+    pipeline = resolve_gpus(load_pipeline(place / "recipe.toml", [], all_kinds()))
     notices_of(pipeline)
     check_capabilities(pipeline)
     check_meshes(pipeline)
@@ -189,7 +189,7 @@ def _check(pipeline: Pipeline, place: Path) -> None:
         if prompts:
             write_json(at.path / CHECKED_PROMPTS, prompts)
         if kind.makes == "data":
-            look.run(at)
+            quick_check.run(at)
         info = check.run(at).info
         prompts = info.get("prompts", prompts)
         check_readers(pipeline, stage.name, info)
@@ -205,7 +205,7 @@ def _run(pipeline: Pipeline, place: Path, settings: dict[str, Any]) -> str:
             pipeline, stage, place / "run" / stage.name, model, Path(done[data]["path"]) / "data" if data else None
         )
         at.inputs = {name: done[name] for name in stage.after}
-        outcome = import_thing(kind.entry)(at)
+        outcome = import_object(kind.entry)(at)
         made = outcome.info.get("model")
         done[stage.name] = {
             "path": str(at.path), "model": str(at.path / made) if made else model, "kind": stage.kind,

@@ -16,7 +16,7 @@ from cosmos_core.config.schema.parallelism import ParallelismConfig
 from cosmos_core.data.flow_sample import FlowSample
 from cosmos_core.models.denoiser import Denoiser
 from cosmos_core.models.families import open_family
-from cosmos_core.models.freeze import choose_trained
+from cosmos_core.models.freeze import mark_trained_weights
 from cosmos_core.models.open_diffusion import recompute_blocks
 from cosmos_core.parallel.fsdp import full_tensors
 from cosmos_core.parallel.mesh import is_first, open_mesh
@@ -76,7 +76,7 @@ def samples(name: str) -> list[FlowSample]:
         elif not is_clip:
             text["pooled_prompt_embeds"] = tensor(32)
         given = i % 3 if name == "cosmos_predict" else 0
-        found.append(FlowSample(tensor(*shape), 0.1 + 0.1 * i, text, tensor(*shape), num_given=given))
+        found.append(FlowSample(tensor(*shape), 0.1 + 0.1 * i, text, tensor(*shape), num_conditioning_frames=given))
     return found
 
 
@@ -93,7 +93,7 @@ def computed(folder: Path, case: str, scratch: Path, **mesh: int) -> dict[str, A
     family = open_family(str(folder / name), config.policy)
     dtype, _ = PRECISE.get(name, (torch.float64, 1e-9))
     model = family.load_denoiser(dtype)
-    choose_trained(model, config.policy, family.lora_targets)
+    mark_trained_weights(model, config.policy, family.lora_targets)
     if CASES[case] == _RECOMPUTED:
         recompute_blocks(model, config.policy.model_gradient_checkpointing)
     sizes = open_mesh(ParallelismConfig.model_validate(mesh), "cpu") if mesh else None

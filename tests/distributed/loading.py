@@ -21,7 +21,7 @@ from transformers.initialization import no_init_weights
 from cosmos_core.config.schema.parallelism import ParallelismConfig
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.errors import ModelError
-from cosmos_core.models.freeze import choose_trained
+from cosmos_core.models.freeze import mark_trained_weights
 from cosmos_core.models.hf import load_model, named_weights
 from cosmos_core.models.sharded_load import init_on_meta
 from cosmos_core.parallel.mesh import open_mesh
@@ -65,7 +65,7 @@ def split(model: PreTrainedModel, mesh: dict[str, int], scratch: Path) -> Traine
 def trained(model: PreTrainedModel, policy: dict[str, Any]) -> PreTrainedModel:
     """The model with what a `[policy]` trains of it."""
     torch.manual_seed(0)
-    choose_trained(model, PolicyConfig.model_validate(policy))
+    mark_trained_weights(model, PolicyConfig.model_validate(policy))
     return model
 
 

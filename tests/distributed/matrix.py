@@ -22,8 +22,8 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ModelError
-from cosmos_core.models.causal_lm import CausalLM, Reading
-from cosmos_core.models.freeze import choose_trained
+from cosmos_core.models.causal_lm import CausalLM, InputProcessing
+from cosmos_core.models.freeze import mark_trained_weights
 from cosmos_core.models.hf import load_model
 from cosmos_core.models.meta_device import reads_base
 from cosmos_core.models.sharded_load import init_on_meta
@@ -149,10 +149,10 @@ def computed(case: Case, models: Path, scratch: Path) -> dict[str, Any]:
     loaded = loaded.to(getattr(torch, case.dtype))
     if case.dtype == "float64" and loaded._can_set_experts_implementation():
         loaded.set_experts_implementation("eager")  # the grouped product knows no float64
-    choose_trained(loaded, trained)
+    mark_trained_weights(loaded, trained)
     rank = trainer_of(loaded, config, 0, Progress(scratch / "progress.json"), mesh, None, case.balance)
     score_in(rank, getattr(torch, case.dtype))
-    rank.adapter.prove()
+    rank.adapter.check_parallel_plan()
     policy = config.train_policy
     batch = samples(case.masked, case.idle)
     algorithm = make_algorithm(recipe(case))
@@ -186,7 +186,7 @@ def computed(case: Case, models: Path, scratch: Path) -> dict[str, Any]:
 
 def add_teacher(rank: Trainer, model: PreTrainedModel, case: Case, config: TrainConfig) -> None:
     """Let another model be asked, sharded over the same mesh."""
-    teacher: Any = CausalLM(model.to(getattr(torch, case.dtype)), config, Reading(0), rank.adapter.mesh)
+    teacher: Any = CausalLM(model.to(getattr(torch, case.dtype)), config, InputProcessing(0), rank.adapter.mesh)
     for part in (teacher, *teacher.runner.roots):
         part._dtype = getattr(torch, case.dtype)
     rank.add_model("teacher", teacher)

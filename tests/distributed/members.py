@@ -16,7 +16,7 @@ import torch.distributed as dist
 from cosmos_core.cluster.actors import ActorGroup
 from cosmos_core.cluster.group import WorkerGroup
 from cosmos_core.errors import ConfigError
-from cosmos_core.parallel.mesh import any_on_ranks
+from cosmos_core.parallel.mesh import any_rank
 from cosmos_core.run.progress import Metrics, Progress
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.setup import run
@@ -69,7 +69,7 @@ def die(stop: threading.Event) -> None:
 def stop_together(started: Path, stop: threading.Event) -> list[int]:
     """The step at which each rank stopped; there is a file `started` from the third on."""
     step = 0
-    while not any_on_ranks(stop.is_set()):
+    while not any_rank(stop.is_set()):
         step += 1
         if step == 3:
             started.touch()
@@ -106,7 +106,7 @@ def shared_gpus(told: Any) -> str:
     of_ranks = own_gpus(told)
     while dist.get_rank() == 0 and not told.actors:
         time.sleep(0.1)
-    return " ".join([of_ranks, *(handle.ask("gpus").result(60) for handle in told.actors)])
+    return " ".join([of_ranks, *(handle.call("gpus").result(60) for handle in told.actors)])
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from cosmos_core.parallel.mesh import Mesh, open_mesh
 from tests.distributed.matrix import Case, computed, recipe
 from tests.distributed.test_invariance import CP2, DP2, TP2
 
-_gather, _select = Mesh.all_gather_object, Mesh.select_own
+_gather, _select = Mesh.all_gather_object, Mesh.select_local_items
 _divide, _to_all = FSDPModule.set_gradient_divide_factor, tensor_parallel.all_to_all_single
 
 
@@ -67,7 +67,7 @@ def _mutation(mesh: Any, target: Any, name: str, by: Any) -> Mutation:
 MUTATIONS = {
     "gradients are averaged over ranks": _mutation(DP2, FSDPModule, "set_gradient_divide_factor", _averaged),
     "the loss is that of one rank": _mutation(DP2, Mesh, "all_gather_object", _own_losses),
-    "ranks have the same rows": _mutation(DP2, Mesh, "select_own", _same_rows),
+    "ranks have the same rows": _mutation(DP2, Mesh, "select_local_items", _same_rows),
     "attention sees a piece of a row": _mutation(CP2, context, "exchange", _own_piece),
     "norms have the gradient of some heads": _mutation(
         TP2, tensor._SummedBackward, "backward", staticmethod(lambda ctx, gradient: (gradient, None))

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cosmos_core.models.hf import load_model, named_weights
-from cosmos_core.models.lora import merge_adapter, plain_state
+from cosmos_core.models.lora import merge_adapter, merged_state_dict
 from cosmos_core.rollout import publish
 from tests.distributed.loading import split, trained
 
@@ -24,7 +24,7 @@ def expected_weights(model: PreTrainedModel, form: str) -> dict[str, Tensor]:
     if form == "checkpoint":
         return dict(named_weights(model))
     with merge_adapter(model):
-        return plain_state(model)
+        return merged_state_dict(model)
 
 
 def disturbed(model: PreTrainedModel) -> PreTrainedModel:
@@ -48,7 +48,7 @@ def problems(
         wrong: list[str] = []
         for is_shared in (True, False):
             for form in ("checkpoint", "module"):
-                weights = publish._Weights(rank.adapter.model, rank.adapter.whole, form, BUCKET_BYTES)
+                weights = publish._Weights(rank.adapter.model, rank.adapter.meta_copy, form, BUCKET_BYTES)
                 assert weights._gatherer is not None and weights._gatherer._is_shared
                 weights._gatherer._is_shared = is_shared
                 wrong += differences(weights, expected_weights(whole, form))

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from configs.demo import arithmetic
-from cosmos_core.cluster.actors import ActorGroup, _Host
+from cosmos_core.cluster.actors import ActorGroup, _ObjectActor
 from cosmos_core.cluster.group import WorkerGroup, interface_to, num_threads
 from cosmos_core.cluster.join import join_cluster
 from cosmos_core.cluster.placement import resource_bundles
@@ -29,7 +29,7 @@ from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import prepare
 from cosmos_core.errors import ConfigError, Preempted, StageFailed
-from cosmos_core.facts import facts_of_workers, measure
+from cosmos_core.machine_properties import facts_of_workers, measure
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.setup import run
@@ -106,7 +106,7 @@ def test_what_computes_beside_the_ranks_has_half_of_the_cores(monkeypatch: pytes
     assert [num_threads(*case, overlaps=False) for case in cases] == [(2, 2), (8, 8), (4, 4), (1, 1), (4, 4)]
     before = torch.get_num_threads()
     try:
-        assert _Host(torch.get_num_threads, 3).call("__int__", (), {}) == 3
+        assert _ObjectActor(torch.get_num_threads, 3).call("__int__", (), {}) == 3
         assert os.environ["OMP_NUM_THREADS"] == "3"
     finally:
         torch.set_num_threads(before)

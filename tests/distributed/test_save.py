@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from cosmos_core.checkpoint.resume import problem
+from cosmos_core.checkpoint.resume import resume_obstacle
 from cosmos_core.cluster.group import WorkerGroup
 from tests.distributed import saving
 from tests.distributed.matrix import chosen
@@ -83,7 +83,7 @@ def saved(cases: Any, models: Path, tmp_path_factory: pytest.TempPathFactory) ->
     answers = each(saving.save_all, list(wanted.values()), models, root)
     for _, _, folder in wanted.values():
         assert sorted(path.name for path in folder.iterdir()) == ["step_1", "step_3"]
-        assert problem(folder, 3, "f") is None
+        assert resume_obstacle(folder, 3, "f") is None
         (folder / "step_3/policy/manifest.json").unlink()
     return {name: (case[2], answer) for (name, case), answer in zip(wanted.items(), answers, strict=True)}
 
@@ -163,4 +163,4 @@ def test_a_full_disk_of_one_rank_is_one_line_on_all_and_the_checkpoint_before_st
     )
     assert WorkerGroup(2, "local").run(program) == [line, line]
     assert [path.name for path in folder.iterdir()] == ["step_1"]
-    assert problem(folder, 1, "f") is None
+    assert resume_obstacle(folder, 1, "f") is None

@@ -10,7 +10,7 @@ import torch
 
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.flow_sample import FlowSample
-from cosmos_core.data.kinds.media import draws_of
+from cosmos_core.data.kinds.media import noise_sampler_of
 from cosmos_core.data.media_rows import MediaRow
 from cosmos_core.models.families import open_family
 from cosmos_core.models.sana import Sana
@@ -33,13 +33,13 @@ def row(frames: int = 0) -> MediaRow:
 
 
 class Rows:
-    """What `draws_of` asks of prepared rows."""
+    """What `noise_sampler_of` asks of prepared rows."""
 
     null_text = {"prompt_embeds": torch.zeros(2)}
 
 
 class Adapter:
-    """What `draws_of` asks of an adapter."""
+    """What `noise_sampler_of` asks of an adapter."""
 
     def __init__(self, family: Any) -> None:
         self.family = family
@@ -47,7 +47,7 @@ class Adapter:
 
 def drawn(recipe: Recipe, pipeline: Path, frames: int = 0) -> list[FlowSample]:
     rows: Any = Rows()
-    draws = draws_of(rows, recipe.policy.diffusers, Adapter(open_family(str(pipeline), recipe.policy)))
+    draws = noise_sampler_of(rows, recipe.policy.diffusers, Adapter(open_family(str(pipeline), recipe.policy)))
     return [draws.sample(row(frames), seed) for seed in range(64)]
 
 
@@ -77,9 +77,9 @@ def test_it_changes_how_many_prompts_are_dropped(change: Change, pipeline: Path)
 def test_it_changes_how_many_frames_are_given(
     change: Change, expected: tuple[set[int], set[int]], pipeline: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Sana, "max_given", 2)
+    monkeypatch.setattr(Sana, "max_conditioning_frames", 2)
     found = [drawn(recipe, pipeline, 4) for recipe in (change.before, change.after)]
-    assert tuple({sample.num_given for sample in samples} for samples in found) == expected
+    assert tuple({sample.num_conditioning_frames for sample in samples} for samples in found) == expected
 
 
 @changes(Change("policy.diffusers.max_prompt_length", 8, FLOW), Change("policy.diffusers.dtype", "bfloat16", FLOW))

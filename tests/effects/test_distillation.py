@@ -45,7 +45,7 @@ class Told:
     """A view whose teacher is given, and who asks what."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[str, int, bool]] = []
+        self.validation_requests: list[tuple[str, int, bool]] = []
 
     def reset(self, weights: str, *, optimizer: bool = False) -> None:
         raise AssertionError("asked for other weights")
@@ -56,7 +56,7 @@ class Told:
     def evaluate(
         self, samples: Any, wants: Wants = LOGPROBS, *, weights: str = "policy", size: int | None = None
     ) -> list[dict[str, torch.Tensor]]:
-        self.asked.append((weights, wants.top_k, samples[0].top_ids is not None))
+        self.validation_requests.append((weights, wants.top_k, samples[0].top_ids is not None))
         rows = {"logprobs": torch.tensor(TEACHER)}
         if wants.top_k:
             rows |= {"top_logprobs": rows["logprobs"].unsqueeze(-1), "top_ids": torch.zeros(2, 1, dtype=torch.int64)}
@@ -136,8 +136,8 @@ def test_it_changes_whose_likeliest_tokens_are_compared(change: Change, expected
     for recipe, view in zip((change.before, change.after), views, strict=True):
         (update,) = algorithm_of(recipe).updates([drawn()], view)
         assert update.samples[0].top_ids.tolist() == [[0], [0]]
-    assert views[0].asked == [("teacher", 1, False)]
-    assert views[1].asked == expected
+    assert views[0].validation_requests == [("teacher", 1, False)]
+    assert views[1].validation_requests == expected
 
 
 @changes(Change("distillation.include_prompt", True, TAUGHT))

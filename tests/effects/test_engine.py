@@ -41,7 +41,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 @changes(Change("rollout.probe_interval", 3, GRPO))
 def test_it_changes_how_often_the_engine_is_compared_with_the_trainer(change: Change) -> None:
-    adapter = SimpleNamespace(model=None, whole=None)
+    adapter = SimpleNamespace(model=None, meta_copy=None)
 
     def interval(recipe: Recipe) -> int:
         stage: Any = SimpleNamespace(recipe=recipe)
@@ -59,7 +59,7 @@ def test_it_changes_what_an_alarm_does(change: Change) -> None:
 
     def watch(recipe: Recipe) -> dict[str, float]:
         stage: Any = SimpleNamespace(recipe=recipe)
-        return setup._watch(stage)(1, metrics)
+        return setup._drift_check(stage)(1, metrics)
 
     assert watch(change.before) == {"watch/alarm": 1.0}
     with pytest.raises(StageFailed, match="differ by 100 nats per token"):
@@ -74,7 +74,7 @@ def test_it_changes_the_dtype_in_which_weights_travel(change: Change, tmp_path: 
         engine: Any = Recording()
         model = engine.model = load_model(str(tmp_path / "model"), dtype=torch.float32)
         stage: Any = SimpleNamespace(recipe=recipe)
-        trainer: Any = SimpleNamespace(adapter=SimpleNamespace(model=model, whole=None))
+        trainer: Any = SimpleNamespace(adapter=SimpleNamespace(model=model, meta_copy=None))
         generation = Generation(stage, trainer, ExitStack())
         generation.__dict__["engine"] = engine
         generation._probe_logprobs = lambda ids: scored(model, ids)  # type: ignore[method-assign]

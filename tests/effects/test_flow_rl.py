@@ -45,7 +45,7 @@ class Bent(Denoiser):
     """Its paths are no straight lines, so that solvers differ."""
 
     def __call__(
-        self, latents: Tensor, sigma_B: Tensor, text: Mapping[str, Tensor], num_given_B: Tensor | None = None
+        self, latents: Tensor, sigma_B: Tensor, text: Mapping[str, Tensor], num_conditioning_B: Tensor | None = None
     ) -> Tensor:
         bend = torch.sin(3 * latents) * sigma_B.float().reshape(-1, *[1] * (latents.ndim - 1))
         return bend + text["colour"].reshape(len(latents), 3, *[1] * (latents.ndim - 2))
@@ -189,7 +189,7 @@ def test_it_changes_what_is_learned_of_real_data(change: Change, expected: float
     """Beside the weight: the noise levels of the rollouts, the first of them, or others for each image."""
     rows = Rows(MediaRow(i, "", Rows.null_text, torch.full((3, 2, 4, 4), float(i)), None) for i in range(4))
     family = Films()
-    family.dropped_text, family.train_shift, family.max_given = lambda text: text, 1.0, 0  # type: ignore[attr-defined]
+    family.dropped_text, family.train_shift, family.max_conditioning_frames = lambda text: text, 1.0, 0  # type: ignore[attr-defined]
     trainer: Any = SimpleNamespace(adapter=SimpleNamespace(family=family))
     losses, levels = [], []
     for recipe in (change.before, change.after):

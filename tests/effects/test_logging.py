@@ -12,7 +12,7 @@ import pytest
 
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.observe import gallery
-from cosmos_core.observe.sinks.base import attached
+from cosmos_core.observe.sinks.base import send_to_sinks
 from cosmos_core.train.completions import CompletionLog
 from cosmos_core.types import Completion, Group, Prompt, Score, ScoredGroup, Segment
 from tests.effects.change import GRPO, SFT, Change, changes, stage_of
@@ -42,7 +42,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 def log(recipe: Recipe, folder: Path) -> None:
     stage = stage_of(folder / "outputs/monday/stages/sft", recipe)
-    with attached(stage):
+    with send_to_sinks(stage):
         stage.metrics.log(1, {"loss": 0.5})
 
 
@@ -80,10 +80,10 @@ def test_it_changes_whether_completions_are_written(change: Change, tmp_path: Pa
 
 @changes(Change("logging.multi_modal_log_interval", 4, WITH_WANDB))
 def test_it_changes_which_drawings_wandb_is_sent(change: Change, told: list[dict[str, Any]], tmp_path: Path) -> None:
-    drawing = gallery.Drawing("a dog", np.zeros((8, 8, 3), np.uint8), 1.0)
+    drawing = gallery.GeneratedSample("a dog", np.zeros((8, 8, 3), np.uint8), 1.0)
     for name, recipe in {"before": change.before, "after": change.after}.items():
         stage = stage_of(tmp_path / name / "monday/stages/sft", recipe)
-        with attached(stage):
+        with send_to_sinks(stage):
             for step in (2, 3, 4):
                 if step != 3:
                     gallery.save(stage.path, step, [[drawing]])

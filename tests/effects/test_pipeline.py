@@ -15,7 +15,7 @@ import tomli_w
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from cosmos_core.checkpoint.pinned import pinned_step
+from cosmos_core.checkpoint.load_checkpoint_model import pinned_step
 from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.config.load import merge
 from cosmos_core.config.mesh import check_meshes

@@ -14,7 +14,7 @@ from cosmos_core.data.kinds.prompts import Prompts
 from cosmos_core.rollout.async_groups import AsyncGroupSource
 from cosmos_core.train import generation, setup
 from cosmos_core.train.loop import Loop
-from cosmos_core.train.measure import most_tokens, trained_rewards
+from cosmos_core.train.measure import max_held_out_tokens, trained_rewards
 from cosmos_core.train.rollout_feed import PromptOrder
 from cosmos_core.train.validation import Validation
 from cosmos_core.worker import program as worker
@@ -28,21 +28,23 @@ def ahead(recipe: Recipe, folder: Path) -> AsyncGroupSource:
     """What the training of a recipe takes its groups from."""
     rows: Prompts = type("Rows", (), {"__len__": lambda self: 64})()
     made: Any = SimpleNamespace(fleet=None, score_here=lambda weights: weights, resync=None, close_with=print)
-    found: Any = setup._ahead(stage_of(folder / "stage", recipe, kind="rl"), rows, PromptOrder(rows, recipe), made)
+    found: Any = setup._async_source(
+        stage_of(folder / "stage", recipe, kind="rl"), rows, PromptOrder(rows, recipe), made
+    )
     return found
 
 
 @changes(
-    (Change("train.train_policy.on_policy", True, APART), {"allowed": (4, 0)}),
-    (Change("train.train_policy.allowed_outdated_steps", 2, APART), {"allowed": (4, 2)}),
-    (Change("train.train_policy.outdated_rollout_fetch_batch_size", 7, APART), {"beyond": (0, 7)}),
-    (Change("train.train_policy.outdated_rollout_fetch_batch_size", 7, DAPO), {"beyond": (128, 7)}),
+    (Change("train.train_policy.on_policy", True, APART), {"max_lag": (4, 0)}),
+    (Change("train.train_policy.allowed_outdated_steps", 2, APART), {"max_lag": (4, 2)}),
+    (Change("train.train_policy.outdated_rollout_fetch_batch_size", 7, APART), {"num_extra_prompts": (0, 7)}),
+    (Change("train.train_policy.outdated_rollout_fetch_batch_size", 7, DAPO), {"num_extra_prompts": (128, 7)}),
     (Change("train.train_policy.max_inflight_steps", 9, APART), {"most_steps": (None, 9)}),
-    (Change("mode", "colocated_separated", APART), {"allowed": (4, 0)}),
-    (Change("mode", "colocated_separated", {**APART, "train.sync_weight_interval": 3}), {"allowed": (4, 2)}),
-    (Change("mode", "colocated_separated", APART), {"takes_turns": (False, True)}),
+    (Change("mode", "colocated_separated", APART), {"max_lag": (4, 0)}),
+    (Change("mode", "colocated_separated", {**APART, "train.sync_weight_interval": 3}), {"max_lag": (4, 2)}),
+    (Change("mode", "colocated_separated", APART), {"sleeps_in_training": (False, True)}),
     (Change("mode", "colocated_separated", APART), {"most_steps": (None, 1)}),
-    (Change("mode", "colocated_separated", DAPO), {"beyond": (128, 0)}),
+    (Change("mode", "colocated_separated", DAPO), {"num_extra_prompts": (128, 0)}),
 )
 def test_it_changes_how_far_engines_run_ahead(change: Change, expected: dict[str, Any], tmp_path: Path) -> None:
     before, after = ahead(change.before, tmp_path / "before"), ahead(change.after, tmp_path / "after")
@@ -76,7 +78,7 @@ def test_the_rewards_of_validation_know_its_own_limit(tmp_path: Path, monkeypatc
     config = Change("validation.max_response_length", 8, {**GRPO, "rollout.max_response_length": 4}).after
     trainer: Any = None
     made = generation.Generation(stage_of(tmp_path, config, kind="rl"), trainer, ExitStack())
-    for most in (None, most_tokens(config), 4, 8):
+    for most in (None, max_held_out_tokens(config), 4, 8):
         made.score_here({"overlong": 1.0}, most)
     assert asked == [4, 8]
 

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.sample.endpoint import Endpoint
 from cosmos_core.sample.records import Candidate, Sampled
-from cosmos_core.sample.selection import kept, pass_rate, rows_of
+from cosmos_core.sample.selection import pass_rate, rows_of, select_completions
 from cosmos_core.train.rollout_feed import training_sampling
 from cosmos_core.types import Prompt
 from tests.effects.change import GRPO, Change, changes, stage_of
@@ -34,7 +34,7 @@ def texts(recipe: Recipe) -> str:
     """Return the texts of the rows of an easy and a hard prompt; of a pair both."""
     rows: list[dict[str, Any]] = []
     for sampled in (EASY, HARD):
-        passing = kept(sampled, recipe.sample.keep, pass_rate(sampled, 1.0), 0)
+        passing = select_completions(sampled, recipe.sample.keep, pass_rate(sampled, 1.0), 0)
         rows += rows_of(sampled, [], recipe.sample, passing, {})
     turns = [row[key] for row in rows for key in ("conversations", "chosen", "rejected") if key in row]
     return "".join(turn["content"] for each in turns for turn in each)

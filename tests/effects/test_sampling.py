@@ -12,7 +12,7 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.rollout.groups import SyncGroupSource
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.measure import validation_sampling
-from cosmos_core.train.rollout_feed import PromptOrder, RolloutFeed, in_turns, training_sampling
+from cosmos_core.train.rollout_feed import PromptOrder, RolloutFeed, sync_source, training_sampling
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Score, ScoredGroup, Segment
 from tests.effects.change import GRPO, Change, changes
 
@@ -24,11 +24,11 @@ class Engine:
     """Answers with one token, and remembers what it was asked."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[list[int], Sampling]] = []
+        self.validation_requests: list[tuple[list[int], Sampling]] = []
         self.done: list[Group] = []
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
-        self.asked.append(([prompt.id for prompt in prompts], sampling))
+        self.validation_requests.append(([prompt.id for prompt in prompts], sampling))
         turns = [Segment((k,), True, (-1.0,), step) for k in range(sampling.num_completions)]
         self.done = [Group(p, tuple(Completion((turn,), "stop", "") for turn in turns), step) for p in prompts]
 
@@ -58,9 +58,9 @@ def rollouts(recipe: Recipe, folder: Path) -> dict[str, Any]:
     feed = RolloutFeed(prompts, source, make_algorithm(recipe, sampling), recipe)
     samples = [found[0] for found in iter(feed.next, None)]
     return {
-        "calls": [len(ids) for ids, _ in engine.asked],
-        "ids": [id_ for ids, _ in engine.asked for id_ in ids],
-        "sampling": engine.asked[0][1],
+        "calls": [len(ids) for ids, _ in engine.validation_requests],
+        "ids": [id_ for ids, _ in engine.validation_requests for id_ in ids],
+        "sampling": engine.validation_requests[0][1],
         "steps": feed.total_steps,
         "advantages": sorted({round(sample.advantage, 4) for sample in samples[0]}),
     }
@@ -167,7 +167,7 @@ def trained(recipe: Recipe, folder: Path) -> list[list[int]]:
         sync = SyncGroupSource(
             order, engine, by_parity, sampling, Progress(folder / "progress.json"), recipe.rollout.batch_size
         )
-        source = in_turns(sync, order, recipe)
+        source = sync_source(sync, order, recipe)
         return RolloutFeed(prompts, source, make_algorithm(recipe, sampling), recipe)
 
     steps: list[list[int]] = []

@@ -17,7 +17,7 @@ from cosmos_core.run.directory import Run, create_run
 from cosmos_core.run.fingerprint import fingerprint
 from cosmos_core.run.inputs import check_inputs
 from tasks.kinds import all_kinds
-from tasks.layout import lay_out
+from tasks.layout import prepare_stage_folder
 from tests.effects.change import Change, changes
 from tests.unit.tiny_model import save_tiny_model
 
@@ -54,7 +54,7 @@ def made(folder: Path, *settings: str) -> tuple[str, float]:
     [sft] = [stage for stage in pipeline.stages if stage.name == "sft"]
     stage = sft.model_copy(update={"after": (), "data": str(folder / "rows")})
     found = fingerprint(pipeline, stage, all_kinds()["sft"], {}, shared_digests(run.output_dir))
-    laid_out = lay_out(run, stage, found)
+    laid_out = prepare_stage_folder(run, stage, found)
     model = AutoModelForCausalLM.from_pretrained(laid_out.model, dtype=torch.float32)
     return found.value, next(model.parameters()).flatten()[0].item()
 

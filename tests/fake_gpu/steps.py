@@ -28,12 +28,12 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3Mo
 
 from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.models.causal_lm import CausalLM, Reading
-from cosmos_core.models.freeze import choose_trained
+from cosmos_core.models.causal_lm import CausalLM, InputProcessing
+from cosmos_core.models.freeze import mark_trained_weights
 from cosmos_core.models.kernels import use_fp8
 from cosmos_core.models.recompute import recompute
 from cosmos_core.run.progress import Progress
-from cosmos_core.train.estimate import _pretend_data
+from cosmos_core.train.estimate import _use_fake_tensors
 from cosmos_core.train.memory import _LiveBytes, step_memory
 from cosmos_core.train.trainer import Trainer
 from cosmos_core.types import DiffusionSample, Prompt
@@ -131,14 +131,14 @@ def traced_text(chosen: Recipe, name: str, folder: Path, kernels: Kernels) -> tu
     train, policy = chosen.train, chosen.policy
     with torch.device("meta"):
         model = model_of(name)
-        choose_trained(model, policy)
+        mark_trained_weights(model, policy)
         recompute(model, policy.model_gradient_checkpointing)
     if train.fp8.enable_fp8:
         use_fp8(model, train.fp8)
     with FakeTensorMode():
         with torch.device("cuda"):
-            _pretend_data(model)
-        trainer = Trainer(CausalLM(model, train, Reading(0)), train, Progress(folder / "progress.json"))
+            _use_fake_tensors(model)
+        trainer = Trainer(CausalLM(model, train, InputProcessing(0)), train, Progress(folder / "progress.json"))
         for named in () if train.train_policy.scores_rows_once else train.train_policy.named_weights:
             trainer.named.add(named)
         with kernels:
@@ -160,7 +160,7 @@ def traced_denoiser(chosen: Recipe, name: str, folder: Path, kernels: Kernels) -
     times, live = tuple(flow_schedule(4, 3.0).tolist()), _LiveBytes()
     with FakeTensorMode():
         with torch.device("cuda"):
-            _pretend_data(model)
+            _use_fake_tensors(model)
         trainer = Trainer(Denoiser(model, family, chosen.train), chosen.train, Progress(folder / "progress.json"))
         for named in chosen.train.train_policy.named_weights:
             trainer.named.add(named)

@@ -31,7 +31,7 @@ import torch
 from safetensors.torch import load_file
 
 from cosmos_core.data import prepare
-from cosmos_core.models import prove_pipeline
+from cosmos_core.models import verify_pipeline_export
 from cosmos_core.run.files import read_json, sha256
 from cosmos_core.run.manifest import read_result
 from cosmos_core.run.progress import Metrics, read_metrics
@@ -355,14 +355,14 @@ def drawn_apart() -> Iterator[None]:
         _draw(there)
     there.close()
 
-    def fresh(probes: Sequence[prove_pipeline.Probe]) -> list[torch.Tensor]:
+    def fresh(probes: Sequence[verify_pipeline_export.Probe]) -> list[torch.Tensor]:
         here.send(probes)
         found = here.recv()
         if isinstance(found, str):
             raise AssertionError(found)
         return [torch.from_numpy(image) for image in found]
 
-    prove_pipeline._draw_in_interpreter = fresh
+    verify_pipeline_export._draw_in_interpreter = fresh
     yield
     here.close()
     os.waitpid(child, 0)
@@ -375,6 +375,6 @@ def _draw(connection: Connection) -> None:
         except EOFError:
             os._exit(0)
         try:
-            connection.send(prove_pipeline.draw_all(probes))
+            connection.send(verify_pipeline_export.generate_images(probes))
         except Exception as error:  # noqa: BLE001 - the other side says it
             connection.send(f"{type(error).__name__}: {error}")

@@ -18,7 +18,7 @@ from cosmos_core.cluster.rank import Messages
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import DiskFull
-from cosmos_core.run.files import disk_full, room_may_be_missing
+from cosmos_core.run.files import disk_full, warn_if_disk_full
 from cosmos_core.run.manifest import read_result
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
@@ -198,5 +198,5 @@ def test_a_disk_that_is_read_only_is_one_line_too(tmp_path: Path) -> None:
     error = OSError(errno.EROFS, os.strerror(errno.EROFS), "/there/state.json")
     said = "read-only: Read-only file system: /there/state.json; make it writable and resume"
     assert str(disk_full(error, tmp_path)) == said
-    with room_may_be_missing("the end"):
+    with warn_if_disk_full("the end"):
         raise error

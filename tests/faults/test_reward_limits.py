@@ -58,7 +58,7 @@ def test_what_it_remembers_is_bounded(tmp_path: Path) -> None:
         for i in range(10):
             request = parse_request(str(i), body("p", jpeg_size=1.0), {"jpeg_size"})
             engine.pending[request.uuid] = request
-            await engine._keep(request, "jpeg_size", {"scores": {"jpeg_size": [1.0]}}, 0.0)
+            await engine._store_result(request, "jpeg_size", {"scores": {"jpeg_size": [1.0]}}, 0.0)
             engine._finished.appendleft((-math.inf, 1))  # long ago
         return engine
 

@@ -14,7 +14,7 @@ from cosmos_core.errors import RewardError
 from cosmos_core.launch.managed_service import managed_service
 from cosmos_core.rewards.exchange import service_of
 from cosmos_core.rewards.remote import RemoteRewards
-from cosmos_core.rewards.served import Item, Settings, load_served
+from cosmos_core.rewards.reward_model import Item, Settings, load_served
 
 OVERLONG = {"max_tokens": 100, "overlong": {"buffer_length": 40, "penalty_factor": 2.0}}
 

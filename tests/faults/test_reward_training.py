@@ -17,7 +17,7 @@ from cosmos_core.launch.managed_service import managed_service
 from cosmos_core.rewards.exchange import ENQUEUE_URL, FETCH_URL, TOKEN
 from cosmos_core.rewards.service.config import read_config
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.check import look_at_rewards
+from cosmos_core.train.check import check_rewards
 from cosmos_core.train.measure import trained_rewards
 from cosmos_core.train.setup import train
 from tasks.kinds import all_kinds
@@ -146,17 +146,17 @@ def test_check_looks_whether_the_service_of_a_stage_has_its_rewards(
     (tmp_path / "rewards.toml").write_text('[[reward_args]]\nreward_type = "blue"\n')
     plain = stage_of(tmp_path / "stage", recipe({**GRPO, **REMOTE}), kind="rl")
     with pytest.raises(RewardError, match=f"set {ENQUEUE_URL}"):
-        look_at_rewards(plain)
+        check_rewards(plain)
     own = replace(plain, config=plain.config.model_copy(update={"reward_service": str(tmp_path / "rewards.toml")}))
     with pytest.raises(RewardError, match="does not serve 'red'; known: blue"):
-        look_at_rewards(own)
+        check_rewards(own)
     (tmp_path / "rewards.toml").write_text('[[reward_args]]\nreward_type = "red"\n')
-    assert look_at_rewards(own) == [f"rewards red of {tmp_path / 'rewards.toml'}"]
+    assert check_rewards(own) == [f"rewards red of {tmp_path / 'rewards.toml'}"]
     for path, said in (("absent.pth", "no such file"), (str(inputs_vae(tmp_path)), "is of the class 'AutoencoderKL'")):
         vae = {"train.train_policy.remote_reward.video_vae": path}
         encodes = replace(own, recipe=recipe({**GRPO, **REMOTE, **vae}))
         with pytest.raises(RewardError, match=f"remote_reward.video_vae = .*{said}"):
-            look_at_rewards(encodes)
+            check_rewards(encodes)
 
 
 def inputs_vae(folder: Path) -> Path:

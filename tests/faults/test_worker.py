@@ -21,14 +21,14 @@ import pytest
 
 from cosmos_core.errors import ConfigError, DataError, Preempted, StageFailed
 from cosmos_core.launch import worker
-from cosmos_core.launch.check import look_at_rows
+from cosmos_core.launch.check import check_first_rows
 from cosmos_core.launch.processes import ATTEMPT, make_scratch, scratch_of, sweep
 from cosmos_core.run.directory import Run, claim, create_run
 from cosmos_core.run.files import read_json
 from cosmos_core.run.state import read_state, update_state
 from tasks.kinds import all_kinds
 from tasks.stage import perform, should_retry
-from tasks.store_sync import Stored
+from tasks.store_sync import StageSync
 from tests.conftest import PROGRAMS, processes_below
 from tests.unit.run_folder import load_recipe, make_inputs
 
@@ -118,7 +118,7 @@ def test_a_stage_past_its_timeout_is_stopped(tmp_path: Path) -> None:
 def test_a_stage_that_another_machine_has_taken_over_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path, "count", "arguments = { steps = 1000 }")
     progress = run.stage_path("s") / "progress.json"
-    monkeypatch.setattr(Stored, "loss", lambda self: "taken over" if (read_json(progress) or {}).get("step") else "")
+    monkeypatch.setattr(StageSync, "loss", lambda self: "taken over" if (read_json(progress) or {}).get("step") else "")
     with pytest.raises(StageFailed, match="stage 's' was ended: taken over"):
         perform(run, "s")
     assert not processes_below(tmp_path)
@@ -159,13 +159,13 @@ def test_what_a_worker_leaves_behind_is_killed_even_in_a_session_of_its_own(tmp_
 def test_a_first_look_at_the_rows_that_crashes_stops_no_run(tmp_path: Path) -> None:
     make_inputs(tmp_path)
     with pytest.raises(DataError, match=r"rows\.jsonl:1: no conversation"):
-        look_at_rows(load_recipe(tmp_path))
+        check_first_rows(load_recipe(tmp_path))
     python = tmp_path / "python"
     python.write_text(
         f'#!/bin/bash\ncase "$*" in *cosmos_core.worker*) kill -9 $$;; esac\nexec {sys.executable} "$@"\n'
     )
     python.chmod(0o755)
-    look_at_rows(load_recipe(tmp_path, f"pipeline.python={python}"))
+    check_first_rows(load_recipe(tmp_path, f"pipeline.python={python}"))
 
 
 def working_in(folder: Path) -> list[int]:

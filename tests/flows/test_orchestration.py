@@ -34,9 +34,9 @@ from cosmos_core.observe import gallery
 from cosmos_core.run.state import read_state
 from flows.post_train import post_train
 from tasks.artifacts import StageArtifacts
-from tasks.ending import REFUSED
-from tasks.firing import Firing
+from tasks.final_states import REFUSED
 from tasks.naming import user_name
+from tasks.retrain_lease import RetrainLease
 from tests.conftest import PROGRAMS, wait_until
 from tests.unit.observed_runs import write_lines
 
@@ -195,7 +195,7 @@ def test_why_a_gate_refused_is_said_by_the_flow_run_and_what_it_stopped_is_named
 @pytest.mark.parametrize("private", [False, True])
 def test_samples_are_artifacts_unless_the_run_is_private(tmp_path: Path, private: bool) -> None:
     stage = tmp_path / "run-7" / "stages" / "grpo"
-    gallery.save(stage, 3, [[gallery.Drawing("a cat", np.zeros((8, 8, 3), np.uint8), 0.5)]])
+    gallery.save(stage, 3, [[gallery.GeneratedSample("a cat", np.zeros((8, 8, 3), np.uint8), 0.5)]])
     write_lines(stage / "samples.jsonl", [
         {"step": 2, "prompt": "old", "completion": "older", "reward": 0.0},
         {"step": 3, "prompt": "1 + 1", "completion": "2" * 5000, "reward": 1.0},
@@ -263,7 +263,7 @@ def test_a_flow_run_that_is_tried_again_on_another_machine_has_its_own_lease(tmp
         flow_run = str(client.create_flow_run(post_train, parameters={"config": ""}, state=Running()).id)
         held = {"flow_run": flow_run, "machine": "node-3/boot/pids"}
         client.create_variable(VariableCreate(name="cosmos-retraining-0a1b", value=held))
-        with Firing(tmp_path / "0a1b.json", flow_run) as firing:
+        with RetrainLease(tmp_path / "0a1b.json", flow_run) as firing:
             assert firing.try_acquire()
         assert client.read_variable_by_name("cosmos-retraining-0a1b") is None
 
@@ -276,9 +276,9 @@ def test_two_workers_on_one_machine_respect_each_other_whatever_folders_they_hav
     with get_client(sync_client=True) as client:
         ids = [str(client.create_flow_run(post_train, parameters={"config": ""}, state=Running()).id) for _ in range(2)]
     folders = [tmp_path / "a", tmp_path / ("a" if is_same_folder else "b")]
-    first = Firing(folders[0] / "0a1c.json", ids[0], "both")
+    first = RetrainLease(folders[0] / "0a1c.json", ids[0], "both")
     assert first.try_acquire()
     first._lock.release()  # as the kernel does for a process that was killed
-    with Firing(folders[1] / "0a1c.json", ids[1], "both") as second:
+    with RetrainLease(folders[1] / "0a1c.json", ids[1], "both") as second:
         assert second.try_acquire() is is_same_folder
     first.__exit__()

@@ -20,7 +20,7 @@ from prefect.utilities.callables import parameter_schema
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.errors import ConfigError
 from cosmos_core.observe.logs import quiet_environment
-from cosmos_core.registry import import_thing
+from cosmos_core.registry import import_object
 from cosmos_core.run.directory import create_run
 from flows.post_train import post_train
 from flows.retrain import retrain
@@ -57,7 +57,7 @@ def deployments() -> list[dict[str, Any]]:
 def test_every_deployment_names_a_flow_and_gives_parameters_that_it_has() -> None:
     flows = {}
     for deployment in deployments():
-        flow = import_thing(f"{ROOT}/{deployment['entrypoint']}")
+        flow = import_object(f"{ROOT}/{deployment['entrypoint']}")
         assert isinstance(flow, Flow)
         assert set(deployment.get("parameters", {})) <= set(parameter_schema(flow).properties)
         assert deployment["enforce_parameter_schema"] is True

@@ -21,7 +21,7 @@ from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.batch import rows_of, to_device
 from cosmos_core.data.sample import Sample
 from cosmos_core.models import packing
-from cosmos_core.models.causal_lm import CausalLM, Reading
+from cosmos_core.models.causal_lm import CausalLM, InputProcessing
 from cosmos_core.models.compiled import compile_blocks
 from cosmos_core.models.packing import enable_packing
 from cosmos_core.models.recompute import Recompute, recompute
@@ -170,7 +170,7 @@ def test_a_right_guess_of_the_derivative_costs_one_wait_and_changes_nothing() ->
     gradients = []
     for expected in (None, weights, weights + 1):
         model.zero_grad()
-        logprobs = Scorer(model)({"input_ids": ids}, chosen, expected_N=expected)["logprobs"]
+        logprobs = Scorer(model)({"input_ids": ids}, chosen, derivative_N=expected)["logprobs"]
         (weights * logprobs).sum().backward()
         gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
     assert_near(gradients[1], gradients[0], 1e-6)
@@ -186,7 +186,7 @@ def trained(folder: Path, *, stop: int = 6, **settings: Any) -> tuple[PreTrained
         "compile": False, "optm_lr": 1e-3, "sequence_packing": True, "deterministic": True,
         "train_policy": {"type": "sft", "mini_batch": 2}, **settings,
     })  # fmt: skip
-    trainer = Trainer(CausalLM(make(), train, Reading(0)), train, Progress(folder / "progress.json"))
+    trainer = Trainer(CausalLM(make(), train, InputProcessing(0)), train, Progress(folder / "progress.json"))
     checkpointer = Checkpointer(folder / "checkpoints", fingerprint="f" * 64, max_keep=-1, asynchronous=False)
     state = TrainState(trainer.adapter.model, trainer.optimizer)
     losses = []

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cosmos_core.rewards.served import Item, Settings
+from cosmos_core.rewards.reward_model import Item, Settings
 
 
 def mean(to_be_evaluated: str, reference: str, prompt: str, media: Any) -> tuple[float, dict[str, float]]:

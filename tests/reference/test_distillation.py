@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cosmos_core.algorithms.distillation import append_rest, discounted_sums, jensen_shannon, teacher_terms
+from cosmos_core.algorithms.distillation import append_rest, discounted_sums, jensen_shannon, teacher_loss
 from cosmos_core.config.schema.distillation import DistillationConfig
 
 V, S = 3, 3
@@ -96,9 +96,9 @@ def expected_gradient(settings: DistillationConfig) -> Tensor:
         chosen = torch.tensor(tokens).unsqueeze(-1)
         policy_S, teacher_S = (each.gather(-1, chosen).squeeze(-1) for each in (policy_SV, teacher_SV))
         if settings.top_k:
-            found = teacher_terms(settings, policy_SV[None, :, : V - 1], teacher_SV[None, :, : V - 1], ones, ones)
+            found = teacher_loss(settings, policy_SV[None, :, : V - 1], teacher_SV[None, :, : V - 1], ones, ones)
         else:
-            found = teacher_terms(settings, policy_S[None], teacher_S[None], ones, ones)
+            found = teacher_loss(settings, policy_S[None], teacher_S[None], ones, ones)
         loss = torch.zeros((), dtype=torch.float64)
         if found.advantages_BS is not None:
             loss = loss - (found.advantages_BS[0] * policy_S).sum()
@@ -142,7 +142,7 @@ def test_without_a_discount_each_token_answers_for_itself() -> None:
 def test_what_nobody_drew_answers_for_itself_alone_and_what_is_not_learned_for_nothing() -> None:
     policy_BS, teacher_BS = torch.tensor([[3.0, 5.0, 7.0, 9.0]]).double(), torch.ones(1, 4).double()
     mask_BS, drawn_BS = torch.tensor([[1, 1, 1, 0]]), torch.tensor([[0, 1, 1, 0]])
-    found = teacher_terms(config(kl_discount_factor=0.5), policy_BS, teacher_BS, mask_BS, drawn_BS)
+    found = teacher_loss(config(kl_discount_factor=0.5), policy_BS, teacher_BS, mask_BS, drawn_BS)
     assert found.advantages_BS is not None
     assert found.advantages_BS[0].tolist() == [-2.0, -(4.0 + 0.5 * 6.0), -6.0, 0.0]
     assert found.metrics["teacher/reverse_kl"].tolist() == [12.0, 3.0]

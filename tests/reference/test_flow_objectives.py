@@ -100,7 +100,7 @@ def step_inputs(name: str, guarded: bool) -> tuple[StepInputs, Tensor, dict[str,
         transition(name, x, v_ref, levels, 0.7),
         levels.sigma - levels.next,
     )
-    return inputs, v, {"old": old, "later": later}
+    return inputs, v, {"old": old, "next_latents": later}
 
 
 @pytest.mark.parametrize("name", ["flow", "dance", "cps"])
@@ -113,7 +113,10 @@ def test_the_loss_of_flow_grpo_is_that_of_the_paper(name: str, guarded: bool) ->
     assert reference is not None
     for b in range(3):
         std, rate = found.std[b].item(), found.rate[b].item()
-        means = [each[b].flatten().tolist() for each in (found.mean, known["old"].mean, reference.mean, known["later"])]
+        means = [
+            each[b].flatten().tolist()
+            for each in (found.mean, known["old"].mean, reference.mean, known["next_latents"])
+        ]
         squares = [(end - new) ** 2 - (end - old) ** 2 for new, old, _, end in zip(*means, strict=True)]
         log_ratio = -sum(squares) / len(squares) / (1 if name == "cps" else 2 * std**2)
         if guarded:
@@ -140,8 +143,8 @@ def test_given_frames_are_no_part_of_any_mean() -> None:
     settings = RatioSettings(1e-3, 2e-3, is_guarded=True)
     learned = StepInputs(
         inputs.transition._replace(mean=inputs.transition.mean[..., 1:]),
-        inputs.later[..., 1:],
-        log_prob(known["old"], inputs.later, mask),
+        inputs.next_latents[..., 1:],
+        log_prob(known["old"], inputs.next_latents, mask),
         inputs.advantages_B,
         inputs.old_mean[..., 1:],
         reference._replace(mean=reference.mean[..., 1:]),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cosmos_core.models import flow, flow_steps
-from cosmos_core.models.flow_steps import Dpm2, Levels, log_prob, transition
+from cosmos_core.models.flow_steps import DpmSolver2M, Levels, log_prob, transition
 
 TABLE = flow.euler_schedule(6, 3.0).tolist()
 
@@ -68,7 +68,7 @@ def test_without_noise_a_stochastic_step_is_that_of_euler(name: str) -> None:
     x, v = torch.randn(2, 3, 2, 2, dtype=torch.float64), torch.randn(2, 3, 2, 2, dtype=torch.float64)
     sigma, last = torch.tensor([0.8, 0.4], dtype=torch.float64), torch.tensor([0.5, 0.0], dtype=torch.float64)
     found = transition(name, x, v, Levels(sigma, last, torch.tensor(0.9, dtype=torch.float64)), 0.0)
-    assert torch.allclose(found.mean, flow_steps.euler(x, v, sigma, last), atol=1e-12)
+    assert torch.allclose(found.mean, flow_steps.euler_step(x, v, sigma, last), atol=1e-12)
     assert not found.std.any()
 
 
@@ -119,7 +119,7 @@ def test_dpm2_is_that_of_the_paper(schedule: str) -> None:
     velocities = torch.randn(7, 5, dtype=torch.float64)
     x = torch.randn(5, dtype=torch.float64)
     expected = [of_dpm(sigmas, one, velocities[:, n].tolist()) for n, one in enumerate(x.tolist())]
-    solver = Dpm2(sigmas)
+    solver = DpmSolver2M(sigmas)
     for i, v in enumerate(velocities):
         x = solver.step(x[None], v[None], i)[0]
     assert x.tolist() == pytest.approx(expected, abs=1e-9)
@@ -132,7 +132,7 @@ def test_dpm2_is_that_of_diffusers() -> None:
     )
     scheduler.set_timesteps(10)
     x = theirs = torch.randn(1, 2, 3, 3, dtype=torch.float64)
-    solver = Dpm2(scheduler.sigmas.double())
+    solver = DpmSolver2M(scheduler.sigmas.double())
     for i, t in enumerate(scheduler.timesteps):
         v = torch.sin(x + i)
         x = solver.step(x, v, i)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from cosmos_core.algorithms.advantages import RULES, advantages
+from cosmos_core.algorithms.advantages import ADVANTAGE_RULES, advantages
 from cosmos_core.algorithms.aggregate import add_metrics, means, token_metric
 from cosmos_core.algorithms.correction import Correction, importance_weights
 from cosmos_core.algorithms.objectives.base import PolicySettings
@@ -173,7 +173,7 @@ def test_the_geometric_mask_leaves_out_whole_sequences():
 GROUPS = [[1.0, 0.0, 0.0, 1.0], [0.5, 0.5, 0.5, 0.5], [3.0, 1.0, None, 2.0]]
 
 
-@pytest.mark.parametrize("algo", RULES)
+@pytest.mark.parametrize("algo", ADVANTAGE_RULES)
 def test_advantages_by_a_plain_computation(algo):
     values, counts = advantages(GROUPS, algo=algo)
     flat = np.array([r for group in GROUPS for r in group if r is not None])
@@ -199,7 +199,7 @@ def test_advantages_by_a_plain_computation(algo):
     assert counts == {"groups": 3, "constant_groups": 1, "single_groups": 0, "empty_groups": 0, "invalid": 1}
 
 
-@pytest.mark.parametrize("algo", RULES)
+@pytest.mark.parametrize("algo", ADVANTAGE_RULES)
 def test_odd_groups_have_finite_advantages(algo):
     values, _ = advantages([[], [None, float("nan")], [2.0], [0.0, 0.0]], algo=algo)
     assert all(value is None or np.isfinite(value) for group in values for value in group)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from pebble import ProcessPool
 
-from cosmos_core.models.fresh import fresh_interpreter
+from cosmos_core.models.new_interpreter import fresh_interpreter
 
 if TYPE_CHECKING:
     from tests.store import Proxy
@@ -34,7 +34,7 @@ def own_interpreter() -> None:
 def _exports_share_an_interpreter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "own_interpreter" in request.fixturenames:
         return
-    for name in ("cosmos_core.models.prove", "cosmos_core.models.prove_pipeline"):
+    for name in ("cosmos_core.models.verify_export", "cosmos_core.models.verify_pipeline_export"):
         if name in sys.modules:
             shared = lambda: nullcontext(request.getfixturevalue("interpreter"))  # noqa: E731 - started when asked for
             monkeypatch.setattr(sys.modules[name], "fresh_interpreter", shared)

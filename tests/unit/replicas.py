@@ -92,7 +92,7 @@ class Threaded:
 
         self._replica = Replica(open_engine)
 
-    def ask(self, method: str, *arguments: Any, shared: Any = None, **keywords: Any) -> Future[Any]:
+    def call(self, method: str, *arguments: Any, shared: Any = None, **keywords: Any) -> Future[Any]:
         if self.refusals:
             self.refusals -= 1
             refused: Future[Any] = Future()
@@ -153,7 +153,7 @@ def score_slowly(groups: Sequence[Group]) -> list[ScoredGroup]:
 
 def source_of(fleet: Fleet, folder: Path, **keywords: Any) -> AsyncGroupSource:
     order = steps_of(lambda step: PROMPTS[step * 4 : step * 4 + 4], 4, 10)
-    settings: dict[str, Any] = {"take": order, "steps": StepGroups(4), "allowed": 2, "score": score, **keywords}
+    settings: dict[str, Any] = {"take": order, "steps": StepGroups(4), "max_lag": 2, "score": score, **keywords}
     settings.setdefault("resync", lambda step: None)
     return AsyncGroupSource(fleet, sampling=SAMPLING, progress=Progress(folder / "p.json"), **settings)
 

@@ -23,7 +23,7 @@ FORBIDDEN = ("torch", "transformers", "diffusers", "vllm", "ray", "peft", "accel
 FRONT = (
     "cli", "cli_config", "cli_models", "cli_server", "cli_runs", "session",
     "config", "run", "launch", "upload", "observe",
-    "errors", "types", "registry", "facts", "environment",
+    "errors", "types", "registry", "machine_properties", "environment",
 )  # fmt: skip
 FUNCTION_LINES = 60
 FILE_LINES = 400
@@ -202,7 +202,7 @@ def test_the_command_answers_without_prefect_and_matplotlib(imports: str) -> Non
 
 
 def test_a_process_that_trains_loads_no_library_that_only_others_ask_for() -> None:
-    loaded = loaded_after("import cosmos_core.models.prove\nfrom transformers.loss import loss_utils")
+    loaded = loaded_after("import cosmos_core.models.verify_export\nfrom transformers.loss import loss_utils")
     assert loaded & {"sklearn", "scipy", "pandas", "boto3", "matplotlib", "prefect", "vllm", "ray"} == set()
     assert {"torch", "transformers", "peft"} <= loaded, "the imports were made"
 

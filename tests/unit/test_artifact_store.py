@@ -24,7 +24,7 @@ from cosmos_core.upload.lease import Holder
 from tasks import reuse, store_sync
 from tasks.kinds import all_kinds
 from tasks.stage import perform
-from tasks.store_sync import OUTPUT_DIR, Stored, received
+from tasks.store_sync import OUTPUT_DIR, StageSync, open_received_run
 from tests.conftest import PROGRAMS, wait_until
 from tests.store import Proxy, Request
 from tests.unit.test_upload_saves import checkpoint
@@ -77,7 +77,7 @@ def begun(folder: Path, url: str, machine: str, steps: int = 3) -> Run:
 def on(run: Run, stage: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """The run on another machine, which is given a stage of it."""
     monkeypatch.setenv(OUTPUT_DIR, str(folder))
-    return received(Stored(run, run.pipeline.stage(stage)).send_run(), stage)
+    return open_received_run(StageSync(run, run.pipeline.stage(stage)).send_run(), stage)
 
 
 def written(proxy: Proxy) -> list[str]:
@@ -95,14 +95,14 @@ def test_each_machine_makes_its_stage_of_what_the_others_have_made(
     assert written(proxy)[-1].endswith("/runs/one/stages/first/result.json"), "its manifest is written last"
     there = on(run, "second", tmp_path / "there", monkeypatch)
     assert there.path == tmp_path / "there" / "one" and there.output_dir == tmp_path / "there"
-    Stored(there, there.pipeline.stage("second")).receive_inputs()
+    StageSync(there, there.pipeline.stage("second")).receive_inputs()
     assert problem(there.stage_path("first"), read_result(there.stage_path("first")) or {}, thorough=True) is None
     assert (there.stage_path("first") / "out.txt").read_text() == (run.stage_path("first") / "out.txt").read_text()
     made, was_reused = perform(there, "second")
     assert not was_reused
 
     # Here the metrics and the state are known, and no weights.
-    found = Stored(run, run.pipeline.stage("second")).receive_result()
+    found = StageSync(run, run.pipeline.stage("second")).receive_result()
     path = run.stage_path("second")
     assert found is not None and found["digest"] == made["digest"]
     assert read_state(path).state == "done" and read_state(path).launcher_pid is None
@@ -122,7 +122,7 @@ def test_a_run_that_grows_stays_one_run_in_the_store_and_on_other_machines(
     again = on(grown, "second", tmp_path / "there", monkeypatch)
     assert again.path == there.path and again.output_dir == tmp_path / "there"
     assert perform(again, "second")[0]["metrics"] == {"count": 4.0}
-    Stored(there, there.pipeline.stage("first")).send_run()  # it knows one stage, and the stored run keeps three
+    StageSync(there, there.pipeline.stage("first")).send_run()  # it knows one stage, and the stored run keeps three
     assert len(tomllib.loads(ArtifactStore(url).run("growing")["pipeline.toml"])["pipeline"]["stages"]) == 3
     with claim(grown):
         (grown.path / "pipeline.toml").open("a").write("# newer\n")
@@ -177,7 +177,7 @@ def test_what_a_bad_network_does_is_mended(
     there = on(run, "second", tmp_path / "there", monkeypatch)
     if method == "GET":
         proxy.once(fault, lambda request: is_object(request) and request.method == "GET")
-    Stored(there, there.pipeline.stage("second")).receive_inputs()
+    StageSync(there, there.pipeline.stage("second")).receive_inputs()
     result = read_result(there.stage_path("first"))
     assert result is not None and problem(there.stage_path("first"), result, thorough=True) is None
 
@@ -257,7 +257,7 @@ def test_the_state_goes_with_the_stage_and_a_stage_that_is_forced_is_made_again_
     there = on(run, "first", tmp_path / "there", monkeypatch)
     perform(there, "first")
     path = run.stage_path("first")
-    assert Stored(run, run.pipeline.stage("first")).receive_result() is not None
+    assert StageSync(run, run.pipeline.stage("first")).receive_result() is not None
     shutil.rmtree(path)
     update_state(path, forced=True, forced_by="a person")
     again = on(run, "first", tmp_path / "there", monkeypatch)
@@ -274,7 +274,7 @@ def test_a_failure_elsewhere_is_told_here(tmp_path: Path, run: Run, monkeypatch:
     pipeline.write_text(pipeline.read_text().replace("steps = 3", "steps = 3\nrefuse = true"))
     with pytest.raises(DataError, match="refused on purpose"):
         perform(open_run(there.path, all_kinds()), "first")
-    assert Stored(run, run.pipeline.stage("first")).receive_result() is None
+    assert StageSync(run, run.pipeline.stage("first")).receive_result() is None
     state = read_state(run.stage_path("first"))
     assert (state.state, state.error_type) == ("failed", "DataError") and "refused on purpose" in state.error
     [log] = (run.stage_path("first") / "logs").iterdir()
@@ -365,7 +365,7 @@ def test_runs_that_have_one_name_on_two_machines_do_not_mix(
         perform(each, "second")
         assert (read_result(each.stage_path("first")) or {})["digest"] == result["digest"]
     for each in runs[:2]:
-        assert Stored(each, each.pipeline.stage("second")).receive_result() is not None
+        assert StageSync(each, each.pipeline.stage("second")).receive_result() is not None
     counts = [(ArtifactStore(url).result(name, "first") or {})["metrics"]["count"] for name in ("one", "one-2")]
     assert counts == [3.0, 5.0]
 
@@ -379,7 +379,7 @@ def test_what_sends_beside_a_stage_goes_on_whatever_goes_wrong(
     damaged.write_text('{"files": {"model": {}}}')
     (damaged.parent / "model").write_text("")
     expected = reuse.fingerprint_of(run, run.pipeline.stage("first"))
-    with Stored(run, run.pipeline.stage("first")).sending(expected):
+    with StageSync(run, run.pipeline.stage("first")).sync_checkpoints(expected):
         wait_until(lambda: "the artifact store has not everything" in caplog.text, 20, "it fails")
         shutil.rmtree(damaged.parent.parent)
         checkpoint(run.stage_path("first"), 2)
@@ -396,4 +396,4 @@ def test_what_is_wrong_with_the_store_is_found_before_anything_runs(tmp_path: Pa
     with pytest.raises(ConfigError, match="artifact_store"):
         load_pipeline(tmp_path / "p.toml", (), all_kinds())
     with pytest.raises(ConfigError, match="there is no such run"):
-        received(f"{url}/runs/none", "first")
+        open_received_run(f"{url}/runs/none", "first")

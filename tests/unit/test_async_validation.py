@@ -34,12 +34,12 @@ class Slow:
     """Validation by engines apart: each is done once so many train steps went by, with a value that is given."""
 
     def __init__(self, values: dict[int, float], asked: list[int]) -> None:
-        self.values, self.asked, self.step, self.left = values, asked, None, 0
+        self.values, self.validation_requests, self.step, self.left = values, asked, None, 0
         self.on_end: Callable[[Ended], None] = lambda ended: None
 
     def begin(self, step: int) -> None:
         self.step, self.left = step, 2
-        self.asked.append(step)
+        self.validation_requests.append(step)
 
     def check(self) -> None:
         self.left -= 1
@@ -138,7 +138,7 @@ def test_every_rank_raises_what_ended_a_validation_on_the_first(
     reply: Future[Group] = Future()
     reply.set_exception(error)
     fleet: Any = SimpleNamespace(version=4, is_stale=False, request=lambda *_, **__: reply)
-    completions: Any = SimpleNamespace(asked=([None], None, None), scored=lambda groups: groups)
+    completions: Any = SimpleNamespace(validation_requests=([None], None, None), score=lambda groups: groups)
     apart = AsyncValidation(completions, fleet, resync=lambda step: None, beat=lambda: None)
     apart.begin(4)
     with pytest.raises(raised) as found:

@@ -19,7 +19,7 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ConfigError
 from cosmos_core.models.balance import Balance, balance_loss, balance_of
-from cosmos_core.models.causal_lm import CausalLM, Reading
+from cosmos_core.models.causal_lm import CausalLM, InputProcessing
 from cosmos_core.models.hf import load_model
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.trainer import Trainer
@@ -86,7 +86,7 @@ def gradients(
                   "param_dtype": "float32", "train_batch_per_replica": 4},
     }).train  # fmt: skip
     trainer = Trainer(
-        CausalLM(model, train, Reading(0), balance=balance_of(model, coefficient)),
+        CausalLM(model, train, InputProcessing(0), balance=balance_of(model, coefficient)),
         train,
         Progress(scratch / "progress.json"),
     )

@@ -120,7 +120,7 @@ def test_polling_leaves_no_client_behind_and_uses_that_of_the_flow(server: Serve
 def publish(folder: Path) -> FileTarget:
     (folder / "model").mkdir()
     target, check = FileTarget(str(folder / "published")), publication_check()
-    target.attend(folder, check)
+    target.prepare_upload(folder, check)
     check()
     target.publish(folder / "model", "v1", {"version": "v1", "metrics": {}, "files": {}})
     return target

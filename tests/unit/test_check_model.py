@@ -17,8 +17,8 @@ from cosmos_core.models.sd3 import SD3
 class HalfTime(SD3):
     """Tells the network half of the noise level of every other sample."""
 
-    def nft_prepare_transformer_input(self, latents, sigma_B, text, num_given_B=None):
-        found = super().nft_prepare_transformer_input(latents, sigma_B, text, num_given_B)
+    def nft_prepare_transformer_input(self, latents, sigma_B, text, num_conditioning_B=None):
+        found = super().nft_prepare_transformer_input(latents, sigma_B, text, num_conditioning_B)
         return found | {"timestep": found["timestep"] ** 2 / 1000}
 
     def text_embedding(self, prompts):

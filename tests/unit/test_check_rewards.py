@@ -10,7 +10,7 @@ import pytest
 
 from cosmos_core.errors import RewardError
 from cosmos_core.run.stage import CHECKED_PROMPTS
-from cosmos_core.train.check import look_at_rewards
+from cosmos_core.train.check import check_rewards
 from tests.conftest import Workspace
 from tests.effects.change import GRPO, recipe, stage_of
 from tests.unit.data_tokenizers import CHATML
@@ -28,7 +28,7 @@ def looked_at(folder: Path, code: str) -> list[str]:
         kind="rl",
     )
     (stage.path / CHECKED_PROMPTS).write_text(json.dumps({"train": [ROW]}))
-    return look_at_rewards(stage)
+    return check_rewards(stage)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from cosmos_core.checkpoint.best import BEST, Best
-from cosmos_core.checkpoint.resume import MANIFEST, damage, problem
+from cosmos_core.checkpoint.resume import MANIFEST, find_damaged_file, resume_obstacle
 from cosmos_core.checkpoint.save import Checkpointer
 from cosmos_core.checkpoint.state import TrainState, capture_rng, restore_rng
 from cosmos_core.config.schema.train import TrainConfig
@@ -380,7 +380,7 @@ def test_after_a_kill_at_any_moment_the_newest_and_the_best_checkpoint_have_the_
         assert is_filled_with(state, float(step))
         best = json.loads((tmp_path / BEST).read_text())["step"]
         assert best % 5 == 0 or best == 1
-        assert problem(folder, best, "f") is None
+        assert resume_obstacle(folder, best, "f") is None
         loaded_steps.append(step)
     assert len(names(folder)) <= 4
 
@@ -391,7 +391,9 @@ def test_ranks_share_the_digests_of_a_checkpoint_and_one_of_them_finds_what_was_
         (tmp_path / name).write_bytes(b"four")
     (tmp_path / MANIFEST).write_text(json.dumps({"files": files}))
     counts: list[list[None]] = [[] for _ in range(4)]
-    assert [damage(tmp_path, rank, 4, lambda rank=rank: counts[rank].append(None)) for rank in range(4)] == [None] * 4
+    assert [find_damaged_file(tmp_path, rank, 4, lambda rank=rank: counts[rank].append(None)) for rank in range(4)] == [
+        None
+    ] * 4
     assert [len(each) for each in counts] == [3, 3, 2, 2]
     (tmp_path / "file_6").write_bytes(b"five")
-    assert [damage(tmp_path, rank, 4) for rank in range(4)] == [None, None, "file_6 was altered", None]
+    assert [find_damaged_file(tmp_path, rank, 4) for rank in range(4)] == [None, None, "file_6 was altered", None]

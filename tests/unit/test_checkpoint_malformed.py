@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cosmos_core.checkpoint.pinned import pinned_step
+from cosmos_core.checkpoint.load_checkpoint_model import pinned_step
 from cosmos_core.checkpoint.resume import load_from
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe

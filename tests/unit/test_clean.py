@@ -17,7 +17,7 @@ from cosmos_core.run.files import read_json, write_json
 from cosmos_core.run.lock import Lock
 from cosmos_core.run.manifest import read_result
 from cosmos_core.run.plan import fingerprint_folder
-from cosmos_core.run.retrain_state import Seen, write_seen
+from cosmos_core.run.retrain_state import RetrainState, write_seen
 from cosmos_core.run.state import update_state
 from cosmos_core.upload.base import open_target
 from tests.unit.run_folder import counting_run, finish
@@ -61,7 +61,7 @@ def test_old_runs_go_after_they_were_shown_and_leave_nothing_behind(tmp_path: Pa
     assert result is not None
     own = [output_dir / ".cosmos" / "retraining" / "x" / f"{number}.json" for number in range(3)]
     for run, note in zip(runs, own, strict=True):
-        write_seen(note, Seen(digest="d", run_id=run.id))
+        write_seen(note, RetrainState(digest="d", run_id=run.id))
     said = cosmos("clean", "--keep", "1", "--output-dir", str(output_dir))
     assert said.splitlines()[0].startswith(f"{runs[0].id}  ") and said.splitlines()[0].endswith("  goes")
     assert said.splitlines()[2].endswith("stays: the newest of its pipeline")

@@ -10,12 +10,12 @@ from cosmos_core.config.capabilities import check_capabilities
 from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.errors import ConfigError, DataError
 from cosmos_core.run.directory import create_run
-from cosmos_core.run.hub import pinned
+from cosmos_core.run.hub import pin_hub_revisions
 from cosmos_core.run.lineage import origin
 from cosmos_core.run.manifest import commit
 from cosmos_core.types import Outcome
 from tasks.kinds import all_kinds
-from tasks.layout import lay_out
+from tasks.layout import prepare_stage_folder
 from tests.unit.run_folder import fingerprint_of, load_recipe, make_inputs
 from tests.unit.test_run_content import FIRST, Hub, hub, named_recipe  # noqa: F401 - a fixture
 
@@ -82,13 +82,13 @@ overrides.train.train_policy.clean.near_duplicates = 0.0
     (path / "rows/train.jsonl").write_text('{"text": "a"}\n')
     commit(path, Outcome(outputs=("rows",), info={"data": "rows"}), kind="custom", fingerprint="f", inputs={})
     stage = pipeline.stage("sft-data")
-    laid_out = lay_out(run, stage, fingerprint_of(pipeline, "sft-data"))
+    laid_out = prepare_stage_folder(run, stage, fingerprint_of(pipeline, "sft-data"))
     clean = laid_out.recipe.train.train_policy.clean
     assert clean is not None and clean.decontaminate_against[0].name == str(path / "rows")
     data = run.stage_path("sft-data")
     data.mkdir(parents=True, exist_ok=True)
     commit(data, Outcome(info={"data": "data"}), kind="prepare", fingerprint="f", inputs={})
-    assert lay_out(run, pipeline.stage("sft"), fingerprint_of(pipeline, "sft")).data == data / "data"
+    assert prepare_stage_folder(run, pipeline.stage("sft"), fingerprint_of(pipeline, "sft")).data == data / "data"
     with pytest.raises(ConfigError, match=r"decontaminate_against\.0\.name = 'stage:none' is no stage"):
         load_pipeline(tmp_path / "p.toml", [f'sft.{AGAINST}=["stage:none"]'], all_kinds())
 
@@ -97,7 +97,7 @@ def test_a_benchmark_on_the_hub_is_pinned_in_the_stage_that_compares_rows_with_i
     tmp_path: Path,
     hub: Hub,  # noqa: F811 - the fixture
 ) -> None:
-    found = pinned(named_recipe(tmp_path, f'{AGAINST}=["{tmp_path}/rows.jsonl", {{name="org/rows"}}]'))
+    found = pin_hub_revisions(named_recipe(tmp_path, f'{AGAINST}=["{tmp_path}/rows.jsonl", {{name="org/rows"}}]'))
     for name, revision in (("prepare", FIRST), ("sft", "")):
         clean = found.recipes[name].train.train_policy.clean
         assert clean is not None and [each.revision for each in clean.decontaminate_against] == ["", revision]

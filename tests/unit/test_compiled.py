@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from cosmos_core import facts
+from cosmos_core import machine_properties
 from cosmos_core.errors import ConfigError
 from cosmos_core.models.compiled import watch_compiling
 from cosmos_core.run.inputs import check_inputs
@@ -77,22 +77,22 @@ def test_what_this_machine_cannot_compile_is_refused_before_any_stage(
     check_inputs(pipeline)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    facts._facts.cache_clear()
+    machine_properties._facts.cache_clear()
     try:
         with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
             check_inputs(pipeline)
     finally:
-        facts._facts.cache_clear()
+        machine_properties._facts.cache_clear()
 
 
 def test_a_machine_says_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert facts.measure().lacks == ""
+    assert machine_properties.measure().lacks == ""
     monkeypatch.setenv("CXX", "/nowhere/c++ -O2")
-    assert facts.measure().lacks == "a C++ compiler (/nowhere/c++ -O2 was not found)"
+    assert machine_properties.measure().lacks == "a C++ compiler (/nowhere/c++ -O2 was not found)"
     monkeypatch.setenv("CXX", f"{sys.executable} -O2")
-    assert facts.measure().lacks == ""
+    assert machine_properties.measure().lacks == ""
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
-    assert facts.measure().lacks == f"Python's headers ({tmp_path}/Python.h was not found)"
+    assert machine_properties.measure().lacks == f"Python's headers ({tmp_path}/Python.h was not found)"
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    assert facts._compiler_lacks(has_gpus=True) == "a C compiler (gcc was not found)"
+    assert machine_properties._compiler_lacks(has_gpus=True) == "a C compiler (gcc was not found)"

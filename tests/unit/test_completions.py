@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from cosmos_core.cli import app
 from cosmos_core.errors import ConfigError
-from cosmos_core.observe.completions import shown
+from cosmos_core.observe.completions import iter_completions
 from cosmos_core.run.directory import PIPELINE
 from cosmos_core.train.completions import CompletionLog
 from cosmos_core.types import Completion, DiffusionSample, Group, Prompt, Score, ScoredGroup, Segment
@@ -73,19 +73,19 @@ def test_the_command_shows_a_step_in_the_order_that_is_asked_for(tmp_path: Path)
     stage.mkdir(parents=True)
     for step in (1, 2):
         opened(stage)(step, [group(step, [0.0, 1.0, None], brief=0.25)])
-    newest = list(shown(tmp_path, "", None, "", 10))
+    newest = list(iter_completions(tmp_path, "", None, "", 10))
     assert newest[0] == "--- grpo, step 2, prompt (reference '5'):\nprompt 2" and len(newest) == 4
     assert newest[1] == "--- reward 1, right 1, brief 0.25, 20 tokens:\n2-1"
     assert newest[3] == "--- no reward (bad), 20 tokens:\n2-2"
-    assert "1-1" in list(shown(tmp_path, "grpo", 1, "best", 1))[1]
-    assert "1-0" in list(shown(tmp_path, "grpo", 1, "worst", 1))[1]
+    assert "1-1" in list(iter_completions(tmp_path, "grpo", 1, "best", 1))[1]
+    assert "1-0" in list(iter_completions(tmp_path, "grpo", 1, "worst", 1))[1]
     (tmp_path / PIPELINE).write_text("")
     done = CliRunner().invoke(app, ["samples", str(tmp_path), "--step", "2", "--worst", "--most", "1"])
     assert done.output.splitlines()[-2:] == ["--- reward 0, right 0, brief 0.25, 20 tokens:", "2-0"], done.output
     with pytest.raises(ConfigError, match="no completions of step 7"):
-        list(shown(tmp_path, "", 7, "", 1))
+        list(iter_completions(tmp_path, "", 7, "", 1))
     with pytest.raises(ConfigError, match="no completions of a stage 'sft'; stages with some: grpo"):
-        list(shown(tmp_path, "sft", None, "", 1))
+        list(iter_completions(tmp_path, "sft", None, "", 1))
 
 
 def drawn_group(prompt: int, count: int, frames: int) -> ScoredGroup:
@@ -117,7 +117,7 @@ def test_what_a_diffusion_model_drew_in_training_is_on_disk_and_named(frames: in
     assert sorted(each.name for each in (stage / "completions").iterdir()) == [
         "step_000001", "step_000001.jsonl", "step_000002", "step_000002.jsonl",
     ]  # fmt: skip
-    assert list(shown(tmp_path, "nft", 2, "best", 1))[1] == f"--- reward 3.5:\n{stage / files[0]}"
+    assert list(iter_completions(tmp_path, "nft", 2, "best", 1))[1] == f"--- reward 3.5:\n{stage / files[0]}"
 
 
 def test_drawn_files_of_the_oldest_steps_make_room_for_new_ones(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_a_stage_without_prepared_rows_gets_a_prepare_stage_that_needs_no_traini
     assert pipeline.recipes["sft-data"] == pipeline.recipes["sft"]
     other = load(tmp_path, CHAIN, "sft.policy.model_name_or_path=org/first")
     assert other.stage("grpo-data").model == "org/first"
-    assert pipeline.behind("grpo-data") == {"grpo-data", "grpo", "accuracy"}
+    assert pipeline.with_dependents("grpo-data") == {"grpo-data", "grpo", "accuracy"}
 
 
 def test_two_stages_may_share_one_prepare_stage(tmp_path: Path) -> None:

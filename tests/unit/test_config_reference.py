@@ -96,7 +96,9 @@ def test_a_name_without_its_tables_shows_the_keys_of_all() -> None:
 def test_a_name_of_trl_without_a_key_says_what_is_here(name: str) -> None:
     with pytest.raises(ConfigError, match=f"unknown key; {name} of transformers and TRL is (always on|not )"):
         find_key(name)
-    assert trl.told(f"train.train_policy.{name}") == f"; {name} of transformers and TRL is {trl.WITHOUT_KEY[name]}"
+    assert (
+        trl.equivalent(f"train.train_policy.{name}") == f"; {name} of transformers and TRL is {trl.WITHOUT_KEY[name]}"
+    )
 
 
 def test_status_toml_names_keys_that_the_schema_has() -> None:

@@ -11,7 +11,7 @@ import pytest
 import tomli_w
 
 from cosmos_core.config.capabilities import check_capabilities
-from cosmos_core.config.compat.translate import modern
+from cosmos_core.config.compat.translate import with_current_keys
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.config.load import Values, merge, parse
 from cosmos_core.config.schema.recipe import Recipe
@@ -332,14 +332,14 @@ def test_tables_of_both_schemas_are_refused(today: str) -> None:
 def test_a_deprecated_file_is_refused_with_the_command_that_converts_it() -> None:
     for tables in ({"optimizer": {"lr": 1e-5}}, {"model": {}}, {"model": {}, "job": {}, "train": {}}):
         with pytest.raises(ConfigError, match=r"deprecated --wfm-mode schema; `python tools/convert_wfm.py old.toml`"):
-            modern(tables, "old.toml", [])
+            with_current_keys(tables, "old.toml", [])
     with pytest.raises(ConfigError, match=r"\[optimizer\] is of the deprecated --wfm-mode schema, whose recipes have"):
         from_wfm({"optimizer": {"lr": 1e-5}}, "old.toml", [])
 
 
 def test_a_script_may_have_a_model_table_of_its_own() -> None:
     for tables in ({"model": {"obs_dim": 4}, "train": {}}, {"trainer": {}, "policy": {}}):
-        modern(tables, "new.toml", [])
+        with_current_keys(tables, "new.toml", [])
 
 
 def test_a_converted_file_loads_and_waits_for_nothing(

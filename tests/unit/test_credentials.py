@@ -19,7 +19,7 @@ from cosmos_core.environment import mask_file, masked
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.bucket import Bucket
 from flows.post_train import open_or_create
-from tasks.credentials import BLOCK, lend_credentials, lend_to_command
+from tasks.credentials import BLOCK, lend_to_command, set_credentials
 from tasks.kinds import all_kinds
 from tests import store
 
@@ -64,7 +64,7 @@ def test_a_block_lends_what_the_environment_does_not_have(
     monkeypatch.setenv("HF_TOKEN", "of the environment")
     value = {"AWS_SECRET_ACCESS_KEY": "a-secret-of-the-block", "HF_TOKEN": "of the block", "PATH": "/nowhere"}
     monkeypatch.setattr(Stored, "value", value if form == "object" else str(value).replace("'", '"'))
-    lend_credentials(pipeline(tmp_path, "s3://models/x"))
+    set_credentials(pipeline(tmp_path, "s3://models/x"))
     assert os.environ["AWS_SECRET_ACCESS_KEY"] == "a-secret-of-the-block"
     assert os.environ["HF_TOKEN"] == "of the environment" and os.environ["PATH"] != "/nowhere"
     assert masked("it is a-secret-of-the-block") == "it is ***"
@@ -73,9 +73,9 @@ def test_a_block_lends_what_the_environment_does_not_have(
 def test_no_block_is_asked_for_where_nothing_is_elsewhere_and_none_is_no_mistake(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lend_credentials(pipeline(tmp_path, "s3://models/x"))
+    set_credentials(pipeline(tmp_path, "s3://models/x"))
     monkeypatch.setattr(Stored, "load", None)
-    lend_credentials(pipeline(tmp_path, str(tmp_path / "published")))
+    set_credentials(pipeline(tmp_path, str(tmp_path / "published")))
     assert "AWS_SECRET_ACCESS_KEY" not in os.environ
 
 
@@ -98,7 +98,7 @@ def test_the_token_is_lent_for_what_lies_on_the_hub(
         (tmp_path / name).mkdir()
         text = text.replace(name, "team/private" if name in elsewhere else str(tmp_path / name))
     (tmp_path / "r.toml").write_text(text)
-    lend_credentials(load_pipeline(tmp_path / "r.toml", (), all_kinds()))
+    set_credentials(load_pipeline(tmp_path / "r.toml", (), all_kinds()))
     assert os.environ.get("HF_TOKEN") == ("of the block" if elsewhere else None)
 
 
@@ -106,7 +106,7 @@ def test_a_block_that_is_no_json_is_a_warning_without_its_value(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(Stored, "value", "AKIA:a-secret-of-the-block")
-    lend_credentials(pipeline(tmp_path, "s3://models/x"))
+    set_credentials(pipeline(tmp_path, "s3://models/x"))
     assert caplog.messages == [
         "the Secret block cosmos-credentials is no object of variables and their values: it is not used"
     ]

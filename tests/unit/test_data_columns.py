@@ -7,7 +7,7 @@ import json
 import pytest
 
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.data import look
+from cosmos_core.data import quick_check
 from cosmos_core.data.kinds.pairs import open_pairs
 from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.data.prepare import run
@@ -120,7 +120,7 @@ def test_columns_that_contradict_each_other_are_refused(policy, told):
 def test_a_column_that_is_named_and_missing_is_told_by_the_first_look_and_by_preparing(tmp_path, model):
     (tmp_path / "a.csv").write_text(FRAGEN)
     recipe = sft(tmp_path / "a.csv", prompt_column_name="Frage", response_column_name="Antwort ")
-    for program in (look.run, run):
+    for program in (quick_check.run, run):
         with pytest.raises(
             DataError, match=r"a\.csv:2: no column 'Antwort ', which the recipe names; the row has Frage"
         ):

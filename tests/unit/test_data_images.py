@@ -18,7 +18,7 @@ from PIL import Image
 from transformers.image_utils import load_image
 from transformers.utils import is_torchvision_available
 
-from cosmos_core.config.media import media_of
+from cosmos_core.config.media import media_settings
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.images import ImageRef, in_rgb, open_image, placed_images, read_image
@@ -326,7 +326,7 @@ def test_pixels_of_the_recipe_change_the_number_of_tokens(tmp_path):
 def test_wrong_settings_of_media_are_refused(custom, message):
     train = {"train_policy": {"type": "sft", "dataset": {"name": "rows.jsonl"}}}
     with pytest.raises(ConfigError, match=message):
-        media_of(Recipe.model_validate({"train": train, "custom": custom}))
+        media_settings(Recipe.model_validate({"train": train, "custom": custom}))
 
 
 def test_pixels_are_refused_where_the_processor_has_no_such_setting(model):

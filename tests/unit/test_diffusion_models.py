@@ -15,7 +15,7 @@ from torch import Tensor
 from cosmos_core.config.schema.diffusers import DiffusersConfig
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.errors import ConfigError, ModelError
-from cosmos_core.models.cosmos_predict import GIVEN_LEVEL, GuardrailPlaceholder, substitute_torchvision
+from cosmos_core.models.cosmos_predict import CONDITIONING_LEVEL, GuardrailPlaceholder, substitute_torchvision
 from cosmos_core.models.diffusion import DiffusionModel
 from cosmos_core.models.families import open_family, pipeline_modules
 from cosmos_core.models.pipeline_folder import INDEX, PipelineFolder
@@ -41,7 +41,7 @@ def opened(folder: Path, **diffusers: Any) -> DiffusionModel:
 
 def pipeline_of(family: DiffusionModel) -> Any:
     """The pipeline as a user has it."""
-    extra = {"safety_checker": GuardrailPlaceholder()} if family.max_given else {}
+    extra = {"safety_checker": GuardrailPlaceholder()} if family.max_conditioning_frames else {}
     substitute_torchvision()
     pipeline = family.folder.pipeline_class.from_pretrained(family.folder.path, **extra)
     pipeline.set_progress_bar_config(disable=True)
@@ -139,7 +139,7 @@ def test_given_frames_come_clean_have_velocity_0_and_their_own_level(tmp_path: P
     assert torch.allclose(noisy[0], 0.5 * latents[0] + 0.5 * noise[0])
     text = family.text_embedding(PROMPTS)
     inputs = family.nft_prepare_transformer_input(noisy, sigma_B, text, given_B)
-    assert inputs["timestep"].flatten().tolist() == pytest.approx([0.5] * 3 + [GIVEN_LEVEL] * 2 + [0.25])
+    assert inputs["timestep"].flatten().tolist() == pytest.approx([0.5] * 3 + [CONDITIONING_LEVEL] * 2 + [0.25])
     assert inputs["condition_mask"][1, 0, :, 0, 0].tolist() == [1.0, 1.0, 0.0]
     with torch.no_grad():
         velocity = family.predict(family.load_denoiser(torch.float32), noisy, sigma_B, text, given_B)

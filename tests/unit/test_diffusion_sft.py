@@ -19,7 +19,7 @@ from cosmos_core.config.schema.diffusion_sft import DiffusionSftConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import InStage
 from cosmos_core.data import prepare
-from cosmos_core.data.flow_sample import Draws, FlowSample
+from cosmos_core.data.flow_sample import FlowSample, NoiseSampler
 from cosmos_core.data.media_rows import MediaRow, open_media
 from cosmos_core.errors import ConfigError, Preempted
 from cosmos_core.models.denoiser import Denoiser, Wants
@@ -27,7 +27,7 @@ from cosmos_core.models.families import open_family
 from cosmos_core.run.progress import Progress, read_metrics
 from cosmos_core.run.stage import Stage
 from cosmos_core.train import check
-from cosmos_core.train.setup import hand_over, open_trainer, train
+from cosmos_core.train.setup import export_trained, open_trainer, train
 from cosmos_core.train.trainer import Trainer
 from tasks.kinds import all_kinds
 from tests import tiny_pipelines
@@ -185,7 +185,7 @@ def row(seed: int = 0, frames: int = 0) -> MediaRow:
 def test_what_is_drawn_for_a_row_is_a_function_of_the_seed_and_the_recipe() -> None:
     config = recipe(BASE).policy.diffusers
     null = {"prompt_embeds": torch.zeros(3, 2)}
-    draws = Draws(config, null, shift=1.0)
+    draws = NoiseSampler(config, null, shift=1.0)
     one, again, other = (draws.sample(row(), seed, dropout=0.0) for seed in (1, 1, 2))
     assert one.noise is not None and again.noise is not None and other.noise is not None
     assert torch.equal(one.noise, again.noise) and one.sigma == again.sigma and torch.equal(one.latents, again.latents)
@@ -194,10 +194,12 @@ def test_what_is_drawn_for_a_row_is_a_function_of_the_seed_and_the_recipe() -> N
     assert spread.std().item() == pytest.approx(torch.tensor(-0.5).exp().item(), rel=0.02)
     texts = [draws.sample(row(), seed).text["prompt_embeds"].sum().item() for seed in range(500)]
     assert 0.06 < texts.count(0.0) / 500 < 0.14, "a tenth of the prompts is dropped"
-    clips = Draws(config, null, shift=1.0, max_given=2)
-    assert {clips.sample(row(frames=3), seed).num_given for seed in range(40)} == {0, 1, 2}
-    assert {clips.sample(row(frames=2), seed).num_given for seed in range(40)} == {0, 1}, "one frame is left to learn"
-    assert {draws.sample(row(frames=3), seed).num_given for seed in range(9)} == {0}
+    clips = NoiseSampler(config, null, shift=1.0, max_conditioning_frames=2)
+    assert {clips.sample(row(frames=3), seed).num_conditioning_frames for seed in range(40)} == {0, 1, 2}
+    assert {clips.sample(row(frames=2), seed).num_conditioning_frames for seed in range(40)} == {0, 1}, (
+        "one frame is left to learn"
+    )
+    assert {draws.sample(row(frames=3), seed).num_conditioning_frames for seed in range(9)} == {0}
 
 
 @pytest.mark.parametrize(
@@ -217,7 +219,7 @@ def test_a_training_falls_and_its_export_draws_what_the_policy_draws(
     settings = {"train.epoch": 4, "train.ema_enable": True, "train.optm_lr": 6e-3 if lora else 2e-3}
     stage = inputs.stage(tmp_path / "sft", name, **lora, **settings)
     trained = train(stage)
-    outcome = hand_over(stage, trained)
+    outcome = export_trained(stage, trained)
     found = [
         line["validation/loss"] for line in read_metrics(stage.path / "metrics.jsonl") if "validation/loss" in line
     ]

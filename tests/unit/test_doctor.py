@@ -80,7 +80,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def wrong(server: Server, folder: Path) -> dict[str, str]:
     found: list[Finding] = list(findings(folder / "not" / "made", server))
-    return {each.what: each.told for each in found if not each.is_well and each.what != "disk"}
+    return {each.name: each.message for each in found if not each.is_ok and each.name != "disk"}
 
 
 def test_a_cluster_that_is_well_has_nothing_wrong(tmp_path: Path) -> None:

@@ -28,9 +28,8 @@ from cosmos_core.checkpoint import export
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import StageFailed
-from cosmos_core.models import prove
 from cosmos_core.models.export import export_model
-from cosmos_core.models.prove import prove_export
+from cosmos_core.models.verify_export import _MEMORY_SHARE, verify_export
 from cosmos_core.run.stage import Stage
 from tasks.kinds import all_kinds
 from tests.conftest import wait_until
@@ -103,7 +102,7 @@ def test_a_fresh_interpreter_computes_the_same_logits_bit_for_bit(
     tokenizer = make_tokenizer()
     export_model(model, tokenizer, tmp_path / "m", dtype=dtype, max_shard_size="20KB")
     assert len(list((tmp_path / "m").glob("model-*-of-*.safetensors"))) > 2
-    checks = prove_export(model, tmp_path / "m", dtype=dtype, tokenizer=tokenizer)
+    checks = verify_export(model, tmp_path / "m", dtype=dtype, tokenizer=tokenizer)
     assert checks == ["keys", "bytes", "reload: bit-identical", "tokenizer"]
 
 
@@ -113,7 +112,7 @@ def test_a_model_whose_scale_is_rounded_to_its_dtype_is_proven(family: str, tmp_
     base = save_family(family, tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
     export_model(model, AutoTokenizer.from_pretrained(base), tmp_path / "m", dtype=None)
-    assert "reload: bit-identical" in prove_export(model, tmp_path / "m", dtype=None)
+    assert "reload: bit-identical" in verify_export(model, tmp_path / "m", dtype=None)
 
 
 @pytest.mark.parametrize(
@@ -133,8 +132,8 @@ def test_where_memory_does_not_hold_the_model_twice_its_first_layers_are_compare
     a_layer = sum(p.numel() for p in model.model.layers[0].parameters())
     others = sum(p.numel() for p in model.parameters()) - 5 * a_layer
     two_copies = 2 * 4  # weights rounded to bfloat16 in this process, and the fresh one's
-    memory = int((others + layers * a_layer) * two_copies / prove._MEMORY_SHARE) + 1
-    checks = prove_export(model, tmp_path / "m", dtype=torch.bfloat16, memory=memory)
+    memory = int((others + layers * a_layer) * two_copies / _MEMORY_SHARE) + 1
+    checks = verify_export(model, tmp_path / "m", dtype=torch.bfloat16, memory=memory)
     assert checks == ["keys", "bytes", f"reload{named}: bit-identical"]
     assert len(model.model.layers) == 5
 
@@ -150,14 +149,14 @@ def test_one_flipped_bit_is_caught_and_its_tensor_named(tmp_path: Path) -> None:
     content[8 + header_size + start + 5] ^= 1
     file.write_bytes(content)
     with pytest.raises(StageFailed, match=r"check 'bytes': model\.layers\.1\.mlp\.down_proj\.weight on disk"):
-        prove_export(model, tmp_path / "m", dtype=torch.bfloat16)
+        verify_export(model, tmp_path / "m", dtype=torch.bfloat16)
 
 
 def test_an_export_in_another_dtype_than_said_is_caught(tmp_path: Path) -> None:
     model = make_model("llama", tied=False)
     export_model(model, make_tokenizer(), tmp_path / "m", dtype=torch.bfloat16)
     with pytest.raises(StageFailed, match="check 'bytes'"):
-        prove_export(model, tmp_path / "m", dtype=torch.float32)
+        verify_export(model, tmp_path / "m", dtype=torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +172,7 @@ def test_a_missing_or_left_over_key_is_caught_and_named(tmp_path: Path, change: 
     export_model(model, make_tokenizer(), tmp_path / "m", dtype=None)
     rewrite(tmp_path / "m" / "model.safetensors", change, key)
     with pytest.raises(StageFailed, match=message):
-        prove_export(model, tmp_path / "m", dtype=None)
+        verify_export(model, tmp_path / "m", dtype=None)
 
 
 def test_a_truncated_weight_file_is_named(tmp_path: Path) -> None:
@@ -182,7 +181,7 @@ def test_a_truncated_weight_file_is_named(tmp_path: Path) -> None:
     file = tmp_path / "m" / "model.safetensors"
     os.truncate(file, file.stat().st_size - 100)
     with pytest.raises(StageFailed, match=r"model\.safetensors is damaged"):
-        prove_export(model, tmp_path / "m", dtype=None)
+        verify_export(model, tmp_path / "m", dtype=None)
 
 
 def test_right_bytes_under_a_wrong_config_fail_the_reload(tmp_path: Path) -> None:
@@ -192,7 +191,7 @@ def test_right_bytes_under_a_wrong_config_fail_the_reload(tmp_path: Path) -> Non
     config["rms_norm_eps"] = 0.1
     (tmp_path / "m" / "config.json").write_text(json.dumps(config))
     with pytest.raises(StageFailed, match="check 'reload': logits of the reloaded model differ by"):
-        prove_export(model, tmp_path / "m", dtype=torch.float32)
+        verify_export(model, tmp_path / "m", dtype=torch.float32)
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
@@ -201,7 +200,6 @@ import resource, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from pathlib import Path
 from test_export import make_model, make_tokenizer
-from cosmos_core.models import prove
 from cosmos_core.models.export import export_model
 from cosmos_core.errors import StageFailed
 model, tokenizer = make_model("qwen3", tied=True), make_tokenizer()
@@ -224,13 +222,12 @@ import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from pathlib import Path
 from test_export import make_model, make_tokenizer
-from cosmos_core.models import prove
 from cosmos_core.models.export import export_model
-from cosmos_core.models.prove import prove_export
+from cosmos_core.models.verify_export import verify_export
 model, target = make_model("qwen3", tied=True), Path(sys.argv[1]) / "m"
 export_model(model, make_tokenizer(), target, dtype=None)
 while True:
-    prove_export(model, target, dtype=None)
+    verify_export(model, target, dtype=None)
 """
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     trainer = psutil.Popen([sys.executable, "-c", program, str(tmp_path)], env=environment, stderr=subprocess.DEVNULL)

@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from cosmos_core.models.flops import TrainFlops, matmul_rate
+from cosmos_core.models.flops import TrainFlops, measure_matmul_flops
 
 LENGTH = 32
 SIZES = {
@@ -48,4 +48,4 @@ def test_of_experts_those_that_a_token_is_sent_to_count() -> None:
 
 
 def test_the_rate_of_a_device_is_measured() -> None:
-    assert 1e8 < matmul_rate(torch.device("cpu"), torch.float32) < 1e15
+    assert 1e8 < measure_matmul_flops(torch.device("cpu"), torch.float32) < 1e15

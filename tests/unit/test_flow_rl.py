@@ -160,7 +160,7 @@ def test_frames_that_are_given_are_given_in_training_too(trainer_type: str, tmp_
     samples, _ = run.algorithm.credit([scored(group) for group in groups])
     assert all(torch.equal(sample.latents[:, :1], clip[:, :1]) for sample in samples)
     [update] = run.algorithm.updates(samples, run.trainer)
-    assert {sample.num_given for sample in update.samples} == {1}
+    assert {sample.num_conditioning_frames for sample in update.samples} == {1}
     metrics = run.trainer.update(update)
     assert metrics["grad_norm"] > 0 and metrics.get("ratio_deviation", 0.0) < 1e-5
 
@@ -328,7 +328,7 @@ def test_advantages_have_the_mean_of_their_prompt_and_the_spread_of_the_step() -
     assert metrics["reward/constant_groups"] == pytest.approx(2 / 3)
     of_group, _ = flow_advantages(scores([1.0, 3.0], [5.0, 9.0]), CreditSettings("group"))
     assert of_group == [pytest.approx([-1 / 1.0001, 1 / 1.0001]), pytest.approx([-2 / 2.0001, 2 / 2.0001])]
-    plain, _ = flow_advantages(scores([1.0, 3.0]), CreditSettings(divides=False))
+    plain, _ = flow_advantages(scores([1.0, 3.0]), CreditSettings(divides_by_std=False))
     assert plain == [[-1.0, 1.0]]
 
 

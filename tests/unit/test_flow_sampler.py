@@ -30,7 +30,7 @@ class Toy:
     """Its velocity leads to the colour of the prompt, whatever the noise."""
 
     is_video = False
-    max_given = 0
+    max_conditioning_frames = 0
     shift = 3.0
 
     def set_scheduler_timestep(self, num_steps: int) -> Tensor:
@@ -51,7 +51,7 @@ class Toy:
 
 class Films(Toy):
     is_video = True
-    max_given = 2
+    max_conditioning_frames = 2
 
 
 class Denoiser:
@@ -62,12 +62,16 @@ class Denoiser:
         self.used: list[str] = []
 
     def __call__(
-        self, latents: Tensor, sigma_B: Tensor, text: dict[str, Tensor], num_given_B: Tensor | None = None
+        self, latents: Tensor, sigma_B: Tensor, text: dict[str, Tensor], num_conditioning_B: Tensor | None = None
     ) -> Tensor:
         self.sigmas.append(sigma_B.tolist())
         target = text["colour"].reshape(len(latents), 3, *[1] * (latents.ndim - 2))
         velocity = (latents - target) / sigma_B.float().reshape(-1, *[1] * (latents.ndim - 1))
-        return velocity if num_given_B is None else ConditioningFrames(torch.zeros(()), num_given_B).insert(velocity)
+        return (
+            velocity
+            if num_conditioning_B is None
+            else ConditioningFrames(torch.zeros(()), num_conditioning_B).insert(velocity)
+        )
 
     @contextmanager
     def weights(self, name: str) -> Iterator[None]:
@@ -250,7 +254,7 @@ def test_given_frames_stay_as_they_are_and_the_others_are_drawn(kernel: str) -> 
     for step in range(4):
         groups = generate(engine(Denoiser(), is_video=True), asked, sampling(**settings), step)
         for group in groups:
-            [count] = {completion.diffusion_sample.num_given for completion in group.completions}
+            [count] = {completion.diffusion_sample.num_conditioning_frames for completion in group.completions}
             counts.add(count)
             for completion in group.completions:
                 latents = completion.diffusion_sample.latents
@@ -260,7 +264,9 @@ def test_given_frames_stay_as_they_are_and_the_others_are_drawn(kernel: str) -> 
     assert counts == {1, 2}  # the network takes no more
     assert num_conditioning_frames((0, 0), 2, 0, 0, 0) == 0
     other = generate(engine(Denoiser(), is_video=True), prompts(), sampling(**settings), 0)
-    assert all(completion.diffusion_sample.num_given == 0 for group in other for completion in group.completions)
+    assert all(
+        completion.diffusion_sample.num_conditioning_frames == 0 for group in other for completion in group.completions
+    )
 
 
 class OnGpu(torch.Tensor):

@@ -14,7 +14,7 @@ from cosmos_core.data import prepare
 from cosmos_core.errors import Preempted
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.setup import Trained, run, train
+from cosmos_core.train.setup import TrainingResult, run, train
 from tests import tiny_pipelines
 from tests.effects.change import recipe, stage_of
 from tests.unit.test_media_source import png
@@ -143,7 +143,7 @@ def timeless(stage: Stage) -> list[dict[str, Any]]:
     ]
 
 
-def state(trained: Trained) -> dict[str, torch.Tensor]:
+def state(trained: TrainingResult) -> dict[str, torch.Tensor]:
     return dict(trained.adapter.model.state_dict())
 
 

@@ -15,7 +15,7 @@ from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ConfigError
-from cosmos_core.models.freeze import choose_trained
+from cosmos_core.models.freeze import mark_trained_weights
 from cosmos_core.models.hf import load_model
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.trainer import Trainer
@@ -48,7 +48,7 @@ def tied_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def chosen(folder: Path, *, recompute: bool = False, **policy: Any) -> PreTrainedModel:
     model = load_model(str(folder), dtype=torch.float32, gradient_checkpointing=recompute)
-    choose_trained(model, PolicyConfig.model_validate(policy))
+    mark_trained_weights(model, PolicyConfig.model_validate(policy))
     return model
 
 

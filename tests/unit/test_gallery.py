@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from cosmos_core.observe import gallery, sections
-from cosmos_core.observe.gallery import Drawing
+from cosmos_core.observe.gallery import GeneratedSample
 from cosmos_core.observe.record import Sample
 from cosmos_core.train.measure import SAMPLES, add_samples
 from cosmos_core.types import Completion, DiffusionSample, Group, Prompt, Score, ScoredGroup
@@ -60,7 +60,10 @@ def test_samples_that_a_kill_or_an_editor_has_damaged_are_passed_over(tmp_path):
 
 def test_a_grid_has_a_row_for_each_prompt_and_a_column_for_each_completion():
     sheet = gallery.grid(
-        [[Drawing("a", plain(RED), 1.0), Drawing("a", plain(GREEN), None)], [Drawing("b", plain(GREEN), 0.5)]]
+        [
+            [GeneratedSample("a", plain(RED), 1.0), GeneratedSample("a", plain(GREEN), None)],
+            [GeneratedSample("b", plain(GREEN), 0.5)],
+        ]
     )
     half_width, half_height = sheet.shape[1] // 2, sheet.shape[0] // 2
     assert (sheet[half_height // 2, half_width // 2] == RED).all()
@@ -71,7 +74,7 @@ def test_a_grid_has_a_row_for_each_prompt_and_a_column_for_each_completion():
 
 def test_a_video_is_written_whole_and_its_middle_frame_is_in_the_grid(tmp_path):
     frames = np.stack([plain((40 * i, 0, 0), size=32) for i in range(5)])
-    [[name]] = gallery.save(tmp_path, 1, [[Drawing("a clip", frames, 1.0)]])
+    [[name]] = gallery.save(tmp_path, 1, [[GeneratedSample("a clip", frames, 1.0)]])
     with av.open(str(tmp_path / name)) as container:
         decoded = [frame.to_ndarray(format="rgb24").mean((0, 1))[0] for frame in container.decode(video=0)]
     assert np.allclose(decoded, [0, 40, 80, 120, 160], atol=12)

@@ -16,7 +16,7 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.messages import columns_for_rewards, read_prompt
 from cosmos_core.data.rows import load_rows
 from cosmos_core.errors import CosmosError, DataError
-from cosmos_core.facts import measure
+from cosmos_core.machine_properties import measure
 from cosmos_core.rewards.base import load_reward
 from cosmos_core.run.inputs import check_inputs
 from tests.unit.run_folder import fingerprint_of, load_recipe, make_inputs

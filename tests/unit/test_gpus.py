@@ -12,7 +12,7 @@ import pytest
 
 from cosmos_core.errors import Preempted
 from cosmos_core.launch import gpus
-from cosmos_core.launch.gpus import held, num_gpus
+from cosmos_core.launch.gpus import hold_gpus, num_gpus
 from cosmos_core.run.manifest import Result
 from tasks import stage
 from tasks.kinds import all_kinds
@@ -38,20 +38,20 @@ def refuse(reason: str) -> None:
 
 
 def test_stages_that_run_at_once_have_gpus_of_their_own() -> None:
-    with held(1, refuse) as (first, _), held(1, refuse) as (second, _):
+    with hold_gpus(1, refuse) as (first, _), hold_gpus(1, refuse) as (second, _):
         assert (first, second) == ({VISIBLE: "3"}, {VISIBLE: "GPU-7"})
-        with pytest.raises(Waited, match="waits for 1 of the 2 GPUs of this machine"), held(1, refuse):
+        with pytest.raises(Waited, match="waits for 1 of the 2 GPUs of this machine"), hold_gpus(1, refuse):
             pass
-    with held(2, refuse) as (both, _):
+    with hold_gpus(2, refuse) as (both, _):
         assert both == {VISIBLE: "3,GPU-7"}
-        with held(0, refuse) as nothing:
+        with hold_gpus(0, refuse) as nothing:
             assert nothing == ({}, ())
 
 
 def test_a_training_whose_engines_may_become_more_takes_all_that_are_free() -> None:
-    with held(1, refuse) as (one, _), held(1, refuse, takes_more=True) as (rest, _):
+    with hold_gpus(1, refuse) as (one, _), hold_gpus(1, refuse, takes_more=True) as (rest, _):
         assert (one, rest) == ({VISIBLE: "3"}, {VISIBLE: "GPU-7"})
-    with held(1, refuse, takes_more=True) as (all_, _), pytest.raises(Waited), held(1, refuse):
+    with hold_gpus(1, refuse, takes_more=True) as (all_, _), pytest.raises(Waited), hold_gpus(1, refuse):
         assert all_ == {VISIBLE: "3,GPU-7"}
 
 
@@ -60,40 +60,40 @@ def test_a_stage_that_needs_several_takes_none_while_it_waits() -> None:
 
     def let_go(reason: str) -> None:
         waits.append(reason)
-        with held(1, refuse) as (free, _):
+        with hold_gpus(1, refuse) as (free, _):
             assert free == {VISIBLE: "GPU-7"}
         one.__exit__(None, None, None)
 
-    one = held(1, refuse)
+    one = hold_gpus(1, refuse)
     one.__enter__()
-    with held(2, let_go) as (both, _):
+    with hold_gpus(2, let_go) as (both, _):
         assert both == {VISIBLE: "3,GPU-7"} and len(waits) == 1
 
 
 def test_where_there_are_fewer_than_it_needs_it_has_all_and_without_any_it_waits_for_none(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    with held(8, refuse) as (all_, _):
+    with hold_gpus(8, refuse) as (all_, _):
         assert all_ == {VISIBLE: "3,GPU-7"}
     (tmp_path / "cache" / "cosmos-posttrain").rename(tmp_path / "away")
     (tmp_path / "cache" / "cosmos-posttrain").write_text("no folder")
-    with held(1, refuse) as nothing:
+    with hold_gpus(1, refuse) as nothing:
         assert nothing == ({}, ()), "a lock cannot be made here"
     monkeypatch.setattr(gpus, "gpu_entries", dict)
-    with held(1, refuse) as nothing:
+    with hold_gpus(1, refuse) as nothing:
         assert nothing == ({}, ())
 
 
 def test_they_are_taken_as_long_as_the_worker_lives_whatever_becomes_of_its_flow() -> None:
-    with held(2, refuse) as (_, locks):
+    with hold_gpus(2, refuse) as (_, locks):
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], pass_fds=locks)
     try:
-        with pytest.raises(Waited), held(1, refuse):
+        with pytest.raises(Waited), hold_gpus(1, refuse):
             pass
     finally:
         child.kill()
         child.wait()
-    with held(2, refuse):
+    with hold_gpus(2, refuse):
         pass
 
 
@@ -125,7 +125,7 @@ def test_a_worker_sees_its_own_and_a_stage_that_waits_can_be_stopped(
 
     monkeypatch.setattr(gpus, "num_gpus", lambda kind, recipe: 1)
     monkeypatch.setattr(stage.worker, "run", launch)
-    with held(1, refuse), pytest.raises(Preempted, match="enough"):
+    with hold_gpus(1, refuse), pytest.raises(Preempted, match="enough"):
         stage.perform(run, "first")
     assert launched[0].environment[VISIBLE] == "GPU-7" and len(launched[0].locks) == 3
 
@@ -135,6 +135,6 @@ def test_a_worker_sees_its_own_and_a_stage_that_waits_can_be_stopped(
 
     said: list[Any] = []
     monkeypatch.setattr(gpus, "sleep_unless_stopping", stop)
-    with held(2, refuse), pytest.raises(Preempted, match="stopped"):
+    with hold_gpus(2, refuse), pytest.raises(Preempted, match="stopped"):
         stage.perform(run, "first")
     assert said[0].state == "waiting" and said[0].error.startswith("waits for 1 of the 2 GPUs")

@@ -22,13 +22,13 @@ from cosmos_core.rewards.aesthetic import AestheticReward
 from cosmos_core.rewards.base import load_reward
 from cosmos_core.rewards.clip_score import ClipScoreReward, clip_score
 from cosmos_core.rewards.cosmos_reason1 import CosmosReason1Reward
-from cosmos_core.rewards.gen_eval import Found, GenEvalReward
+from cosmos_core.rewards.gen_eval import Detection, GenEvalReward
 from cosmos_core.rewards.hpsv2 import Hpsv2Reward
 from cosmos_core.rewards.image_reward import ImageRewardReward
 from cosmos_core.rewards.jpeg_size import jpeg_size
 from cosmos_core.rewards.ocr import ocr, similarity
 from cosmos_core.rewards.pickscore import PickscoreReward
-from cosmos_core.rewards.served import Item, Settings, load_served
+from cosmos_core.rewards.reward_model import Item, Settings, load_served
 from cosmos_core.rewards.service.self_test import card
 from cosmos_core.rewards.unified_reward import UnifiedRewardReward
 from tests.unit.tiny_vlms import picture, save_vlm
@@ -122,11 +122,11 @@ def test_ocr_reads_what_an_image_shows() -> None:
         ocr("", "", prompt="a card", media=image)
 
 
-def found(*box: float) -> Found:
+def found(*box: float) -> Detection:
     mask = np.zeros((100, 100), bool)
     x0, y0, x1, y1 = map(int, box)
     mask[y0:y1, x0:x1] = True
-    return Found(box, mask, 0.9)  # type: ignore[arg-type]
+    return Detection(box, mask, 0.9)  # type: ignore[arg-type]
 
 
 LEFT, RIGHT, MIDDLE = found(0, 40, 20, 60), found(80, 40, 100, 60), found(45, 45, 55, 55)
@@ -135,7 +135,7 @@ LEFT, RIGHT, MIDDLE = found(0, 40, 20, 60), found(80, 40, 100, 60), found(45, 45
 def test_gen_eval_judges_numbers_colours_and_positions() -> None:
     objects = {"dog": [LEFT, RIGHT], "cat": [MIDDLE]}
     colors = {"dog": ["red", "blue"], "cat": ["black"]}
-    judge, strictly = gen_eval.holds, gen_eval.strictly
+    judge, strictly = gen_eval.meets_request, gen_eval.strict_score
 
     def one(name: str, count: int = 1, **asked: Any) -> dict[str, Any]:
         return {"class": name, "count": count, **asked}

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from cosmos_core.config.capabilities import check_capabilities
 from cosmos_core.config.schema.precision import FP8Config
 from cosmos_core.errors import ConfigError
-from cosmos_core.facts import Facts
+from cosmos_core.machine_properties import MachineProperties
 from cosmos_core.models.hf import load_model
 from cosmos_core.models.kernels import convert_to_fp8, remove_fp8, use_flash_attention, use_fp8, use_liger
 from cosmos_core.run import inputs
@@ -95,7 +95,7 @@ def test_kernels_are_refused_without_a_gpu_and_without_their_package(
     key = setting.replace("=", " = ")
 
     def machine(gpus: tuple[str, ...], versions: dict[str, str]) -> None:
-        facts = Facts("host", gpus, 1, versions)
+        facts = MachineProperties("host", gpus, 1, versions)
         monkeypatch.setattr(inputs, "facts_of_workers", lambda *_, **__: facts)
 
     machine((), {package: "1"})

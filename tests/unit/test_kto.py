@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cosmos_core.config.schema.table import InStage
-from cosmos_core.data import look, prepare
+from cosmos_core.data import prepare, quick_check
 from cosmos_core.data.kinds.labelled import LabelledSequences
 from cosmos_core.data.kinds.registry import row_kind
 from cosmos_core.errors import ConfigError, DataError
@@ -88,7 +88,7 @@ def test_rows_without_a_label_or_a_prompt_are_refused(
     if "without" not in told:  # a row to leave out, which the first look passes over
         names = {**KTO, "train.train_policy.dataset.name": str(tmp_path / "rows.jsonl")}
         with pytest.raises(DataError, match=told):
-            look.run(stage_of(tmp_path / "stage", recipe(names)))
+            quick_check.run(stage_of(tmp_path / "stage", recipe(names)))
 
 
 MEASURED = {"train.epoch": 4, "validation.enable": True, "validation.freq": 4, "validation.val_before_train": True}

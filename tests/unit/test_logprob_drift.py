@@ -68,7 +68,7 @@ def test_weights_that_are_corrupted_in_the_engine_are_noticed_at_the_next_step(
         """From its third step on one matrix of the engine is not what the trainer sent."""
 
         def __init__(self, settings: EngineSettings) -> None:
-            super().__init__(EngineSettings(**{**vars_of(settings), "is_apart": True}))
+            super().__init__(EngineSettings(**{**vars_of(settings), "is_separate": True}))
 
         def submit(self, prompts: Any, sampling: Any, step: int) -> None:
             if step == 2:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from cosmos_core.checkpoint.best import Best, best_of
-from cosmos_core.checkpoint.resume import problem
+from cosmos_core.checkpoint.resume import resume_obstacle
 from cosmos_core.checkpoint.save import Checkpointer
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import prepare
@@ -30,7 +30,7 @@ from cosmos_core.train.feeds import RowFeed
 from cosmos_core.train.loop import Loop
 from cosmos_core.train.measure import held_out_batch, row_metrics
 from cosmos_core.train.resume_from import adopt_checkpoint
-from cosmos_core.train.setup import hand_over, open_trainer
+from cosmos_core.train.setup import export_trained, open_trainer
 from cosmos_core.train.setup import train as train_stage
 from cosmos_core.train.validation import Measure, Validation
 from tests.effects.change import SFT, recipe, stage_of
@@ -168,7 +168,7 @@ def test_the_result_names_the_best_step(inputs: Path, tmp_path: Path) -> None:
     at = stage(tmp_path / "sft", inputs)
     trained = train_stage(at)
     assert trained.best == Best(6, "validation/loss", trained.metrics["validation/loss"])  # every step lowers it
-    assert hand_over(at, trained).info["best"] == named(at)
+    assert export_trained(at, trained).info["best"] == named(at)
 
 
 def test_held_out_figures_are_those_of_the_whole_logits(inputs: Path, tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_a_resumed_average_is_the_uninterrupted_one_bit_for_bit(inputs: Path, tm
 def test_validation_and_the_hand_over_are_of_the_average_and_the_training_is_not(inputs: Path, tmp_path: Path) -> None:
     at, other = stage(tmp_path / "average", inputs, average=True), stage(tmp_path / "plain", inputs)
     trained, plain = train_stage(at), train_stage(other)
-    hand_over(at, trained)
+    export_trained(at, trained)
     exported = load_file(at.path / "safetensors/step_6/model.safetensors")
     rows = open_sequences(inputs / "rows/data", "validation")
     rank = open_trainer(at)
@@ -273,7 +273,7 @@ def test_resume_true_takes_over_an_interrupted_run_and_ends_as_if_nothing_had_ha
     assert found.best == expected.best
     assert curve(later) == curve(whole)
     shutil.rmtree(earlier.path)
-    assert problem(later.path / "checkpoints", 3, later.fingerprint) is None
+    assert resume_obstacle(later.path / "checkpoints", 3, later.fingerprint) is None
 
 
 def test_resume_true_takes_over_what_another_mesh_left(inputs: Path, tmp_path: Path) -> None:
@@ -293,8 +293,8 @@ def test_resume_true_takes_over_what_another_mesh_left(inputs: Path, tmp_path: P
     assert not (other.path / "checkpoints").exists()
     write_json(other.path / "fingerprint.json", prints(other.fingerprint, 1))
     adopt_checkpoint(other)
-    assert problem(other.path / "checkpoints", 3, other.fingerprint) is None
-    assert problem(earlier.path / "checkpoints", 3, earlier.fingerprint) is None
+    assert resume_obstacle(other.path / "checkpoints", 3, other.fingerprint) is None
+    assert resume_obstacle(earlier.path / "checkpoints", 3, earlier.fingerprint) is None
     assert curve(other) == curve(earlier)
 
 

@@ -16,7 +16,7 @@ from cosmos_core.run.progress import read_metrics
 from cosmos_core.train.feeds import RowFeed
 from cosmos_core.train.loop import Loop
 from cosmos_core.train.setup import open_trainer
-from cosmos_core.train.stop import StopAsked
+from cosmos_core.train.stop import StopRequested
 from tests.unit.test_loop import inputs, stage, validation  # noqa: F401 - the first is a fixture
 from tests.unit.trainers import sft
 
@@ -71,7 +71,7 @@ def test_a_stop_cuts_a_validation_off_and_the_step_is_measured_when_the_training
     def measure(step: int) -> dict[str, float]:
         measured.append(step)
         if measured == [2, 4]:
-            raise StopAsked
+            raise StopRequested
         return {"validation/loss": 1 / step}
 
     for _ in range(2):

@@ -25,10 +25,10 @@ from cosmos_core.data import prepare
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ConfigError, Preempted, StageFailed
 from cosmos_core.models.export import export_model
-from cosmos_core.models.freeze import choose_trained
+from cosmos_core.models.freeze import mark_trained_weights
 from cosmos_core.models.hf import load_model, load_tokenizer, named_weights
-from cosmos_core.models.lora import add_adapter, merge_adapter, plain_state, save_adapter
-from cosmos_core.models.prove import prove_export
+from cosmos_core.models.lora import add_adapter, merge_adapter, merged_state_dict, save_adapter
+from cosmos_core.models.verify_export import verify_export
 from cosmos_core.rollout.base import EngineSettings, generate
 from cosmos_core.rollout.hf import HfEngine
 from cosmos_core.run.progress import Progress, read_metrics
@@ -79,7 +79,7 @@ def tied_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ours(folder: Path, settings: dict[str, Any], *, dtype: torch.dtype = torch.float32, **load: Any) -> PreTrainedModel:
     model = load_model(str(folder), dtype=dtype, **load)
     torch.manual_seed(3)
-    choose_trained(model, PolicyConfig.model_validate({"lora": settings}))
+    mark_trained_weights(model, PolicyConfig.model_validate({"lora": settings}))
     return model
 
 
@@ -161,7 +161,7 @@ def test_merged_is_what_peft_merges_and_afterwards_every_bit_is_back(folder: Pat
     adapted = logits(model)
     expected = peft_model.merge_and_unload()
     with merge_adapter(model):
-        state = plain_state(model)
+        state = merged_state_dict(model)
         assert torch.equal(logits(model), logits(expected))
     assert state.keys() == load_model(str(folder), dtype=torch.float32).state_dict().keys()
     assert all(torch.equal(state[key], tensor) for key, tensor in expected.state_dict().items())
@@ -197,7 +197,7 @@ def test_a_tied_head_that_is_trained_whole_stays_tied(tied_folder: Path, tmp_pat
     assert torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"])
     export_model(model, load_tokenizer(str(tied_folder)), tmp_path / "m", dtype=None)
     assert "lm_head.weight" not in load_file(tmp_path / "m/model.safetensors")
-    assert prove_export(model, tmp_path / "m", dtype=None)[2] == "reload: bit-identical"
+    assert verify_export(model, tmp_path / "m", dtype=None)[2] == "reload: bit-identical"
 
 
 @pytest.mark.parametrize(
@@ -235,20 +235,20 @@ def test_export_and_adapter_are_proven_by_transformers_and_by_peft(
     disturb(model)
     tokenizer = load_tokenizer(str(folder))
     export_model(model, tokenizer, tmp_path / "m", dtype=None)
-    keys, bytes_, reload, tokens, merge, adapter = prove_export(model, tmp_path / "m", dtype=None, tokenizer=tokenizer)
+    keys, bytes_, reload, tokens, merge, adapter = verify_export(model, tmp_path / "m", dtype=None, tokenizer=tokenizer)
     assert [keys, bytes_, reload, tokens] == ["keys", "bytes", "reload: bit-identical", "tokenizer"]
     assert merge.startswith("merge: max difference ")
     assert adapter == "adapter: bit-identical"
     state = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype="auto").state_dict()
     with merge_adapter(model):
-        assert all(torch.equal(state[name], tensor) for name, tensor in plain_state(model).items())
+        assert all(torch.equal(state[name], tensor) for name, tensor in merged_state_dict(model).items())
 
     file = tmp_path / "m/lora/adapter_model.safetensors"
     tensors = load_file(file)
     tensors["base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"] += 0.2
     save_file(tensors, file)
     with pytest.raises(StageFailed, match="failed the check 'adapter': logits of the adapter on its base differ by"):
-        prove_export(model, tmp_path / "m", dtype=None)
+        verify_export(model, tmp_path / "m", dtype=None)
 
 
 def test_an_engine_of_its_own_gets_merged_weights_and_answers_as_the_adapted_model(folder: Path) -> None:

@@ -28,7 +28,7 @@ def test_an_engine_in_another_process_gets_the_adapter_alone_where_nothing_else_
     model = ours(folder, settings)
     disturb(model)
     apart = EngineSettings(
-        model, load_tokenizer(str(folder)), str(folder), RolloutConfig(), 64, torch.float32, is_apart=True
+        model, load_tokenizer(str(folder)), str(folder), RolloutConfig(), 64, torch.float32, is_separate=True
     )
     engine = HfEngine(apart)
 
@@ -51,7 +51,7 @@ def test_an_engine_in_another_process_gets_the_adapter_alone_where_nothing_else_
 def test_tied_weights_are_sent_once(tied_folder: Path) -> None:  # noqa: F811
     model = load_model(str(tied_folder), dtype=torch.float32)
     apart = EngineSettings(
-        model, load_tokenizer(str(tied_folder)), str(tied_folder), RolloutConfig(), 64, torch.float32, is_apart=True
+        model, load_tokenizer(str(tied_folder)), str(tied_folder), RolloutConfig(), 64, torch.float32, is_separate=True
     )
 
     def own(token_ids: Sequence[int]) -> torch.Tensor:

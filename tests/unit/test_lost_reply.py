@@ -92,7 +92,7 @@ def test_an_engine_that_lost_its_memory_or_its_reply_has_died_and_one_that_refus
     reply: Future[Any] = Future()
     reply.set_exception(error)
     call = SimpleNamespace(remote=lambda *asked: SimpleNamespace(future=lambda: reply))
-    found = ActorHandle(SimpleNamespace(call=call)).ask("completed").exception(1)
+    found = ActorHandle(SimpleNamespace(call=call)).call("completed").exception(1)
     assert type(found) is told
     if isinstance(error, RayTaskError):
         assert "in engine.py" in found.__notes__[0], "where in the other process it was raised"

@@ -9,7 +9,7 @@ import pytest
 from cosmos_core.data.media_pixels import Framing, pixels_of
 from cosmos_core.data.media_source import Content
 from cosmos_core.data.prepare import run as run_stage
-from cosmos_core.data.prepare_media import Source, look
+from cosmos_core.data.prepare_media import Source, preview
 from cosmos_core.errors import ConfigError, DataError
 from tests import tiny_pipelines
 from tests.unit.test_media_source import png, write_clip, write_pairs
@@ -24,20 +24,20 @@ def fake_source(**given) -> Source:
 
 def test_a_look_refuses_what_preparing_would_refuse_and_says_how_many_rows_are_left(tmp_path, runs):
     source = write_pairs(tmp_path / "pairs", 4)
-    said, count, prompts = look(make_stage(stage_path(runs), source), fake_source())["train"]
+    said, count, prompts = preview(make_stage(stage_path(runs), source), fake_source())["train"]
     assert (said, count) == ("train: 4 rows", 4) and [each["text"] for each in prompts] == ["number 0", "number 1"]
     (source / "0001.png").write_bytes(png()[:40])
     with pytest.raises(DataError, match=r"0001\.json: it cannot be decoded.*; 1 of 4 rows of train cannot be used"):
-        look(make_stage(stage_path(runs), source), fake_source())
+        preview(make_stage(stage_path(runs), source), fake_source())
     stage = make_stage(stage_path(runs), source, dataset={"max_skipped_fraction": 0.5})
-    line, num_rows, _ = look(stage, fake_source())["train"]
+    line, num_rows, _ = preview(stage, fake_source())["train"]
     assert num_rows == 3 and line.startswith("train: 3 rows, 1 left out (first: 0001.json: it cannot be decoded")
     for file in source.glob("*.json"):
         file.unlink()
     with pytest.raises(DataError, match=r"there is no 0000\.txt, \.caption or \.json with its prompt; 4 of 4 rows"):
-        look(make_stage(stage_path(runs), source), fake_source())
+        preview(make_stage(stage_path(runs), source), fake_source())
     prompts = make_stage(stage_path(runs), write_pairs(tmp_path / "other", 2), rows="media_prompts")
-    assert look(prompts, fake_source())["train"][1] == 2
+    assert preview(prompts, fake_source())["train"][1] == 2
 
 
 @pytest.mark.parametrize(("suffix", "kept", "told"), [
@@ -51,10 +51,10 @@ def test_a_video_that_is_cut_off_is_refused_and_a_whole_one_is_not(tmp_path, run
     (source / "a.txt").write_text("a clip")
     diffusers = {"is_video": True, "train_frames": 5}
     stage = make_stage(stage_path(runs), source, diffusers=diffusers, dataset={"frame_sampling": "first"})
-    assert look(stage, fake_source(is_video=True))["train"][:2] == ("train: 1 rows, clips of 8 frames a second", 1)
+    assert preview(stage, fake_source(is_video=True))["train"][:2] == ("train: 1 rows, clips of 8 frames a second", 1)
     clip.write_bytes(clip.read_bytes()[: int(kept * clip.stat().st_size)])
     with pytest.raises(DataError, match=told) as caught:
-        look(stage, fake_source(is_video=True))
+        preview(stage, fake_source(is_video=True))
     assert "tuple index" not in str(caught.value)
 
 
@@ -83,7 +83,7 @@ def test_clips_of_several_rates_are_told(tmp_path, runs):
         write_clip(source / f"{name}.mp4", 12, rate=rate)
         (source / f"{name}.caption").write_text(name)
     stage = make_stage(stage_path(runs), source, diffusers={"is_video": True, "train_frames": 5})
-    line = look(stage, fake_source(is_video=True))["train"][0]
+    line = preview(stage, fake_source(is_video=True))["train"][0]
     assert line == "train: 2 rows, clips of 8 to 24 frames a second, which are learned frame by frame"
 
 
@@ -91,6 +91,6 @@ def test_a_size_beyond_the_position_embeddings_is_refused_by_the_first_stage(tmp
     model = tiny_pipelines.save("sd3", tmp_path / "model")
     stage = make_stage(stage_path(runs), write_pairs(tmp_path / "pairs", 2), diffusers={"inference_size": [512, 64]})
     stage.model = str(model)
-    for program in (run_stage, look):
+    for program in (run_stage, preview):
         with pytest.raises(ConfigError, match=r"inference_size = \[512, 64\]: the model has position embeddings"):
             program(stage)

@@ -9,7 +9,7 @@ import torch
 
 from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.config.schema.policy import PolicyConfig
-from cosmos_core.models.freeze import choose_trained
+from cosmos_core.models.freeze import mark_trained_weights
 from cosmos_core.models.hf import load_model, model_without_weights
 from cosmos_core.models.meta_device import reads_base
 from tests.unit.tiny_model import save_tiny_model
@@ -31,7 +31,7 @@ def test_an_adapter_begins_as_it_would_on_the_weights(folder: str) -> None:
     for model in (later, loaded):
         with torch.random.fork_rng():
             torch.manual_seed(3)
-            choose_trained(model, POLICY)
+            mark_trained_weights(model, POLICY)
     found, expected = dict(later.named_parameters()), dict(loaded.named_parameters())
     assert found.keys() == expected.keys()
     assert {name for name in found if found[name].requires_grad} == {n for n in expected if expected[n].requires_grad}
@@ -45,7 +45,7 @@ def test_an_adapter_begins_as_it_would_on_the_weights(folder: str) -> None:
 def test_an_estimate_has_no_data_in_adapters_either(folder: str) -> None:
     with torch.device("meta"):
         model = model_without_weights(folder, dtype=torch.float32)
-        choose_trained(model, POLICY)
+        mark_trained_weights(model, POLICY)
     assert all(parameter.is_meta for parameter in model.parameters())
 
 

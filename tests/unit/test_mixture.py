@@ -17,12 +17,12 @@ from pydantic import ValidationError
 from configs.demo import arithmetic
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.data import look, prepare
+from cosmos_core.data import prepare, quick_check
 from cosmos_core.data.kinds.prompts import open_prompts
 from cosmos_core.data.order import Mixture, batch_positions
 from cosmos_core.data.prepared import mixture_of, split_path
 from cosmos_core.errors import DataError, Preempted
-from cosmos_core.run.hub import changed
+from cosmos_core.run.hub import with_value
 from cosmos_core.train.setup import train
 from tasks.kinds import all_kinds
 from tests.unit.run_folder import fingerprint_of
@@ -158,13 +158,13 @@ def test_pairs_are_mixed_with_columns_of_their_own(task: Path, tmp_path: Path) -
 
 def test_a_wrong_row_of_any_data_set_is_found_before_the_run(task: Path, tmp_path: Path) -> None:
     bad = write(tmp_path / "bad.jsonl", [{"ask": 3}])
-    for program in (look.run, prepare.run):
+    for program in (quick_check.run, prepare.run):
         with pytest.raises(DataError, match=r"bad\.jsonl:1: "):
-            config = changed(mixed(task, "grpo"), "train.train_policy.datasets.1.name", bad)
+            config = with_value(mixed(task, "grpo"), "train.train_policy.datasets.1.name", bad)
             program(make_stage(tmp_path / "s", "prepare", config, task / "task/model"))
     with pytest.raises(DataError, match=r"datasets\.0\.name = .*does not exist"):
-        config = changed(mixed(task, "grpo"), "train.train_policy.datasets.0.name", str(tmp_path / "no.jsonl"))
-        look.run(make_stage(tmp_path / "s", "prepare", config, task / "task/model"))
+        config = with_value(mixed(task, "grpo"), "train.train_policy.datasets.0.name", str(tmp_path / "no.jsonl"))
+        quick_check.run(make_stage(tmp_path / "s", "prepare", config, task / "task/model"))
 
 
 @pytest.mark.parametrize(("policy", "message"), [

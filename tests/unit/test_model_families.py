@@ -22,7 +22,7 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.batch import rows_of
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ModelError
-from cosmos_core.models import prove
+from cosmos_core.models import verify_export
 from cosmos_core.models.compiled import compile_blocks
 from cosmos_core.models.export import export_model
 from cosmos_core.models.hf import load_model, load_tokenizer
@@ -209,16 +209,16 @@ class ThisProcess:
 
 def test_a_trained_export_is_proven(family: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A fresh interpreter takes seconds; two families have it below.
-    monkeypatch.setattr(prove, "fresh_interpreter", ThisProcess)
+    monkeypatch.setattr(verify_export, "fresh_interpreter", ThisProcess)
     model, tokenizer = load(folder), load_tokenizer(str(folder))
     train(model, tmp_path, 1, sequence_packing=True)
     for dtype in (None, torch.bfloat16):
         target = tmp_path / str(dtype)
         export_model(model, tokenizer, target, dtype=dtype)
-        checks = prove.prove_export(model, target, dtype=dtype, tokenizer=tokenizer)
+        checks = verify_export.verify_export(model, target, dtype=dtype, tokenizer=tokenizer)
         assert checks == ["keys", "bytes", "reload: bit-identical", "tokenizer"]
     num_layers = model.config.get_text_config().num_hidden_layers
-    found = prove.prove_export(model, target, dtype=dtype, memory=0)
+    found = verify_export.verify_export(model, target, dtype=dtype, memory=0)
     assert found[2:] == [f"reload (first 1 of {num_layers} layers): bit-identical"]
     ids = torch.tensor(rows()[0])[None]
     reloaded = load(tmp_path / "None")
@@ -234,7 +234,7 @@ def test_a_fresh_interpreter_proves_what_was_trained_on_packed_rows(
     model, tokenizer = load(folders(name)), load_tokenizer(str(folders(name)))
     train(model, tmp_path, 1, sequence_packing=True)
     export_model(model, tokenizer, tmp_path / "out", dtype=None)
-    checks = prove.prove_export(model, tmp_path / "out", dtype=None, tokenizer=tokenizer)
+    checks = verify_export.verify_export(model, tmp_path / "out", dtype=None, tokenizer=tokenizer)
     assert checks == ["keys", "bytes", "reload: bit-identical", "tokenizer"]
 
 

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from cosmos_core.errors import EXIT_USAGE, ModelError
 from cosmos_core.models.hf import load_config, load_model, load_tokenizer
+from cosmos_core.models.model_files import translate_load_errors
 from cosmos_core.models.sharded_load import init_on_meta
-from cosmos_core.models.source import translate_load_errors
 from cosmos_core.train import check
 from tests.unit.test_train import SFT, make_stage, recipe
 from tests.unit.tiny_model import save_tiny_model

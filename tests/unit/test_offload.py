@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
 from cosmos_core.models import offload
-from cosmos_core.models.offload import SMALLEST, Residence, activations_on_cpu
+from cosmos_core.models.offload import SMALLEST, ComponentOffload, activations_on_cpu
 
 
 def test_activations_are_moved_and_parameters_and_small_tensors_stay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,15 +52,15 @@ class Encoder(nn.Linear):
 
 @pytest.mark.parametrize("is_offloaded", [True, False])
 def test_a_component_stays_through_a_run_of_calls_and_leaves_without_a_copy(is_offloaded: bool) -> None:
-    encoder, residence = Encoder(), Residence(torch.device("cuda"), is_offloaded=is_offloaded)
+    encoder, residence = Encoder(), ComponentOffload(torch.device("cuda"), is_offloaded=is_offloaded)
     on_host, back = encoder.weight.data_ptr(), ["cpu"] * is_offloaded
-    with residence.working([encoder]):
+    with residence.on_device([encoder]):
         assert encoder.weight.data_ptr() != on_host
     assert encoder.moves == ["cuda", *back]
     assert (encoder.weight.data_ptr() == on_host) is is_offloaded
     encoder.moves.clear()
-    with residence.staying():
+    with residence.keep_on_device():
         for _ in range(3):
-            with residence.working([encoder]):
+            with residence.on_device([encoder]):
                 pass
     assert encoder.moves == ["cuda"] * 3 + back

@@ -17,7 +17,7 @@ import pytest
 from cosmos_core.errors import RewardError
 from cosmos_core.rewards.dance_grpo import DanceGrpoReward
 from cosmos_core.rewards.hpsv3 import Hpsv3Reward
-from cosmos_core.rewards.served import Item, Settings
+from cosmos_core.rewards.reward_model import Item, Settings
 from tests.unit.tiny_vlms import picture, save_vlm
 
 MODEL = """

@@ -20,7 +20,7 @@ from cosmos_core.run.inputs import check_inputs
 from cosmos_core.run.manifest import commit
 from cosmos_core.types import Outcome
 from tasks.kinds import all_kinds
-from tasks.layout import lay_out
+from tasks.layout import prepare_stage_folder
 from tests.effects.change import GRPO, recipe
 from tests.unit.run_folder import fingerprint_of, load_recipe, make_inputs
 
@@ -108,7 +108,7 @@ def test_rates_of_another_stage_are_read_once_it_is_done_and_only_of_one_that_co
     path = run.stage_path("first")
     path.mkdir(parents=True)
     commit(path, Outcome(), kind="sample", fingerprint="f", inputs={})
-    laid_out = lay_out(run, pipeline.stage("second-data"), fingerprint_of(pipeline, "second-data"))
+    laid_out = prepare_stage_folder(run, pipeline.stage("second-data"), fingerprint_of(pipeline, "second-data"))
     assert laid_out.recipe.train.train_policy.dataset.pass_rates == str(path / "pass_rates.jsonl")
     file.write_text(TWO.format(folder=tmp_path, kind="custom", entry=f'entry = "{tmp_path}/mine.py:score"'))
     with pytest.raises(ConfigError, match=r"dataset\.pass_rates = 'stage:first' completes no prompts"):

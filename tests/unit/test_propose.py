@@ -19,7 +19,7 @@ from cosmos_core.config.compose import load_pipeline
 from cosmos_core.errors import ConfigError, DataError, ModelError
 from cosmos_core.models.try_models import open_chat
 from cosmos_core.run.directory import create_run, open_run
-from cosmos_core.train.propose import Asked, Machine, propose
+from cosmos_core.train.propose import Machine, Options, propose
 from tasks.kinds import all_kinds
 from tests import tiny_pipelines
 from tests.unit.tiny_model import save_tiny_model
@@ -34,7 +34,7 @@ def write_csv(path: Path, header: list[str], count: int = 60) -> str:
     return str(path)
 
 
-def settings(asked: Asked, here: Machine = CPU) -> dict[str, Any]:
+def settings(asked: Options, here: Machine = CPU) -> dict[str, Any]:
     return {key: value for key, value, reason in propose(asked, here) if reason}
 
 
@@ -47,7 +47,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_two_columns_of_text_with_unknown_names_are_prompt_and_response(
     tmp_path: Path, model: str, header: list[str]
 ) -> None:
-    found = settings(Asked("sft", model, write_csv(tmp_path / "rows.csv", header)))
+    found = settings(Options("sft", model, write_csv(tmp_path / "rows.csv", header)))
     policy = "train.train_policy."
     assert (found[f"{policy}prompt_column_name"], found[f"{policy}response_column_name"]) == tuple(header[1:])
     assert found["train.train_policy.dataset.test_size"] == 3 and found["train.epoch"] == 3
@@ -58,8 +58,8 @@ def test_two_columns_of_text_with_unknown_names_are_prompt_and_response(
 def test_columns_that_could_be_several_things_are_named_and_asked_for(tmp_path: Path, model: str) -> None:
     data = write_csv(tmp_path / "rows.csv", ["nr", "Frage", "Antwort", "Quelle"])
     with pytest.raises(DataError, match=r"Frage, Antwort, Quelle.*--prompt COLUMN and --response COLUMN"):
-        settings(Asked("sft", model, data))
-    found = settings(Asked("sft", model, data, prompt="Frage", response="Quelle"))
+        settings(Options("sft", model, data))
+    found = settings(Options("sft", model, data, prompt="Frage", response="Quelle"))
     assert found["train.train_policy.response_column_name"] == "Quelle"
 
 
@@ -70,36 +70,36 @@ def test_columns_that_could_be_several_things_are_named_and_asked_for(tmp_path: 
 def test_an_adapter_is_trained_where_all_weights_do_not_fit(
     tmp_path: Path, model: str, here: Machine, has_adapter: bool, rate: float
 ) -> None:
-    found = settings(Asked("sft", model, write_csv(tmp_path / "rows.csv", ["nr", "prompt", "completion"])), here)
+    found = settings(Options("sft", model, write_csv(tmp_path / "rows.csv", ["nr", "prompt", "completion"])), here)
     assert ("policy.lora.r" in found, found["train.optm_lr"]) == (has_adapter, rate)
     assert "train.train_policy.prompt_column_name" not in found, "the names are known"
     assert found.get("policy.parallelism.dp_shard_size") == (-1 if here.num_gpus else None)
     assert found.get("train.param_dtype") == (None if here.num_gpus else "float32")
 
 
-def asked_of(method: str, folder: Path, model: str) -> Asked:
+def asked_of(method: str, folder: Path, model: str) -> Options:
     """Rows of each method."""
     if method == "diffusion-sft":
         for index in range(12):
             Image.new("RGB", (40, 32)).save(folder / f"{index}.png")
             (folder / f"{index}.txt").write_text("a black square")
-        return Asked(method, str(tiny_pipelines.save("sd3", folder / "pipe")), str(folder))
+        return Options(method, str(tiny_pipelines.save("sd3", folder / "pipe")), str(folder))
     if method == "sft":
-        return Asked(method, model, write_csv(folder / "rows.csv", ["nr", "Frage", "Antwort"]))
+        return Options(method, model, write_csv(folder / "rows.csv", ["nr", "Frage", "Antwort"]))
     if method == "dpo":
         rows = [{"prompt": f"{i}?", "chosen": "yes", "rejected": "no"} for i in range(12)]
         (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return Asked(method, model, str(folder / "pairs.jsonl"))
+        return Options(method, model, str(folder / "pairs.jsonl"))
     table = pa.table({"question": [f"{i}+1=" for i in range(40)], "answer": [str(i + 1) for i in range(40)]})
     pa.parquet.write_table(table, folder / "train-00000-of-00001.parquet")
-    return Asked(method, model, str(folder / "train-00000-of-00001.parquet"), reward="exact_match")
+    return Options(method, model, str(folder / "train-00000-of-00001.parquet"), reward="exact_match")
 
 
 @pytest.mark.parametrize("method", ["sft", "dpo", "grpo", "diffusion-sft"])
 def test_the_recipe_is_valid_says_why_and_is_kept_once_it_was_edited(tmp_path: Path, model: str, method: str) -> None:
     asked = asked_of(method, tmp_path, model)
     proposed = list(propose(asked, CPU))
-    path = cli_train._written(asked._asdict(), proposed, str(tmp_path / "own.toml"))
+    path = cli_train._write_recipe(asked._asdict(), proposed, str(tmp_path / "own.toml"))
     pipeline = load_pipeline(path, [f"pipeline.output_dir={str(tmp_path / 'outputs')!r}"], all_kinds())
     assert open_run(create_run(pipeline).path, all_kinds()).pipeline.recipes == pipeline.recipes
     assert [stage.kind for stage in pipeline.stages][-1] == "export"
@@ -108,10 +108,10 @@ def test_the_recipe_is_valid_says_why_and_is_kept_once_it_was_edited(tmp_path: P
     assert trained.policy.chat_template == ("chatml" if method == "grpo" else None), "the model has none"
     lines = path.read_text().splitlines()
     assert all("  # " in line for line in lines if " = " in line and not line.startswith("#"))
-    cli_train._written(asked._asdict(), [*proposed, ("train.seed", 7, "another")], str(path))  # nobody edited it
+    cli_train._write_recipe(asked._asdict(), [*proposed, ("train.seed", 7, "another")], str(path))  # nobody edited it
     path.write_text(path.read_text().replace("seed = 7", "seed = 8"))
     with pytest.raises(ConfigError, match="was edited"):
-        cli_train._written(asked._asdict(), proposed, str(path))
+        cli_train._write_recipe(asked._asdict(), proposed, str(path))
 
 
 def write_images(folder: Path, names: dict[str, str]) -> str:
@@ -130,18 +130,18 @@ def write_images(folder: Path, names: dict[str, str]) -> str:
 )
 def test_images_without_captions_are_refused_in_one_line(tmp_path: Path, names: dict[str, str], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        settings(Asked("diffusion-sft", "some/model", write_images(tmp_path / "images", names)))
+        settings(Options("diffusion-sft", "some/model", write_images(tmp_path / "images", names)))
 
 
 def test_a_model_of_another_kind_is_refused_where_images_are_learned(tmp_path: Path, model: str) -> None:
     data = write_images(tmp_path / "images", {"a": "a square"})
     with pytest.raises(ModelError, match="no pipeline of diffusers; cosmos sft"):
-        settings(Asked("diffusion-sft", model, data))
+        settings(Options("diffusion-sft", model, data))
 
 
 def test_images_are_held_out_and_drawn_before_and_after(tmp_path: Path) -> None:
     data = write_images(tmp_path / "images", {str(i): "a square" for i in range(40)})
-    found = settings(Asked("diffusion-sft", str(tiny_pipelines.save("sd3", tmp_path / "pipe")), data))
+    found = settings(Options("diffusion-sft", str(tiny_pipelines.save("sd3", tmp_path / "pipe")), data))
     assert found["train.train_policy.dataset.local_dir"] == data
     assert (found["train.train_policy.dataset.test_size"], found["validation.val_before_train"]) == (2, True)
     assert (found["policy.diffusers.inference_size"], found["policy.diffusers.max_prompt_length"]) == ([16, 16], 77)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cosmos_core.errors import ConfigError
-from cosmos_core.registry import code_file, import_thing
+from cosmos_core.registry import code_file, import_object
 
 
 def test_a_failed_import_is_tried_again(tmp_path: Path) -> None:
@@ -17,9 +17,9 @@ def test_a_failed_import_is_tried_again(tmp_path: Path) -> None:
     file.write_text("first = 1\nraise ValueError('not yet')\nthing = 2\n")
     for _ in range(2):
         with pytest.raises(ValueError, match="not yet"):
-            import_thing(f"{file}:first")
+            import_object(f"{file}:first")
     file.write_text("thing = 2\n# another size, as caches go by size and second\n")
-    assert import_thing(f"{file}:thing") == 2
+    assert import_object(f"{file}:thing") == 2
 
 
 @pytest.mark.parametrize(

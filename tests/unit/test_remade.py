@@ -13,7 +13,7 @@ from cosmos_core.observe.report import build
 from cosmos_core.run.directory import Run
 from cosmos_core.run.fingerprint import Fingerprint, fingerprint
 from cosmos_core.run.state import update_state
-from tasks.layout import lay_out
+from tasks.layout import prepare_stage_folder
 from tests.unit.run_folder import counting_run, fingerprint_of, finish, load_recipe, make_inputs
 
 
@@ -22,7 +22,7 @@ def lines_of(run: Run, name: str = "first") -> list[str]:
     lines: list[str] = []
     stage = run.pipeline.stage(name)
     expected = fingerprint(run.pipeline, stage, run.pipeline.kind_of(stage), {}, run.digests)
-    lay_out(run, stage, expected, lines.append)
+    prepare_stage_folder(run, stage, expected, lines.append)
     return lines
 
 

@@ -25,7 +25,7 @@ from flows import reward_service
 from tasks import remote_stage, stage
 from tasks.kinds import all_kinds
 from tasks.reuse import existing_of_pool
-from tasks.store_sync import Stored
+from tasks.store_sync import StageSync
 from tests.conftest import PROGRAMS
 from tests.unit.test_artifact_store import begun
 
@@ -112,7 +112,7 @@ class Deployments:
         return SimpleNamespace(id=found)
 
     def begin(self, run: Run) -> str:
-        return remote_stage._begin(run, STAGE, Stored(run, STAGE)).flow_run
+        return remote_stage._begin(run, STAGE, StageSync(run, STAGE)).flow_run
 
 
 def test_a_stage_that_is_made_again_is_begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +133,7 @@ def test_a_parent_that_dies_while_it_asks_follows_the_same_flow_run_later(
     with pytest.raises(KeyboardInterrupt):
         server.begin(run)
     nobody: Any = None
-    assert remote_stage._going(nobody, run.stage_path("first")) is None
+    assert remote_stage._running_child(nobody, run.stage_path("first")) is None
     server.loses_reply = False
     assert [server.begin(run)] == [str(found) for found in server.begun.values()]
 
@@ -250,13 +250,13 @@ def test_what_a_stage_waits_for_is_said_once_in_the_log_and_by_status(
     monkeypatch.setattr(remote_stage, "_WORKERS_SECONDS", 0.0)
     lines: list[str] = []
     server: Any = Pool()
-    wait = remote_stage.Wait(server, STAGE, tmp_path / "first", lines.append)
+    wait = remote_stage.WaitReporter(server, STAGE, tmp_path / "first", lines.append)
     live, dead = SimpleNamespace(status="ONLINE"), SimpleNamespace(status="OFFLINE")
     for workers in ([], [dead], [live, dead], [live]):
         server.workers = workers
-        wait.look()
+        wait.report()
     server.is_paused = True
-    wait.look()
+    wait.report()
     assert lines == [
         "stage first: waits for a worker of pool gpu: none is live; start one: cosmos worker --pool gpu",
         "stage first: waits for a worker of pool gpu: 1 live",

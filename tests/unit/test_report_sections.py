@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from cosmos_core.observe import report
-from cosmos_core.observe.previous_run import before
+from cosmos_core.observe.previous_run import compare_with_previous
 from cosmos_core.observe.record import read_run
 from cosmos_core.observe.sections import cards, comparison
 from cosmos_core.observe.trained import sample_rows, trained
@@ -32,12 +32,12 @@ def test_the_page_sets_the_run_beside_the_one_before_it(tmp_path: Path) -> None:
     (old / "pipeline.toml").write_text(text.replace(entry, f"{entry}overrides.train.epoch = 7\n"))
     result = json.loads((old / "stages/eval-grpo/result.json").read_text())
     write(old / "stages/eval-grpo/result.json", {**result, "metrics": {"validation/accuracy": 0.9}})
-    found = before(read_run(run))
+    found = compare_with_previous(read_run(run))
     assert found is not None and found.run.path == old
     assert found.settings == (("sft.train.epoch", "7", "–"),)
     assert ("eval-grpo", "validation/accuracy", "0.900", "0.705", "worse") in found.metrics
     assert f'<p class="note">run {old.name}' in report.build(run)
-    assert before(read_run(old)) is None and "Beside the run before" not in report.build(old)
+    assert compare_with_previous(read_run(old)) is None and "Beside the run before" not in report.build(old)
 
 
 @pytest.mark.parametrize("name", ["sft", "eval-grpo"])

@@ -19,7 +19,7 @@ from cosmos_core.errors import RewardError
 from cosmos_core.rewards import exchange
 from cosmos_core.rewards.exchange import Service
 from cosmos_core.rewards.remote import RemoteRewards
-from cosmos_core.rewards.served import checked
+from cosmos_core.rewards.reward_model import checked
 from tests.unit.reward_server import Reply, reply, service, serving
 
 

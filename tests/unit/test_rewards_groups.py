@@ -92,5 +92,5 @@ def test_a_reward_of_weight_zero_is_a_metric_to_filter_groups_by(tmp_path):
     assert (scores[0].value, scores[0].metrics) == (1.0, {"act": 7.0, "exact_match": 1.0})
     assert (scores[1].value, scores[1].metrics, scores[1].error) == (0.0, {"exact_match": 0.0}, "")
     # what has not the metric says nothing of whether the others differ in it
-    assert not Filter(("act",)).keeps(ScoredGroup(group_of("7", "raise"), tuple(scores)))
-    assert Filter().keeps(ScoredGroup(group_of("7", "raise"), tuple(scores)))
+    assert not Filter(("act",)).has_learning_signal(ScoredGroup(group_of("7", "raise"), tuple(scores)))
+    assert Filter().has_learning_signal(ScoredGroup(group_of("7", "raise"), tuple(scores)))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from cosmos_core.algorithms.base import weights_by_metric
+from cosmos_core.algorithms.base import metric_weights
 from cosmos_core.algorithms.flow_credit import CreditSettings, flow_advantages
 from cosmos_core.config.schema.flow_rl import FlowPolicyConfig
 from cosmos_core.rewards.remote import RemoteRewards
@@ -31,7 +31,7 @@ def scored(config: FlowPolicyConfig, said: dict[str, list[float]]) -> list[Score
 
 def test_two_functions_of_one_reward_are_normalised_each_by_itself() -> None:
     config = policy({"name": "v", "score_key": "vq"}, {"name": "v", "score_key": "mq", "weight": 0.5})
-    weights = weights_by_metric(config)
+    weights = metric_weights(config)
     assert weights == {"v/vq": 1.0, "v/mq": 0.5}
     scores = scored(config, {"vq": [0.0, 0.0, 1.0, 1.0], "mq": [0.0, 1.0, 0.0, 1.0]})
     [advantages] = flow_advantages([scores], CreditSettings(over="group", each=weights))[0]

@@ -31,8 +31,8 @@ from tests.unit.replicas import (
 
 def look_again(source: Any) -> None:
     """Wait until the source has looked twice whether engines may get more."""
-    looks, hand_out = list[None](), source._hand_out
-    source._hand_out = lambda: looks.append(hand_out())
+    looks, hand_out = list[None](), source._send_prompts
+    source._send_prompts = lambda: looks.append(hand_out())
     wait_until(lambda: len(looks) > 1, 5, "it looks")
 
 
@@ -56,7 +56,7 @@ def test_no_group_is_older_than_allowed_and_every_prompt_is_trained_once(
 ) -> None:
     with fleet_of(Threaded(), Threaded()) as fleet:
         fleet.load_weights(0, weights(0))
-        source = source_of(fleet, tmp_path, allowed=allowed, score=scores)
+        source = source_of(fleet, tmp_path, max_lag=allowed, score=scores)
         lags, trained, outdated = [], [], 0.0
         for step in range(10):
             groups, metrics = source.next(step)
@@ -77,7 +77,7 @@ def test_no_group_is_older_than_allowed_and_every_prompt_is_trained_once(
 def test_what_was_fetched_too_far_ahead_is_generated_again(tmp_path: Path) -> None:
     with fleet_of(Threaded(), most_groups=40) as fleet:
         fleet.load_weights(0, weights(0))
-        source = source_of(fleet, tmp_path, allowed=1, beyond=8)
+        source = source_of(fleet, tmp_path, max_lag=1, num_extra_prompts=8)
         trained, outdated = [], 0.0
         for step in range(10):
             groups, metrics = source.next(step)
@@ -98,7 +98,7 @@ def test_all_groups_of_a_step_that_are_too_old_are_asked_for_at_once(tmp_path: P
         return Future()
 
     fleet: Any = SimpleNamespace(version=3, request=request)
-    source = source_of(fleet, tmp_path, allowed=1)
+    source = source_of(fleet, tmp_path, max_lag=1)
     with fleet_of(Threaded()) as real:
         real.load_weights(0, weights(0))
         groups = [real.request(prompt, SAMPLING, 5).result() for prompt in PROMPTS[20:24]]
@@ -115,7 +115,7 @@ def test_a_ceiling_bounds_what_is_fetched_ahead(tmp_path: Path) -> None:
     handle = Threaded()
     with fleet_of(handle, most_groups=40) as fleet:
         fleet.load_weights(0, weights(0))
-        source = source_of(fleet, tmp_path, allowed=1, beyond=30, most_steps=3)
+        source = source_of(fleet, tmp_path, max_lag=1, num_extra_prompts=30, most_steps=3)
         source.next(0)
         wait_until(lambda: len(handle.engine.seen) >= 16 and not source._pending, 5, "all that they may have ahead")
         look_again(source)
@@ -152,16 +152,16 @@ def test_dropped_groups_are_replaced_by_the_next_prompts_and_a_resumed_source_go
     assert first + run(2, state, 3)[0] == whole
 
 
-@pytest.mark.parametrize("takes_turns", [True, False])
-def test_engines_on_the_gpus_of_the_trainer_sleep_while_it_trains(takes_turns: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sleeps_in_training", [True, False])
+def test_engines_on_the_gpus_of_the_trainer_sleep_while_it_trains(sleeps_in_training: bool, tmp_path: Path) -> None:
     handle = Threaded()
-    with fleet_of(handle, takes_turns=takes_turns) as fleet:
+    with fleet_of(handle, sleeps_in_training=sleeps_in_training) as fleet:
         fleet.load_weights(0, weights(0))
-        source = source_of(fleet, tmp_path, allowed=0)
+        source = source_of(fleet, tmp_path, max_lag=0)
         for step in range(2):
             source.next(step)
             fleet.load_weights(step + 1, weights(step + 1))
-        assert handle.engine.calls == ["wake", "sleep"] * 2 * takes_turns
+        assert handle.engine.calls == ["wake", "sleep"] * 2 * sleeps_in_training
         source.close()
 
 
@@ -176,7 +176,7 @@ def test_nothing_is_scored_after_the_end(tmp_path: Path) -> None:
 
     with fleet_of(Threaded()) as fleet:
         fleet.load_weights(0, weights(0))
-        source = source_of(fleet, tmp_path, score=slowly, allowed=8)
+        source = source_of(fleet, tmp_path, score=slowly, max_lag=8)
         source.next(0)
         source.close()
         assert sum(begun) <= 1, "more than what was about to begin"
@@ -193,7 +193,7 @@ def test_prompts_beyond_the_allowed_steps_are_as_many_as_will_be_dropped(tmp_pat
     handle, outdated = Threaded(), []
     with fleet_of(handle, most_groups=40) as fleet:
         fleet.load_weights(0, weights(0))
-        source = source_of(fleet, tmp_path, take=take, filter=Filter(), beyond=128)
+        source = source_of(fleet, tmp_path, take=take, filter=Filter(), num_extra_prompts=128)
         for step in range(20):
             groups, metrics = source.next(step)
             assert len(groups) == 4
@@ -220,7 +220,8 @@ def test_an_engine_that_dies_while_the_training_computes_is_in_the_metrics_of_th
 
 
 @pytest.mark.parametrize(
-    "window", [{"allowed": 0}, {"allowed": 0, "most_steps": 1, "takes_turns": True}, {"allowed": 1, "most_steps": 2}]
+    "window",
+    [{"max_lag": 0}, {"max_lag": 0, "most_steps": 1, "sleeps_in_training": True}, {"max_lag": 1, "most_steps": 2}],
 )
 def test_a_step_whose_groups_were_dropped_gets_others_however_few_prompts_engines_may_have(
     window: dict[str, Any], tmp_path: Path
@@ -229,14 +230,14 @@ def test_a_step_whose_groups_were_dropped_gets_others_however_few_prompts_engine
         return PROMPTS[start : start + count]
 
     handle = Threaded()
-    with fleet_of(handle, most_groups=40, takes_turns="takes_turns" in window) as fleet:
+    with fleet_of(handle, most_groups=40, sleeps_in_training="sleeps_in_training" in window) as fleet:
         fleet.load_weights(0, weights(0))
         source = source_of(fleet, tmp_path, take=take, filter=Filter(max_retries=2), **window)
         trained = []
         for step in range(5):
             groups, _ = source.next(step)
             trained += ids(groups)
-            if "takes_turns" in window:
+            if "sleeps_in_training" in window:
                 assert not handle.engine.waiting and not source._pending, "it sleeps with prompts in flight"
                 assert handle.engine.seen == list(range(8 * (step + 1)))
             fleet.load_weights(step + 1, weights(step + 1))
@@ -246,9 +247,9 @@ def test_a_step_whose_groups_were_dropped_gets_others_however_few_prompts_engine
 
 def test_engines_that_take_turns_get_new_weights_as_seldom_as_the_recipe_says(tmp_path: Path) -> None:
     handle = Threaded()
-    with fleet_of(handle, most_groups=40, takes_turns=True) as fleet:
+    with fleet_of(handle, most_groups=40, sleeps_in_training=True) as fleet:
         fleet.load_weights(0, weights(0))
-        source = source_of(fleet, tmp_path, allowed=1, most_steps=1, takes_turns=True)
+        source = source_of(fleet, tmp_path, max_lag=1, most_steps=1, sleeps_in_training=True)
         for step in range(4):
             _, metrics = source.next(step)
             look_again(source)

@@ -20,11 +20,11 @@ def test_an_engine_that_dies_between_two_questions_is_found_dead_by_the_next() -
     class Unnoticed(Threaded):
         dies = False
 
-        def ask(self, method: str, *arguments: Any, **keywords: Any) -> Future[Any]:
+        def call(self, method: str, *arguments: Any, **keywords: Any) -> Future[Any]:
             if method == "completed" and self.dies:
                 self.dies = False
                 self._start()
-            return super().ask(method, *arguments, **keywords)
+            return super().call(method, *arguments, **keywords)
 
     handle = Unnoticed()
     with fleet_of(handle) as fleet:
@@ -43,8 +43,8 @@ def test_an_engine_that_only_a_load_finds_dead_is_counted_and_told(caplog: pytes
     with fleet_of(handle) as fleet:
         fleet.load_weights(1, weights(1))
         (member,) = fleet._pool.open_engines()
-        fleet._pool.lose(member, member.description, ConnectionError("the actor died"))
-        while member.lost or not fleet._pool.open_engines():
+        fleet._pool.mark_lost(member, member.description, ConnectionError("the actor died"))
+        while member.error or not fleet._pool.open_engines():
             time.sleep(0.01)
         assert fleet.is_stale and fleet.num_restarts == 1
     assert "an engine died (the actor died)" in caplog.text
@@ -100,13 +100,13 @@ def test_prompts_whose_submission_an_engine_never_got_are_submitted_again() -> N
     class Deaf(Threaded):
         is_deaf = False
 
-        def ask(self, method: str, *arguments: Any, **keywords: Any) -> Future[Any]:
+        def call(self, method: str, *arguments: Any, **keywords: Any) -> Future[Any]:
             if method == "submit" and self.is_deaf:
                 self.is_deaf = False
                 lost: Future[Any] = Future()
                 lost.set_exception(ConnectionRefusedError("the connection was lost"))
                 return lost
-            return super().ask(method, *arguments, **keywords)
+            return super().call(method, *arguments, **keywords)
 
     handle = Deaf()
     with fleet_of(handle, patience=600.0) as fleet:

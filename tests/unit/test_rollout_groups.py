@@ -105,7 +105,7 @@ def test_a_step_is_generated_in_batches_and_can_be_stopped_between_them(tmp_path
     def prompts(step: int) -> list[Prompt]:
         return PROMPTS[step:]
 
-    source = SyncGroupSource(prompts, engine, score, SAMPLING, Progress(tmp_path / "p.json"), 2, between=stops.append)
+    source = SyncGroupSource(prompts, engine, score, SAMPLING, Progress(tmp_path / "p.json"), 2, on_wait=stops.append)
     groups, metrics = source.next(0)
     assert engine.events == ["wake", "submit [0, 1]", "submit [2, 3]", "submit [4]", "sleep 2", "score 5"]
     assert [group.group.prompt.id for group in groups] == [0, 1, 2, 3, 4] and stops == [0, 0, 0]
@@ -118,7 +118,7 @@ def test_a_step_is_generated_in_batches_and_can_be_stopped_between_them(tmp_path
 
     assert metrics["rollout/groups_of_lag_0"] == 5.0 and metrics["rollout/version_lag_mean"] == 0.0
 
-    source.between = refuse
+    source.on_wait = refuse
     with pytest.raises(RuntimeError, match="stopped"):
         source.next(3)
     assert engine.events[-2:] == ["wake", "submit [3, 4]"]
@@ -145,12 +145,12 @@ def test_who_stops_while_groups_are_drawn_draws_the_same_prompts_again(tmp_path:
         if len(engine.events) > 2:
             raise RuntimeError("stopped")
 
-    sync = SyncGroupSource(lambda step: [], engine, score, SAMPLING, Progress(tmp_path / "p.json"), 2, between=refuse)
+    sync = SyncGroupSource(lambda step: [], engine, score, SAMPLING, Progress(tmp_path / "p.json"), 2, on_wait=refuse)
     source = FilteredGroupSource(sync, lambda start, count: PROMPTS[start : start + count], 2)
     with pytest.raises(RuntimeError, match="stopped"):
         source.next(0)
     assert engine.events == ["wake", "submit [0, 1]", "submit [2]"] and source.state_dict() == {"drawn": 0}
-    sync.between = lambda step: None
+    sync.on_wait = lambda step: None
     engine.waiting.clear()
     groups, _ = source.next(0)
     assert [scored.group.prompt.id for scored in groups] == [0, 2] and source.state_dict() == {"drawn": 3}

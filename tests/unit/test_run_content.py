@@ -20,7 +20,7 @@ from cosmos_core.errors import ConfigError, CosmosError, DataError, ModelError
 from cosmos_core.run.content import files_of, files_of_model
 from cosmos_core.run.digests import Digests
 from cosmos_core.run.directory import create_run, open_or_create_run, open_run
-from cosmos_core.run.hub import pinned
+from cosmos_core.run.hub import pin_hub_revisions
 from cosmos_core.run.inputs import check_inputs
 from cosmos_core.run.plan import plan
 from tasks.kinds import all_kinds
@@ -319,15 +319,15 @@ def revisions(pipeline: Pipeline, stage: str) -> tuple[str | None, str]:
 
 
 def test_names_on_the_hub_are_pinned_to_the_commits_that_they_mean_now(tmp_path: Path, hub: Hub) -> None:
-    found = pinned(named_recipe(tmp_path))
+    found = pin_hub_revisions(named_recipe(tmp_path))
     assert revisions(found, "prepare") == (FIRST, FIRST)
     assert revisions(found, "sft") == (FIRST, "")
     assert revisions(found, "export") == (None, ""), "it reads the model of a stage"
     assert len(hub.asked) == 2, "once for each name"
-    tagged = pinned(named_recipe(tmp_path, "policy.model_revision=v2"))
+    tagged = pin_hub_revisions(named_recipe(tmp_path, "policy.model_revision=v2"))
     assert revisions(tagged, "sft") == (SECOND, "")
     hub.asked.clear()
-    assert revisions(pinned(found), "prepare") == (FIRST, FIRST)
+    assert revisions(pin_hub_revisions(found), "prepare") == (FIRST, FIRST)
     assert hub.asked == [], "a commit needs nobody to ask"
 
 
@@ -354,11 +354,11 @@ def test_without_a_network_the_cache_says_which_commit_it_has(
     cache = tmp_path / "cache"
     write(cache, "models--org--model/refs/main").joinpath("models--org--model/refs/main").write_text(SECOND)
     (cache / "datasets--org--rows" / "snapshots" / FIRST).mkdir(parents=True)  # `datasets` writes no refs
-    assert revisions(pinned(named_recipe(tmp_path)), "prepare") == (SECOND, FIRST)
+    assert revisions(pin_hub_revisions(named_recipe(tmp_path)), "prepare") == (SECOND, FIRST)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     hub.server.shutdown()
     hub.server.server_close()
-    assert revisions(pinned(named_recipe(tmp_path)), "prepare") == (SECOND, FIRST)
+    assert revisions(pin_hub_revisions(named_recipe(tmp_path)), "prepare") == (SECOND, FIRST)
     assert hub.asked == []
 
 
@@ -385,7 +385,7 @@ def test_what_the_hub_does_not_have_is_one_line_before_anything_runs(
 def test_what_nobody_can_tell_is_one_line(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ModelError) as caught:
-        pinned(named_recipe(tmp_path))
+        pin_hub_revisions(named_recipe(tmp_path))
     assert str(caught.value) == (
         f"{tmp_path}/recipe.toml: stage 'prepare': the model 'org/model': no folder here, and which commit 'main' is "
         f"on the Hub cannot be found out: the Hub {constants.ENDPOINT} cannot be asked (HF_HUB_OFFLINE is set), and "

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from cosmos_core import facts
+from cosmos_core import machine_properties
 from cosmos_core.errors import ModelError
 from cosmos_core.run.inputs import check_inputs
 from cosmos_core.run.plan import save_fingerprint
-from cosmos_core.train.resume_from import _without_mesh
+from cosmos_core.train.resume_from import _drop_mesh
 from tasks.kinds import all_kinds
-from tasks.layout import make_room
+from tasks.layout import supersede_if_changed
 from tests.unit.run_folder import counting_run, fingerprint_of, load_recipe, make_inputs
 
 STAGES = ("prepare", "sft", "validate", "export")
@@ -155,9 +155,9 @@ def test_a_file_that_enters_no_weight_changes_the_export_and_leaves_every_checkp
     stage = folder / "stages/sft"
     (stage / "checkpoints/step_3").mkdir(parents=True)
     save_fingerprint(stage, before)
-    make_room(stage, after)
+    supersede_if_changed(stage, after)
     assert (stage / "checkpoints/step_3").exists()
-    make_room(stage, fingerprint_of(load_recipe(folder, "train.seed=1"), "sft"))
+    supersede_if_changed(stage, fingerprint_of(load_recipe(folder, "train.seed=1"), "sft"))
     assert not (stage / "checkpoints").exists()
 
 
@@ -221,7 +221,7 @@ def test_what_a_stage_was_given_changes_it(folder: Path) -> None:
 def test_another_version_of_a_library_changes_what_workers_make(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = load_recipe(folder)
     before = {name: fingerprint_of(pipeline, name).value for name in STAGES}
-    facts._facts.cache_clear()
+    machine_properties._facts.cache_clear()
     site = folder / "site"  # a newer torch in front of the installed one
     (site / "torch-99.0.dist-info").mkdir(parents=True)
     (site / "torch-99.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 99.0\n")
@@ -230,7 +230,7 @@ def test_another_version_of_a_library_changes_what_workers_make(folder: Path, mo
         after = {name: fingerprint_of(pipeline, name) for name in STAGES}
     finally:
         monkeypatch.undo()
-        facts._facts.cache_clear()
+        machine_properties._facts.cache_clear()
     for name in STAGES:
         assert after[name].value != before[name]
         assert after[name].ingredients["versions"]["torch"] == "99.0"
@@ -382,6 +382,6 @@ def test_a_stage_that_differs_in_its_mesh_and_engines_alone_is_known_by_its_real
 
     def without_mesh(*overrides: str) -> object:
         found = fingerprint_of(load_recipe(folder, *overrides), "sft")
-        return _without_mesh({"value": found.value, "ingredients": found.ingredients})
+        return _drop_mesh({"value": found.value, "ingredients": found.ingredients})
 
     assert without_mesh() == without_mesh(*mesh) != without_mesh(*mesh, "train.seed=1")

@@ -20,7 +20,7 @@ from cosmos_core.errors import ConfigError, DataError, Preempted, RewardError
 from cosmos_core.run.stage import Stage
 from cosmos_core.sample import program
 from cosmos_core.sample.records import FILE, Candidate, Sampled
-from cosmos_core.sample.selection import kept, metrics_of, pair, pass_rate
+from cosmos_core.sample.selection import metrics_of, pass_rate, select_completions, select_pair
 from cosmos_core.types import Prompt
 from tasks.kinds import all_kinds
 from tests.unit.chat_server import chat_server
@@ -65,29 +65,35 @@ GROUP = Sampled(
 def test_completions_are_kept_by_reward_text_and_difficulty(keep: dict[str, Any], texts: str) -> None:
     rate = pass_rate(GROUP, 1.0)
     assert rate == 3 / 6
-    assert "".join(each.text for each in kept(GROUP, KeepConfig(**keep), rate, 0)) == texts
+    assert "".join(each.text for each in select_completions(GROUP, KeepConfig(**keep), rate, 0)) == texts
 
 
 def test_a_limit_chooses_at_random_by_the_seed_and_the_prompt() -> None:
     many = Sampled(1, [candidate(str(i), 1.0, seed=i) for i in range(20)])
     keep = KeepConfig(max_per_prompt=3)
-    choices = {tuple(each.text for each in kept(many, keep, None, seed)) for seed in range(8)}
+    choices = {tuple(each.text for each in select_completions(many, keep, None, seed)) for seed in range(8)}
     assert len(choices) > 4 and all(len(set(choice)) == 3 for choice in choices)
-    assert kept(many, keep, None, 1) == kept(many, keep, None, 1) != kept(replace(many, id=2), keep, None, 1)
+    assert (
+        select_completions(many, keep, None, 1)
+        == select_completions(many, keep, None, 1)
+        != select_completions(replace(many, id=2), keep, None, 1)
+    )
 
 
 def test_a_pair_is_the_best_that_passed_and_the_worst_of_all() -> None:
-    best, worst = pair(GROUP, kept(GROUP, KeepConfig(), None, 0), 0.5) or ()
+    best, worst = select_pair(GROUP, select_completions(GROUP, KeepConfig(), None, 0), 0.5) or ()
     assert (best.text, worst.text) == ("b", "e")
-    assert pair(GROUP, kept(GROUP, KeepConfig(), None, 0), 1.0) is None, "the margin is exceeded, not reached"
+    assert select_pair(GROUP, select_completions(GROUP, KeepConfig(), None, 0), 1.0) is None, (
+        "the margin is exceeded, not reached"
+    )
     same = Sampled(0, [candidate("a", 1.0), candidate("b", 1.0)])
-    assert pair(same, kept(same, KeepConfig(), None, 0), 0.0) is None
-    assert pair(GROUP, [], 0.0) is None
+    assert select_pair(same, select_completions(same, KeepConfig(), None, 0), 0.0) is None
+    assert select_pair(GROUP, [], 0.0) is None
 
 
 def test_metrics_compare_the_kept_with_a_random_choice() -> None:
     other = Sampled(8, [candidate("x", 0.0), candidate("y", 0.5)])
-    passing = [kept(each, KeepConfig(best=1), None, 0) for each in (GROUP, other)]
+    passing = [select_completions(each, KeepConfig(best=1), None, 0) for each in (GROUP, other)]
     metrics = metrics_of([GROUP, other], passing, [pass_rate(each, 1.0) for each in (GROUP, other)], 2)
     assert metrics["sample/reward_random"] == pytest.approx((3.5 / 6 + 0.25) / 2)
     assert metrics["sample/reward_best"] == metrics["sample/reward_kept"] == 0.75

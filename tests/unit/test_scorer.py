@@ -153,7 +153,7 @@ def guessed(guess: str) -> Tensor | None:
 @pytest.mark.parametrize("guess", GUESSES)
 def test_a_guess_of_the_derivative_changes_no_gradient(model: PreTrainedModel, guess: str) -> None:
     found = scorer_of(model)(
-        inputs(), CHOSEN, wants=Wants(0.7, entropy="value"), dtype=torch.float64, expected_N=guessed(guess)
+        inputs(), CHOSEN, wants=Wants(0.7, entropy="value"), dtype=torch.float64, derivative_N=guessed(guess)
     )
     theirs = whole(model, EVERYTHING)
     assert_close(found, {name: theirs[name] for name in ("logprobs", "entropy")})
@@ -167,7 +167,7 @@ def test_a_right_guess_saves_the_second_run_of_the_head(model: PreTrainedModel, 
     scorer = scorer_of(model)
     scorer(inputs(), CHOSEN)
     model.get_output_embeddings().register_forward_hook(lambda *_: runs.append(1))
-    settings: dict[str, Any] = {"dtype": torch.float64, "expected_N": guessed(guess)}
+    settings: dict[str, Any] = {"dtype": torch.float64, "derivative_N": guessed(guess)}
     for wants, count in ((Wants(), 3 if guess == "right" else 6), (Wants(top_k=2), 6)):  # eight tokens are three chunks
         runs.clear()
         (DERIVATIVE * scorer(inputs(), CHOSEN, wants=wants, **settings)["logprobs"]).sum().backward()
@@ -191,13 +191,13 @@ def test_a_label_is_at_the_top_where_the_whole_logits_have_their_largest_value_a
 
 def test_without_gradient_nothing_is_kept(model: PreTrainedModel) -> None:
     with torch.no_grad():
-        found = scorer_of(model)(inputs(), CHOSEN, expected_N=DERIVATIVE)
+        found = scorer_of(model)(inputs(), CHOSEN, derivative_N=DERIVATIVE)
     assert list(found) == ["logprobs"] and not found["logprobs"].requires_grad
 
 
 def test_no_chosen_token_is_no_gradient(model: PreTrainedModel) -> None:
     wants = Wants(entropy="gradient", top_k=3, is_top=True)
-    found = scorer_of(model)(inputs(), CHOSEN[:0], wants=wants, dtype=torch.float64, expected_N=DERIVATIVE[:0])
+    found = scorer_of(model)(inputs(), CHOSEN[:0], wants=wants, dtype=torch.float64, derivative_N=DERIVATIVE[:0])
     assert {name: (tuple(value.shape), value.dtype) for name, value in found.items()} == {
         "logprobs": ((0,), torch.float64), "entropy": ((0,), torch.float64), "top_logprobs": ((0, 3), torch.float64),
         "top_ids": ((0, 3), torch.int64), "is_top": ((0,), torch.float64),
@@ -254,7 +254,7 @@ def test_half_precision_compute_is_that_of_autocast(model: PreTrainedModel) -> N
     for is_known in (False, True):
         expected = torch.full((len(CHOSEN),), -0.25) if is_known else None
         with torch.autocast("cpu", torch.bfloat16):
-            logprobs = scorer(inputs(), CHOSEN, expected_N=expected)["logprobs"]
+            logprobs = scorer(inputs(), CHOSEN, derivative_N=expected)["logprobs"]
         found[is_known] = gradients(model, -0.25 * logprobs.sum())
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(**inputs()).logits[:, :-1].reshape(-1, 500)[CHOSEN].float()
@@ -288,7 +288,7 @@ def test_the_head_is_cast_once_whatever_the_number_of_chunks() -> None:
     for expected, count in ((torch.full((len(CHOSEN),), -0.25), 1), (None, 2)):
         with Casts() as casts:
             with torch.autocast("cpu", torch.bfloat16):
-                logprobs = scorer(inputs(), CHOSEN, expected_N=expected)["logprobs"]
+                logprobs = scorer(inputs(), CHOSEN, derivative_N=expected)["logprobs"]
             (-0.25 * logprobs.sum()).backward()
         assert casts.count == count
 

@@ -18,7 +18,7 @@ from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
 from cosmos_core.observe.sinks import base as sinks
-from cosmos_core.observe.sinks.base import attached, find_sink
+from cosmos_core.observe.sinks.base import find_sink, send_to_sinks
 from cosmos_core.run.inputs import check_inputs
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
@@ -41,7 +41,7 @@ def loss(step: int) -> float:
 
 def train(stage: Stage, first: int, last: int, **openers: Any) -> None:
     """One attempt that goes on behind the checkpoint of step `first - 1`."""
-    with attached(stage, openers.__getitem__ if openers else find_sink):
+    with send_to_sinks(stage, openers.__getitem__ if openers else find_sink):
         stage.metrics.cut_back(first - 1)
         for step in range(first, last + 1):
             stage.metrics.log(step, {"loss": loss(step), "reward/mean": step / 2})
@@ -138,7 +138,7 @@ def test_a_validation_that_is_tried_again_is_sent_once(tmp_path: Path, wandb: Fa
     for attempt in range(2):  # it measures step 0 each time, and cuts nothing back
         wandb.is_reachable = attempt == 1
         stage = make_stage(tmp_path / "r1", "wandb")
-        with attached(stage):
+        with send_to_sinks(stage):
             stage.metrics.log(0, {"validation/loss": 0.5 + attempt})
     assert list(wandb.history.values()) == [{0: {"validation/loss": 1.5}}] and wandb.finished == [0]
 
@@ -153,7 +153,7 @@ def test_a_stage_made_anew_is_another_run(tmp_path: Path, wandb: FakeWandB) -> N
 
 def test_a_failed_stage_is_a_failed_run(tmp_path: Path, wandb: FakeWandB) -> None:
     stage = make_stage(tmp_path / "r1", "wandb")
-    with pytest.raises(ZeroDivisionError), attached(stage):
+    with pytest.raises(ZeroDivisionError), send_to_sinks(stage):
         stage.metrics.log(1, {"loss": 1.0})
         raise ZeroDivisionError
     assert wandb.finished == [1]
@@ -242,7 +242,7 @@ def test_tensorboard_shows_every_step_once_after_a_resume(tmp_path: Path) -> Non
 def test_tensorboard_has_each_step_while_the_stage_still_runs(tmp_path: Path) -> None:
     stage = make_stage(tmp_path / "r1", "tensorboard")
     expected = [(1, 0.5), (2, 0.25), (3, 0.125)]
-    with attached(stage):
+    with send_to_sinks(stage):
         for step, value in expected:
             stage.metrics.log(step, {"loss": value})
         folder = stage.path / "tensorboard"

@@ -22,7 +22,7 @@ from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ConfigError
 from cosmos_core.rollout.groups import StepGroups, SyncGroupSource
 from cosmos_core.run.progress import Progress
-from cosmos_core.train.rollout_feed import PromptOrder, in_turns, training_sampling
+from cosmos_core.train.rollout_feed import PromptOrder, sync_source, training_sampling
 from cosmos_core.train.spread_feed import CarriedSamples, SpreadRolloutFeed
 from cosmos_core.types import Completion, Group, ImageRef, Prompt, Sampling, Score, ScoredGroup, Segment
 from tests.effects.change import GRPO, recipe
@@ -66,7 +66,7 @@ def saved(state: dict[str, Any]) -> dict[str, Any]:
     return live.feed
 
 
-def steps_of(batch: int, size: int, folder: Path, *, is_apart: bool, cut: bool, **settings: Any) -> list[Step]:
+def steps_of(batch: int, size: int, folder: Path, *, is_separate: bool, cut: bool, **settings: Any) -> list[Step]:
     """All steps; with `cut` each by a process of its own, which knows what the checkpoint of the one before says."""
     tables = {
         **SEED,
@@ -79,7 +79,7 @@ def steps_of(batch: int, size: int, folder: Path, *, is_apart: bool, cut: bool, 
     state: dict[str, Any] | None = None
     with ExitStack() as stack:
         while True:
-            feed, publish = _feed(config, folder, stack, is_apart=is_apart, step=len(found))
+            feed, publish = _feed(config, folder, stack, is_separate=is_separate, step=len(found))
             if state is not None:
                 feed.load_state_dict(saved(state))
             while (given := feed.next()) is not None:
@@ -95,19 +95,21 @@ def steps_of(batch: int, size: int, folder: Path, *, is_apart: bool, cut: bool, 
             stack.close()
 
 
-def _feed(config: Any, folder: Path, stack: ExitStack, *, is_apart: bool, step: int) -> tuple[SpreadRolloutFeed, Any]:
+def _feed(
+    config: Any, folder: Path, stack: ExitStack, *, is_separate: bool, step: int
+) -> tuple[SpreadRolloutFeed, Any]:
     order, sampling = PromptOrder(PROMPTS, config), training_sampling(config)
     assert sampling.may_be_outdated
     groups = StepGroups(config.train.train_batch_per_replica, config.rollout.n_generation)
-    if not is_apart:
+    if not is_separate:
         engine: Any = Numbering()
         engine.version = step
         sync = SyncGroupSource(order, engine, score, sampling, Progress(folder / "p.json"), 2)
         publish = lambda version: setattr(engine, "version", version)  # noqa: E731
-        return SpreadRolloutFeed(PROMPTS, in_turns(sync, order, config), Grpo(GrpoConfig()), config), publish
+        return SpreadRolloutFeed(PROMPTS, sync_source(sync, order, config), Grpo(GrpoConfig()), config), publish
     fleet = stack.enter_context(fleet_of(Threaded(Numbering)))
     fleet.load_weights(step, weights(step))
-    source = source_of(fleet, folder, take=order.take, steps=groups, score=score, allowed=0, most_steps=1)
+    source = source_of(fleet, folder, take=order.take, steps=groups, score=score, max_lag=0, most_steps=1)
     source.sampling = sampling
     stack.callback(source.close)
     feed = SpreadRolloutFeed(PROMPTS, source, Grpo(GrpoConfig()), config)
@@ -124,12 +126,12 @@ def test_a_group_belongs_to_the_first_step_that_has_one_of_its_completions(batch
         assert list(range(steps.first(step), steps.first(step + 1))) == new and steps.count(step) == len(new)
 
 
-@pytest.mark.parametrize("is_apart", [False, True], ids=["in turns", "apart"])
+@pytest.mark.parametrize("is_separate", [False, True], ids=["in turns", "apart"])
 @pytest.mark.parametrize(("batch", "size"), SHAPES)
 def test_every_completion_is_trained_once_and_a_kill_at_any_step_changes_nothing(
-    batch: int, size: int, is_apart: bool, tmp_path: Path
+    batch: int, size: int, is_separate: bool, tmp_path: Path
 ) -> None:
-    whole = steps_of(batch, size, tmp_path, is_apart=is_apart, cut=False)
+    whole = steps_of(batch, size, tmp_path, is_separate=is_separate, cut=False)
     order = [PROMPTS[int(i)] for epoch in range(2) for i in epoch_order(3, epoch, len(PROMPTS), True)]
     stream = [(prompt.id, k, position) for position, prompt in enumerate(order) for k in range(size)]
     is_valid = lambda prompt, k: (5 * prompt + k) % 7 > 0  # noqa: E731
@@ -146,15 +148,15 @@ def test_every_completion_is_trained_once_and_a_kill_at_any_step_changes_nothing
         assert step.advantages == pytest.approx(expected, abs=1e-9)
         assert step.metrics["rollout/version_lag"] >= max((number - at for at in began), default=0)
         assert "reward/mean" in step.metrics
-    cut = steps_of(batch, size, tmp_path, is_apart=is_apart, cut=True)
+    cut = steps_of(batch, size, tmp_path, is_separate=is_separate, cut=True)
     assert [(step.completions, step.advantages) for step in cut] == [(s.completions, s.advantages) for s in whole]
     assert [step.metrics["reward/mean"] for step in cut] == [step.metrics["reward/mean"] for step in whole]
 
 
 def test_steps_of_dynamic_sampling_are_full_of_groups_of_use(tmp_path: Path) -> None:
     settings = {"train.train_policy.variant": "dapo", "train.epoch": 1}
-    whole = steps_of(3, 2, tmp_path, is_apart=False, cut=False, **settings)
-    cut = steps_of(3, 2, tmp_path, is_apart=False, cut=True, **settings)
+    whole = steps_of(3, 2, tmp_path, is_separate=False, cut=False, **settings)
+    cut = steps_of(3, 2, tmp_path, is_separate=False, cut=True, **settings)
     assert [step.completions for step in cut] == [step.completions for step in whole]
     seen = [row[:2] for step in whole for row in step.completions]
     order = [int(i) for i in epoch_order(3, 0, len(PROMPTS), True)]
@@ -164,7 +166,7 @@ def test_steps_of_dynamic_sampling_are_full_of_groups_of_use(tmp_path: Path) -> 
 
 
 def test_the_last_step_that_is_asked_for_leaves_the_rest(tmp_path: Path) -> None:
-    found = steps_of(24, 16, tmp_path, is_apart=True, cut=False, **{"train.max_num_steps": 2})
+    found = steps_of(24, 16, tmp_path, is_separate=True, cut=False, **{"train.max_num_steps": 2})
     assert len(found) == 2 and len({row[0] for step in found for row in step.completions}) == 3
 
 

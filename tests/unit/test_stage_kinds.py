@@ -29,7 +29,7 @@ def test_what_the_kinds_are_for() -> None:
     reads_prepared = {"sft", "rl", "sample", "validate"}
     assert names(has_mesh=True) == names(scores=True) == names(reads_data="prepared") == reads_prepared
     assert (names(trains=True), names(feed="rollouts"), names(feed="dataset")) == ({"sft", "rl"}, {"rl"}, {"sft"})
-    assert names(chooses=True) == {"select"}
+    assert names(selects_branch=True) == {"select"}
     assert names(reads_model="weights") == {"sft", "rl", "sample", "validate", "evaluate", "export", "merge"}
     assert names(reads_model="tokenizer") == names(reads_data="source") == {"prepare"}
     assert {name: set(kind.required_keys) for name, kind in all_kinds().items() if kind.required_keys} == {

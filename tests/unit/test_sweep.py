@@ -16,7 +16,7 @@ from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError, GateFailed
-from cosmos_core.launch.slots import branch_slots, held
+from cosmos_core.launch.slots import branch_slots, hold_slot
 from cosmos_core.observe.record import read_run
 from cosmos_core.observe.report import build
 from cosmos_core.observe.sweeps import sweeps
@@ -247,7 +247,7 @@ def test_no_more_stages_of_branches_run_at_once_than_may(tmp_path: Path) -> None
     most, running, lock = [], [0], threading.Lock()
 
     def body(slot: threading.Semaphore) -> None:
-        with held(slot):
+        with hold_slot(slot):
             with lock:
                 running[0] += 1
                 most.append(running[0])

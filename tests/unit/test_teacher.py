@@ -17,7 +17,7 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError, ModelError
 from cosmos_core.models.scorer import Wants
 from cosmos_core.models.teacher import check_teacher, open_teacher
-from cosmos_core.run.hub import pinned
+from cosmos_core.run.hub import pin_hub_revisions
 from cosmos_core.run.inputs import check_inputs
 from cosmos_core.train.setup import open_trainer
 from tasks.kinds import all_kinds
@@ -65,7 +65,7 @@ def test_a_teacher_on_the_hub_is_pinned(tmp_path: Path) -> None:
     commit = "c" * 40
     settings = ("distillation.enable=true", "distillation.model_name_or_path=org/teacher",
                 f"distillation.model_revision={commit}")  # fmt: skip
-    recipe = pinned(load_recipe(tmp_path, *settings, kind="grpo")).recipes["rl"]
+    recipe = pin_hub_revisions(load_recipe(tmp_path, *settings, kind="grpo")).recipes["rl"]
     assert recipe.distillation.model_revision == commit
 
 

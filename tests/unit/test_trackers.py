@@ -66,7 +66,7 @@ def test_a_resumed_stage_continues_its_run_on_mlflow(mlflow: Any, tmp_path: Path
 
 def test_a_stage_that_failed_or_is_made_again_on_mlflow(mlflow: Any, tmp_path: Path) -> None:
     stage = make_stage(tmp_path / "r1", "mlflow", project_name="sums")
-    with pytest.raises(ZeroDivisionError), sinks.attached(stage):
+    with pytest.raises(ZeroDivisionError), sinks.send_to_sinks(stage):
         stage.metrics.log(0, {"validation/pass@4": 0.5, "loss": math.nan})
         raise ZeroDivisionError
     (failed,) = mlflow_runs(mlflow, "sums")
@@ -80,7 +80,7 @@ def test_a_stage_that_failed_or_is_made_again_on_mlflow(mlflow: Any, tmp_path: P
 KILLED = """
 import os, sys
 from pathlib import Path
-from cosmos_core.observe.sinks.base import attached
+from cosmos_core.observe.sinks.base import send_to_sinks
 from tests.conftest import wait_until
 from tests.unit.test_sinks import loss, make_stage
 
@@ -99,7 +99,7 @@ def newest():
     return max((SQLiteStorage.get_max_step_for_run("cosmos_rl", run) or 0 for run in runs), default=0)
 
 stage = make_stage(folder / "r1", sink)
-with attached(stage):
+with send_to_sinks(stage):
     stage.metrics.cut_back(first - 1)
     for step in range(first, last):
         stage.metrics.log(step, {"loss": loss(step)})
@@ -226,7 +226,7 @@ def test_an_upload_that_was_interrupted_makes_one_version(mlflow: Any, tmp_path:
         if next(calls) == last:
             raise _Stopped("stop")
 
-    target.attend(tmp_path, pause)
+    target.prepare_upload(tmp_path, pause)
     with pytest.raises(_Stopped):
         target.publish(folder, "r1-abc", record)
     assert MlflowTarget("sums").published() is None

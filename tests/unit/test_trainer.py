@@ -12,7 +12,7 @@ import torch
 from cosmos_core.algorithms.base import Loss
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.sample import Sample
-from cosmos_core.models.causal_lm import CausalLM, Reading
+from cosmos_core.models.causal_lm import CausalLM, InputProcessing
 from cosmos_core.models.hf import load_model
 from cosmos_core.run.progress import Progress
 from cosmos_core.train.trainer import Trainer, _quantiles
@@ -66,7 +66,7 @@ def test_another_model_is_asked_by_its_name_and_not_trained(folder: Path, tmp_pa
     with torch.no_grad():
         teacher.lm_head.weight.mul_(1.5)
     expected = logprobs(make(folder, tmp_path), samples(0, 2))
-    adapter = CausalLM(teacher, TRAIN, Reading(0))
+    adapter = CausalLM(teacher, TRAIN, InputProcessing(0))
     adapter._dtype = torch.float64
     trainer.add_model("teacher", adapter)
     rows = trainer.evaluate(samples(0, 2), weights="teacher")
@@ -78,6 +78,6 @@ def test_another_model_is_asked_by_its_name_and_not_trained(folder: Path, tmp_pa
 def test_quantiles_are_those_of_all_micro_batches_together(folder: Path, tmp_path: Path) -> None:
     order = torch.randperm(100, generator=torch.Generator().manual_seed(0)) + 1.0
     losses = [Loss(torch.tensor(0.0), {}, {"difference": rows}) for rows in (order[:7], order[7:90], order[90:])]
-    _, _, values = make(folder, tmp_path)._over_ranks(losses)
+    _, _, values = make(folder, tmp_path)._reduce_losses(losses)
     assert _quantiles(values) == {"difference_p50": 51.0, "difference_p95": 96.0, "difference_max": 100.0}
     assert _quantiles({"difference": [torch.zeros(0)]}) == {}

@@ -143,7 +143,7 @@ def test_an_upload_that_is_to_stop_does_not_wait_as_long_as_a_busy_hub_asks(
         if server.requests:
             raise Preempted("asked to stop")
 
-    sums.attend(folder, pause)
+    sums.prepare_upload(folder, pause)
     with pytest.raises(Preempted):
         sums.publish(folder, "v1", record)
     assert len(server.requests) == 1
@@ -158,7 +158,7 @@ def test_a_cancel_while_the_files_are_sent_makes_no_commit(tmp_path: Path, serve
             raise Cancelled("its flow run was cancelled")
 
     sent = len(server.requests)
-    hub_target.attend(folder, pause)
+    hub_target.prepare_upload(folder, pause)
     with pytest.raises(Cancelled):
         hub_target.publish(folder, "v1", record)
     assert target("team/cancelled").published() is None

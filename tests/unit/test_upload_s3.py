@@ -85,7 +85,7 @@ def test_a_cancel_at_any_moment_before_the_pointer_moves_publishes_nothing(tmp_p
             if len(calls) == last:
                 raise Cancelled("its flow run was cancelled")
 
-        target.attend(tmp_path, pause)
+        target.prepare_upload(tmp_path, pause)
         with suppress(Cancelled):
             target.publish(folder, f"v{last}", record)
             break
@@ -97,7 +97,7 @@ def test_publishing_again_sends_nothing_and_mends_what_was_damaged(
     tmp_path: Path, target: S3Target, proxy: Proxy
 ) -> None:
     folder, record = model(tmp_path / "m")
-    target.attend(tmp_path, lambda: None)
+    target.prepare_upload(tmp_path, lambda: None)
     target.publish(folder, "v1", record)
     proxy.reset()
     target.publish(folder, "v1", record)
@@ -243,7 +243,7 @@ from cosmos_core.upload.s3 import S3Target
 folder, location, notes = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
 target = S3Target(location)
 target.transfer.part_bytes = 5 << 20
-target.attend(notes, lambda: None)
+target.prepare_upload(notes, lambda: None)
 target.publish(folder, "v2", json.loads(sys.argv[4]))
 """
 
@@ -262,7 +262,7 @@ def test_after_a_kill_no_part_that_arrived_is_sent_again(tmp_path: Path, target:
     before = Counter(request.part for request in proxy.requests if request.part)
     assert 3 <= len(before) < 10
     proxy.reset()
-    target.attend(tmp_path, lambda: None)
+    target.prepare_upload(tmp_path, lambda: None)
     target.publish(folder, "v2", record)
     after = Counter(request.part for request in proxy.requests if request.part)
     assert not before.keys() & after.keys() and len(before) + len(after) == 10

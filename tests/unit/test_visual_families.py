@@ -22,10 +22,10 @@ from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.data.prepare import run
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ConfigError
-from cosmos_core.models.freeze import choose_trained
+from cosmos_core.models.freeze import mark_trained_weights
 from cosmos_core.models.hf import load_model
 from cosmos_core.models.open_causal_lm import open_vision
-from cosmos_core.models.processor import Vision, load_processor
+from cosmos_core.models.processor import ImageReader, load_processor
 from cosmos_core.parallel.mesh import Mesh
 from cosmos_core.run.files import read_json
 from cosmos_core.run.progress import Progress
@@ -161,7 +161,7 @@ def make_rank(
     recipe = Recipe.model_validate({"policy": {"model_max_length": 256}, "train": settings})
     own = {torch.float64: "float64", torch.float32: "float32", torch.bfloat16: "float32"}[model.dtype]
     config = recipe.train.derived(fsdp_reduce_dtype=own)  # no recipe may ask for float64
-    return trainer_of(model, config, 256, Progress(folder / "progress.json"), mesh, Vision(processor))
+    return trainer_of(model, config, 256, Progress(folder / "progress.json"), mesh, ImageReader(processor))
 
 
 def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -321,7 +321,7 @@ def test_a_frozen_tower_stays_as_it_is_and_the_rest_learns(
     model, processor = loaded(folder)
     tower = next(module for module, _ in model.named_modules() if module.endswith(frozen))
     settings: dict[str, Any] = {"freeze_pattern": [frozen]} if key == "freeze_pattern" else {key: {tower: False}}
-    choose_trained(model, PolicyConfig.model_validate(settings))
+    mark_trained_weights(model, PolicyConfig.model_validate(settings))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     rank = make_rank(model, processor, stage.path / "data", tmp_path)
     rank.set_learning_rate(0, 1)
@@ -355,5 +355,5 @@ def test_rows_of_a_group_fill_the_batches(folders: Callable[[str], Path]) -> Non
         _, processor = loaded(folders(name))
         groups: dict[int, list[int]] = {}
         for row in rows:
-            groups.setdefault(Vision(processor).group(row), []).append(len(row.images))
+            groups.setdefault(ImageReader(processor).batching_key(row), []).append(len(row.images))
         assert [groups[number] for number in sorted(groups)] == expected

@@ -22,7 +22,7 @@ from cosmos_core.data.kinds.prompts import open_prompts
 from cosmos_core.data.prepared import shows_images
 from cosmos_core.errors import DataError, Preempted
 from cosmos_core.models.hf import load_model, load_tokenizer
-from cosmos_core.models.processor import Vision, load_processor
+from cosmos_core.models.processor import ImageReader, load_processor
 from cosmos_core.rollout.base import EngineSettings, generate
 from cosmos_core.rollout.registry import make_engine
 from cosmos_core.run.progress import Progress, read_metrics
@@ -124,7 +124,7 @@ def test_engine_and_trainer_agree_on_completions_of_prompts_with_images(family: 
         load_processor(str(path)),
     )
     assert processor is not None
-    vision = Vision(processor)
+    vision = ImageReader(processor)
     settings = EngineSettings(
         model, tokenizer, str(path), RolloutConfig(backend="hf"), 200, torch.float32, vision=vision
     )

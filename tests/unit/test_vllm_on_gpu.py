@@ -74,25 +74,25 @@ def test_a_load_wakes_the_weights_alone_and_the_cache_after_it_each_with_torchs_
     assert calls == ["sleep 1", "empty", "wake weights", "empty", "wake kv_cache"]
 
 
-@pytest.mark.parametrize("is_apart", [False, True])
+@pytest.mark.parametrize("is_separate", [False, True])
 def test_ranks_that_see_one_gpu_each_reduce_by_nccl_alone(
-    calls: list[str], is_apart: bool, monkeypatch: pytest.MonkeyPatch
+    calls: list[str], is_separate: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: not is_apart)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: not is_separate)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
     for name in vllm._OWN_GPU_ENVIRONMENT:
         monkeypatch.setenv(name, "1")
         monkeypatch.delenv(name)
     rollout = RolloutConfig.model_validate({"parallelism": {"tp_size": 2}})
     settings: Any = SimpleNamespace(
-        rollout=rollout, model=SimpleNamespace(config=SimpleNamespace()), folder="folder", is_apart=is_apart,
+        rollout=rollout, model=SimpleNamespace(config=SimpleNamespace()), folder="folder", is_separate=is_separate,
         dtype=torch.bfloat16, max_model_len=64,
     )  # fmt: skip
     found = vllm._engine_arguments(settings)
-    assert mesh.is_single_rank() is is_apart
-    assert found["distributed_executor_backend"] == ("mp" if is_apart else "external_launcher")
-    assert found.get("disable_custom_all_reduce", False) is not is_apart
-    assert {os.environ.get(name) for name in vllm._OWN_GPU_ENVIRONMENT} == {None if is_apart else "0"}
+    assert mesh.is_single_rank() is is_separate
+    assert found["distributed_executor_backend"] == ("mp" if is_separate else "external_launcher")
+    assert found.get("disable_custom_all_reduce", False) is not is_separate
+    assert {os.environ.get(name) for name in vllm._OWN_GPU_ENVIRONMENT} == {None if is_separate else "0"}
 
 
 def parameters(module: str, function: str) -> list[str]:

@@ -17,8 +17,8 @@ from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.sample import Sample
 from cosmos_core.models.balance import balance_of
 from cosmos_core.models.base import MicroBatch
-from cosmos_core.models.causal_lm import CausalLM, Reading
-from cosmos_core.models.processor import Vision
+from cosmos_core.models.causal_lm import CausalLM, InputProcessing
+from cosmos_core.models.processor import ImageReader
 from cosmos_core.models.scorer import LOGPROBS, Scorer, Wants
 from cosmos_core.parallel.mesh import Mesh
 from cosmos_core.run.progress import Progress
@@ -32,10 +32,10 @@ def trainer_of(  # noqa: PLR0913 - each with a default
     pad_id: int,
     progress: Progress,
     mesh: Mesh | None = None,
-    vision: Vision | None = None,
+    vision: ImageReader | None = None,
     balance: float = 0.0,
 ) -> Trainer:
-    adapter = CausalLM(model, train, Reading(pad_id, vision), mesh, balance_of(model, balance))
+    adapter = CausalLM(model, train, InputProcessing(pad_id, vision), mesh, balance_of(model, balance))
     return Trainer(adapter, train, progress)
 
 

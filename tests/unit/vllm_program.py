@@ -223,7 +223,7 @@ def spread(folder: str, tokenizer: Any) -> dict[str, Any]:
     """An engine apart from the trainer with two ranks of its own."""
     model = load_model(folder, dtype=torch.float32)
     rollout = RolloutConfig.model_validate({"parallelism": {"tp_size": 2}})
-    settings = EngineSettings(model, tokenizer, folder, rollout, 256, torch.float32, is_apart=True)
+    settings = EngineSettings(model, tokenizer, folder, rollout, 256, torch.float32, is_separate=True)
     state = process_state()
     engine = make_engine(settings)
     groups = [generate(engine, PROMPTS, sampling(0.7), 4)]

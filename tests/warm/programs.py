@@ -14,7 +14,7 @@ from typing import Any
 
 PROGRAMS = (
     "cosmos_core", "cosmos_core.worker", "cosmos_core.launch.supervisor", "cosmos_core.launch.prefect", "prefect",
-    "prefect.engine", "cosmos_core.facts", "cosmos_core.models.check_model",
+    "prefect.engine", "cosmos_core.machine_properties", "cosmos_core.models.check_model",
     "tests.distributed.killed",
 )  # fmt: skip
 MULTIPROCESSING_FORK_SERVER = "from multiprocessing.forkserver"
@@ -29,7 +29,7 @@ _CODE = (
     "from tests.",
 )
 """Parts of code that a command line has."""
-_STARTS_NONE = {"cosmos_core.launch.prefect", "cosmos_core.facts", "cosmos_core.models.check_model"}
+_STARTS_NONE = {"cosmos_core.launch.prefect", "cosmos_core.machine_properties", "cosmos_core.models.check_model"}
 _ALONE = {"--help", "--version", "--schema-only", "config", "status", "runs", "logs", "lineage"}
 """Words of a command that starts no other."""
 SUPERVISOR = "cosmos_core.launch.supervisor"
@@ -39,8 +39,8 @@ IMPORTED = (
     "cosmos_core.cli_config", "cosmos_core.cli_models", "cosmos_core.cli_runs", "cosmos_core.cli_server",
     "cosmos_core.session", "cosmos_core.rollout.hf", "cosmos_core.rollout.flow_sampler",
     "diffusers", "torch.distributed.checkpoint", "pydantic_settings", "fastapi", "uvicorn", "sqlalchemy.ext.asyncio",
-    "alembic.config", "docket", "httpx", "cyclopts", "dateparser", "apprise", "datasets", "cosmos_core.models.prove",
-    "cosmos_core.models.prove_pipeline", "ray",
+    "alembic.config", "docket", "httpx", "cyclopts", "dateparser", "apprise", "datasets",
+    "cosmos_core.models.verify_export", "cosmos_core.models.verify_pipeline_export", "ray",
 )  # fmt: skip
 LATER = ("prefect", "flows.post_train", "flows.retrain", "flows.stage")
 """What reads Prefect's settings when it is imported, as a program does once it has chosen them."""

@@ -3,12 +3,12 @@
 from torch import Tensor
 
 from cosmos_core.algorithms.aggregate import Metrics
-from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, capped_fraction, probability_ratio
+from cosmos_core.algorithms.objectives.base import ObjectiveInputs, PolicySettings, capped_fraction, probability_ratio
 
 SCALES_WITH_ADVANTAGE = True
 
 
-def aipo(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
+def aipo(terms: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, Metrics]:
     """Return the AIPO loss per token, -sg[min(pi / mu, ratio_cap)] A log pi; sg stops the gradient.
 
     mu is the distribution that the tokens were sampled from, and A the advantage.

@@ -38,7 +38,7 @@ class PolicySettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class ObjectiveInputs:
     """Log-probability terms and advantages of the sampled tokens; zeros where the mask is 0."""
 
     logprobs_BT: Tensor
@@ -55,7 +55,7 @@ class Terms:
     mask_BT: Tensor
 
 
-def capped_fraction(ratio_BT: Tensor, terms: Terms, settings: PolicySettings) -> Metrics:
+def capped_fraction(ratio_BT: Tensor, terms: ObjectiveInputs, settings: PolicySettings) -> Metrics:
     """Return metrics: the fraction of tokens whose ratio exceeds `ratio_cap`, in total and by sign of the advantage."""
     is_capped_BT = ratio_BT > settings.ratio_cap
     return {

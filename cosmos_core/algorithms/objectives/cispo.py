@@ -3,12 +3,12 @@
 from torch import Tensor
 
 from cosmos_core.algorithms.aggregate import Metrics
-from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, capped_fraction, probability_ratio
+from cosmos_core.algorithms.objectives.base import ObjectiveInputs, PolicySettings, capped_fraction, probability_ratio
 
 SCALES_WITH_ADVANTAGE = True
 
 
-def cispo(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
+def cispo(terms: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, Metrics]:
     """Return the CISPO loss per token, -sg[min(rho, ratio_cap)] A log pi, with rho = pi / pi_old and advantage A.
 
     sg stops the gradient of the weight, so every token keeps the gradient of log pi. Weights have no lower bound.

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from cosmos_core.algorithms.aggregate import Metrics, token_metric
-from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, probability_ratio
+from cosmos_core.algorithms.objectives.base import ObjectiveInputs, PolicySettings, probability_ratio
 
 SCALES_WITH_ADVANTAGE = True
 
 
-def clip(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
+def clip(terms: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, Metrics]:
     """Return the clipped PPO loss per token, -min(rho A, clip(rho, 1 - epsilon_low, 1 + epsilon_high) A).
 
     Here rho = pi / pi_old, and A is the advantage. For A < 0 the loss is at most -lower_bound_ratio A (dual clip). A
@@ -25,7 +25,7 @@ def clip(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
     return torch.where(is_negative_B1, torch.minimum(loss_BT, bound_B1), loss_BT), metrics
 
 
-def clipped_loss(ratio_BT: Tensor, terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
+def clipped_loss(ratio_BT: Tensor, terms: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, Metrics]:
     """Return the larger of the clipped and unclipped loss of each token, and the fractions of clipped tokens."""
     low = 1 - settings.epsilon_low if settings.epsilon_low >= 0 else -math.inf
     high = 1 + settings.epsilon_high if settings.epsilon_high >= 0 else math.inf

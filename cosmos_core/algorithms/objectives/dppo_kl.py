@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from cosmos_core.algorithms.aggregate import Metrics
-from cosmos_core.algorithms.objectives.base import PolicySettings, Terms
+from cosmos_core.algorithms.objectives.base import ObjectiveInputs, PolicySettings
 from cosmos_core.algorithms.objectives.dppo_tv import probabilities, within_region
 
 _EPSILON = 1e-8
@@ -14,7 +14,7 @@ _EPSILON = 1e-8
 SCALES_WITH_ADVANTAGE = True
 
 
-def dppo_kl(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
+def dppo_kl(terms: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, Metrics]:
     """Return `within_region` with the trust region of tokens with a KL(old policy || policy) of at most epsilon.
 
     The bound is epsilon_high if the advantage is above 0 and the token's probability has risen, and epsilon_low if the

@@ -5,12 +5,12 @@ import torch
 from torch import Tensor
 
 from cosmos_core.algorithms.aggregate import Metrics, token_metric
-from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, probability_ratio
+from cosmos_core.algorithms.objectives.base import ObjectiveInputs, PolicySettings, probability_ratio
 
 SCALES_WITH_ADVANTAGE = True
 
 
-def dppo_tv(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
+def dppo_tv(terms: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, Metrics]:
     """Return `within_region` with the trust region of tokens whose probability has changed by at most epsilon.
 
     For an advantage above 0 the probability must not have risen by more than epsilon_high; otherwise it must not have
@@ -22,7 +22,7 @@ def dppo_tv(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
     return within_region(terms, settings, is_inside_BT)
 
 
-def within_region(terms: Terms, settings: PolicySettings, is_inside_BT: Tensor) -> tuple[Tensor, Metrics]:
+def within_region(terms: ObjectiveInputs, settings: PolicySettings, is_inside_BT: Tensor) -> tuple[Tensor, Metrics]:
     """Return the loss -sg[min(rho, ratio_cap)] A log pi of tokens inside the trust region, 0 for other tokens.
 
     Here rho = pi / pi_old, A is the advantage, and sg stops the gradient. The metrics are the fractions of tokens
@@ -36,7 +36,7 @@ def within_region(terms: Terms, settings: PolicySettings, is_inside_BT: Tensor) 
     }
 
 
-def probabilities(terms: Terms) -> tuple[Tensor, Tensor]:
+def probabilities(terms: ObjectiveInputs) -> tuple[Tensor, Tensor]:
     """Return the probability of each token under the current and the old policy, without gradient."""
     logprobs_BT = terms.logprobs_BT.detach()
     return logprobs_BT.exp(), (logprobs_BT - terms.log_ratio_BT.detach()).exp()

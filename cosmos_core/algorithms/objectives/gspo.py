@@ -3,13 +3,13 @@
 from torch import Tensor
 
 from cosmos_core.algorithms.aggregate import Metrics
-from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, probability_ratio
+from cosmos_core.algorithms.objectives.base import ObjectiveInputs, PolicySettings, probability_ratio
 from cosmos_core.algorithms.objectives.clip import clipped_loss
 
 SCALES_WITH_ADVANTAGE = True
 
 
-def gspo(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
+def gspo(terms: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, Metrics]:
     """Return the GSPO loss per token, -min(s A, clip(s) A), where s is exp of the mean log-ratio of the sequence.
 
     The mean over the tokens of each sequence and then over sequences (`loss_type = "seq-mean-token-mean"`) is the loss

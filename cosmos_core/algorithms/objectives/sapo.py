@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 
 from cosmos_core.algorithms.aggregate import Metrics
-from cosmos_core.algorithms.objectives.base import PolicySettings, Terms, probability_ratio
+from cosmos_core.algorithms.objectives.base import ObjectiveInputs, PolicySettings, probability_ratio
 
 SCALES_WITH_ADVANTAGE = True
 
 
-def sapo(terms: Terms, settings: PolicySettings) -> tuple[Tensor, Metrics]:
+def sapo(terms: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, Metrics]:
     """Return the SAPO loss per token, -(4 / t) sigmoid(t (rho - 1)) A, with rho = pi / pi_old and advantage A.
 
     The temperature t is `sapo_temperature_pos` if A > 0, else `sapo_temperature_neg`. The mean over the tokens of each

@@ -24,7 +24,7 @@ _OF_DPO: dict[str, str] = _DATA["moved_in_dpo"]
 _BATCHES = ("train.validation_batch_per_replica", "rollout.val_batch_size")
 
 
-def modern(values: Values, source: str, notices: list[str]) -> Values:
+def with_current_keys(values: Values, source: str, notices: list[str]) -> Values:
     """Return the same recipe with current key names; add a message for each change to `notices`.
 
     Raises:
@@ -68,7 +68,7 @@ def _refuse_wfm(values: Values, source: str) -> None:
         )
 
 
-def of_algorithm(values: Values, notices: list[str]) -> Values:
+def with_algorithm_keys(values: Values, notices: list[str]) -> Values:
     """Return the merged recipe tables of a training with older keys translated or removed according to the algorithm:
     keys such as `custom.dpo_beta` are translated only for DPO, as they may belong to a user's algorithm otherwise.
 
@@ -139,7 +139,7 @@ def _remote_reward(values: Values, notices: list[str]) -> None:
     notices.append(f"{old} is today's {old}s")
 
 
-def today(key: str) -> str:
+def current_name(key: str) -> str:
     """Return the current name of a dotted key, including keys of renamed tables and keys after the name of a stage."""
     for old, new in _DATA["moved"].items():
         stage, is_match = _split_stage_key(key, old)
@@ -148,7 +148,7 @@ def today(key: str) -> str:
     return key
 
 
-def dead(key: str, value: Any) -> str:
+def no_effect_message(key: str, value: Any) -> str:
     """Return the message about a key that has no effect, by its current name or after the name of a stage; empty if the
     key has an effect."""
     for old, meaning in DEAD.items():

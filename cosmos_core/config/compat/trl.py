@@ -20,7 +20,7 @@ def keys_of(name: str) -> tuple[str, ...]:
     return NAMES.get(name.rpartition(".")[2], ())
 
 
-def told(name: str) -> str:
+def equivalent(name: str) -> str:
     """Return the equivalent of a name of transformers or TRL, to append to "unknown key"; empty for any other name."""
     name = name.rpartition(".")[2]
     meaning = WITHOUT_KEY.get(name) or " or ".join(NAMES.get(name, ()))

@@ -16,7 +16,7 @@ from cosmos_core.config.schema.dataset import DatasetConfig, SourceConfig
 from cosmos_core.config.schema.marks import IfSet, NoResult, Unit, Where
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.config.schema.table import Table
-from cosmos_core.config.schema.values import Rows, Thing
+from cosmos_core.config.schema.values import NameOrImportPath, Rows
 from cosmos_core.types import FlowSampling
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class AlgorithmConfig(Table):
     datasets: Annotated[tuple[SourceConfig, ...], Field(strict=False), IfSet] = ()
     """Data sets that are mixed by weight, in place of `dataset`, for models of text. An epoch has as many rows as they
     have together; one whose weight asks for more rows than it has is repeated, in a new order each time."""
-    data_packer: Annotated[Thing | Literal[""], Where.CODE] = ""
+    data_packer: Annotated[NameOrImportPath | Literal[""], Where.CODE] = ""
     """User class `path/file.py:Class` that converts a row of the data set: its `get_rollout_input(item)` returns the
     prompt of a row, its `sft_process_sample(item)` the tokens or turns; empty: rows are used unchanged."""
     mini_batch: Rows = 2
@@ -107,7 +107,7 @@ class AlgorithmConfig(Table):
         return False
 
     @property
-    def real_rows(self) -> DataTermConfig | None:
+    def supervised_rows(self) -> DataTermConfig | None:
         """Return the settings of SFT rows that are trained on in addition to text rollouts; None: there are no such
         rows."""
         return None
@@ -188,11 +188,11 @@ class AlgorithmConfig(Table):
 
     @field_validator("dataloader_prefetch_factor")
     @classmethod
-    def _of_workers(cls, batches: int | None, info: ValidationInfo) -> int | None:
+    def _none_without_workers(cls, batches: int | None, info: ValidationInfo) -> int | None:
         return batches if info.data.get("dataloader_num_workers") else None
 
     @model_validator(mode="after")
-    def _of_several_data_sets(self) -> Self:
+    def _check_datasets(self) -> Self:
         if self.datasets and (self.dataset.name or self.dataset.test_size):
             raise ValueError("datasets takes the place of dataset; name all data sets in datasets, or leave it out")
         if self.datasets and self.clean is not None:

@@ -34,7 +34,7 @@ class BenchmarkRowsConfig(Table):
         return DatasetConfig(name=self.name, subset=self.subset, revision=self.revision, split=self.split)
 
 
-def _named(values: Any) -> Any:
+def _tables(values: Any) -> Any:
     names = [values] if isinstance(values, str) else values
     return [{"name": each} if isinstance(each, str) else each for each in names] if isinstance(names, list) else names
 
@@ -43,7 +43,9 @@ class CleanConfig(Table):
     """`[train.train_policy.clean]`: search for duplicates among the training rows and for training rows that contain
     text of benchmarks. Each match is written to `data/clean.jsonl` of the `prepare` stage, with both texts."""
 
-    decontaminate_against: Annotated[tuple[BenchmarkRowsConfig, ...], BeforeValidator(_named), Field(strict=False)] = ()
+    decontaminate_against: Annotated[
+        tuple[BenchmarkRowsConfig, ...], BeforeValidator(_tables), Field(strict=False)
+    ] = ()
     """Benchmarks whose text must not be trained on: names, or tables with `name`, `subset`, `revision` and `split`."""
     ngram: Annotated[PositiveInt, Unit("words")] = 13
     """Number of consecutive words of a benchmark's text that match wherever a training row contains them; a shorter

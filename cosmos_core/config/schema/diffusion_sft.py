@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar
 
 from cosmos_core.config.schema.marks import Only, Where
 from cosmos_core.config.schema.supervised import SupervisedConfig
-from cosmos_core.config.schema.values import Thing
+from cosmos_core.config.schema.values import NameOrImportPath
 
 
 class DiffusionSftConfig(SupervisedConfig):
@@ -16,6 +16,8 @@ class DiffusionSftConfig(SupervisedConfig):
     modalities: ClassVar[tuple[str, ...]] = ("diffusion",)
 
     trainer_type: Annotated[
-        Thing, Only(("diffusion_sft",), "this version trains with 'diffusion_sft'", takes_import_paths=True), Where.CODE
+        NameOrImportPath,
+        Only(("diffusion_sft",), "this version trains with 'diffusion_sft'", takes_import_paths=True),
+        Where.CODE,
     ] = "diffusion_sft"
     """Algorithm: `diffusion_sft`, also written `sft`, or a user class `path/file.py:Class`."""

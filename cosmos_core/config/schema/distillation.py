@@ -77,12 +77,12 @@ class DistillationConfig(Table):
 
     @field_validator("top_k")
     @classmethod
-    def _of_a_teacher(cls, top_k: int, info: ValidationInfo) -> int:
+    def _zero_without_teacher(cls, top_k: int, info: ValidationInfo) -> int:
         return max(0, top_k) if info.data.get("enable") else 0
 
     @field_validator("trainer_token_ids_from_teacher")
     @classmethod
-    def _of_top_k(cls, is_from_teacher: bool, info: ValidationInfo) -> bool:
+    def _false_without_top_k(cls, is_from_teacher: bool, info: ValidationInfo) -> bool:
         return is_from_teacher and info.data.get("top_k", 0) > 0
 
     def refusals(self, stage: InStage) -> Iterator[str]:

@@ -43,7 +43,7 @@ class DpoLossConfig(Table):
 
     @field_validator("loss_type")
     @classmethod
-    def _known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_loss_types(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         unknown = [name for name in names if name not in get_args(LossType)]
         if unknown or not names:
             raise ValueError(f"loss_type = {list(names)} must be of {', '.join(get_args(LossType))}")

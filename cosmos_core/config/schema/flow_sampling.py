@@ -81,7 +81,7 @@ class FlowRLConfig(Table):
     noise are sampled as in SFT."""
 
     @model_validator(mode="after")
-    def _ordered(self) -> Self:
+    def _check_ranges(self) -> Self:
         check_order(self, "min_conditional_frames", "max_conditional_frames")
         if self.window_size and self.window_range and self.window_range[1] - self.window_range[0] < self.window_size:
             raise ValueError(

@@ -8,8 +8,8 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from cosmos_core.config.schema.data_term import DataTermConfig
 from cosmos_core.config.schema.marks import Needs, Only, Where
 from cosmos_core.config.schema.rl import RlConfig
-from cosmos_core.config.schema.table import InStage, say
-from cosmos_core.config.schema.values import NonNegativeFloat, PositiveFloat, Steps, Thing, Tokens
+from cosmos_core.config.schema.table import InStage, warn
+from cosmos_core.config.schema.values import NameOrImportPath, NonNegativeFloat, PositiveFloat, Steps, Tokens
 from cosmos_core.registry import is_code
 
 Algo = Literal["grpo", "rloo", "batch-std", "reinforce++", "reinforce++-baseline", "maxrl", "gdpo"]
@@ -23,7 +23,9 @@ class GrpoConfig(RlConfig):
     algorithm: ClassVar[str] = "grpo"
 
     trainer_type: Annotated[
-        Thing, Only(("grpo",), "this version trains with 'grpo'; leave it out", takes_import_paths=True), Where.CODE
+        NameOrImportPath,
+        Only(("grpo",), "this version trains with 'grpo'; leave it out", takes_import_paths=True),
+        Where.CODE,
     ] = "grpo"
     """Algorithm: `grpo`, or a user class `path/file.py:Class`."""
 
@@ -138,11 +140,11 @@ class GrpoConfig(RlConfig):
         yield from super().notices(stage)
         of_variant = {"ratio_cap": _CAPPED, "sapo_temperature_pos": ("sapo",), "sapo_temperature_neg": ("sapo",)}
         for name, variants in of_variant.items():
-            if self.variant not in variants and self.is_given(name):
+            if self.variant not in variants and self.is_set(name):
                 others = " or ".join(map(repr, variants))
                 yield f"train.train_policy.{name} has no effect here: it is for variant = {others}"
         for name in ("advantage_low", "advantage_high"):
-            if not stage.recipe.policy.is_diffusers and self.is_given(name):
+            if not stage.recipe.policy.is_diffusers and self.is_set(name):
                 yield f"train.train_policy.{name} has no effect here: it bounds advantages of diffusion models"
 
     @field_validator("lower_bound_ratio")
@@ -166,7 +168,7 @@ class GrpoConfig(RlConfig):
     def _loss_of_gspo(cls, values: Any, info: ValidationInfo) -> Any:
         variant = values.get("variant") if isinstance(values, dict) and values.get("aipo_rho") is None else None
         if variant in {"gspo", "sapo"} and "loss_type" not in values:
-            say(info, f"train.train_policy.loss_type: seq-mean-token-mean, as in the paper of variant = {variant!r}; "
+            warn(info, f"train.train_policy.loss_type: seq-mean-token-mean, as in the paper of variant = {variant!r}; "
                 f"set it to have another")  # fmt: skip
             return values | {"loss_type": "seq-mean-token-mean"}
         return values
@@ -236,15 +238,15 @@ class GrpoConfig(RlConfig):
                 f"them by policy / rollout policy; set one of them, or aipo_form = 'clamped'"
             )
         if self.use_decoupled_loss:
-            say(info, "train.train_policy.use_decoupled_loss: false, because aipo_rho weights tokens by policy / "
+            warn(info, "train.train_policy.use_decoupled_loss: false, because aipo_rho weights tokens by policy / "
                 "rollout policy already")  # fmt: skip
             return self.derived(use_decoupled_loss=False)
         return self
 
     @model_validator(mode="after")
-    def _overruled(self, info: ValidationInfo) -> Self:
+    def _drop_ignored_settings(self, info: ValidationInfo) -> Self:
         if self.aipo_rho is not None and self.variant not in {"grpo", "dapo"}:
-            say(
+            warn(
                 info,
                 f"train.train_policy.variant = {self.variant!r} has no effect on the loss, because aipo_rho is set",
             )
@@ -270,7 +272,7 @@ class GrpoConfig(RlConfig):
         return values
 
     @property
-    def real_rows(self) -> DataTermConfig | None:
+    def supervised_rows(self) -> DataTermConfig | None:
         return self.data_term if self.data_term.name else None
 
     def refusals(self, stage: InStage) -> Iterator[str]:

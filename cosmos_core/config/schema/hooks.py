@@ -4,9 +4,9 @@ from typing import Annotated, Literal
 
 from cosmos_core.config.schema.marks import NoResult, Where
 from cosmos_core.config.schema.table import Table
-from cosmos_core.config.schema.values import Thing
+from cosmos_core.config.schema.values import NameOrImportPath
 
-Hook = Annotated[Thing | Literal[""], NoResult, Where.CODE]
+Hook = Annotated[NameOrImportPath | Literal[""], NoResult, Where.CODE]
 
 
 class HooksConfig(Table):

@@ -6,8 +6,8 @@ from typing import Annotated, ClassVar
 from pydantic import Field, ValidationInfo, field_validator
 
 from cosmos_core.config.schema.marks import Needs, NoResult, Unit, Where
-from cosmos_core.config.schema.table import InStage, Table, say
-from cosmos_core.config.schema.values import Names, PositiveFloat, PositiveInt, Thing
+from cosmos_core.config.schema.table import InStage, Table, warn
+from cosmos_core.config.schema.values import NameOrImportPath, Names, PositiveFloat, PositiveInt
 
 _KEY = "rollout.multi_turn_config"
 
@@ -22,7 +22,7 @@ class MultiTurnRolloutConfig(Table):
     enable_tools: bool = False
     """Execute the tool calls that end an assistant turn, in the format of Hermes (`<tool_call>{...}</tool_call>`), and
     insert their results before the next turn."""
-    tools: Annotated[tuple[Thing, ...], Field(strict=False), Needs("enable_tools"), Where.CODE] = ()
+    tools: Annotated[tuple[NameOrImportPath, ...], Field(strict=False), Needs("enable_tools"), Where.CODE] = ()
     """Tools that the policy may call: functions decorated with `@tool` of `cosmos_core.tools.base`, as
     `path/file.py:function` or `module:function`. A column `tools` of a row replaces the descriptions of the tools in
     its prompt."""
@@ -55,7 +55,7 @@ class MultiTurnRolloutConfig(Table):
     def _tools_end_messages(cls, goes_on: bool, info: ValidationInfo) -> bool:
         if not (goes_on and info.data.get("enable_tools") and info.data.get("add_generation_prompt")):
             return goes_on
-        say(info, f"{_KEY}.continue_final_message: false, because enable_tools and add_generation_prompt are set")
+        warn(info, f"{_KEY}.continue_final_message: false, because enable_tools and add_generation_prompt are set")
         return False
 
     def refusals(self, stage: InStage) -> Iterator[str]:

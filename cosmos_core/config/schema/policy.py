@@ -12,7 +12,7 @@ from cosmos_core.config.schema.marks import Needs, NoResult, Where
 from cosmos_core.config.schema.modality import CAUSAL_LM, DIFFUSION, Modality
 from cosmos_core.config.schema.parallelism import PolicyParallelismConfig
 from cosmos_core.config.schema.table import InStage, Table, as_toml
-from cosmos_core.config.schema.values import NonNegativeFloat, Strings, Thing, Tokens
+from cosmos_core.config.schema.values import NameOrImportPath, NonNegativeFloat, Strings, Tokens
 
 
 class PolicyConfig(Table):
@@ -24,7 +24,7 @@ class PolicyConfig(Table):
     """Settings of diffusion models; they have an effect only with `is_diffusers`."""
     is_diffusers: bool = False
     """Whether the model is a pipeline of the library diffusers."""
-    model_class: Annotated[Thing | None, Where.CODE] = None
+    model_class: Annotated[NameOrImportPath | None, Where.CODE] = None
     """User class of a family of diffusion models, `path/file.py:Class`; None: the family of the pipeline's class."""
     model_name_or_path: Annotated[str, NoResult, Where.PATH] = "Qwen/Qwen2.5-VL-7B-Instruct"
     """Model that is trained: a folder in Hugging Face format, its URL in a store (`s3://BUCKET/PREFIX`; `/latest` at

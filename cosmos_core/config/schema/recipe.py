@@ -19,7 +19,7 @@ from cosmos_core.config.schema.profiler import ProfilerConfig
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.config.schema.sample import SampleStageConfig
-from cosmos_core.config.schema.table import Table, say
+from cosmos_core.config.schema.table import Table, warn
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.config.schema.validation import ValidationConfig
 
@@ -83,20 +83,20 @@ class Recipe(Table):
         return self.train.train_policy.has_rollouts or bool(judged)
 
     @property
-    def spreads_groups(self) -> bool:
+    def may_split_groups(self) -> bool:
         """Return whether the completions of a group may be trained on in several train steps."""
         train = self.train
         return train.train_policy.has_rollouts and train.train_batch_per_replica % self.rollout.n_generation != 0
 
     @property
-    def engines_apart(self) -> int:
+    def num_engines(self) -> int:
         """Return the number of rollout engines in separate processes; 0 if there are none."""
         return self.rollout.parallelism.n_init_replicas if self.mode != "colocated" else 0
 
     def num_gpus(self, *, has_rollouts: bool) -> int:
         """Return the number of GPUs that a stage uses for its ranks and for engines with their own GPUs."""
         mesh = self.policy.parallelism
-        engines = self.engines_apart if has_rollouts and self.mode == "disaggregated" else 0
+        engines = self.num_engines if has_rollouts and self.mode == "disaggregated" else 0
         return mesh.world_size * mesh.n_init_replicas + engines * self.rollout.parallelism.tp_size
 
     @property
@@ -105,7 +105,7 @@ class Recipe(Table):
         table."""
         policy = self.train.train_policy
         benchmarks = policy.clean.decontaminate_against if policy.clean else ()
-        supervised = {"train.train_policy.data_term": policy.real_rows.dataset} if policy.real_rows else {}
+        supervised = {"train.train_policy.data_term": policy.supervised_rows.dataset} if policy.supervised_rows else {}
         return {
             **{key: source.dataset for key, source in policy.sources.items()},
             **supervised,
@@ -176,8 +176,8 @@ class Recipe(Table):
         if count == 1:
             return self
         replicas, rows = mesh.dp_replicate_size * count, train.train_batch_per_replica * count
-        say(info, f"policy.parallelism.n_init_replicas = {count}: dp_replicate_size = {replicas}, and a train step has "
-            f"{rows} rows")  # fmt: skip
+        warn(info, f"policy.parallelism.n_init_replicas = {count}: dp_replicate_size = {replicas}, and a train step "
+            f"has {rows} rows")  # fmt: skip
         if isinstance(policy, RlConfig) and policy.batch_size_per_optimize:
             policy = policy.derived(batch_size_per_optimize=policy.batch_size_per_optimize * count)
         mesh = mesh.derived(n_init_replicas=1, dp_replicate_size=replicas)

@@ -12,7 +12,7 @@ from cosmos_core.config.schema.marks import Needs, NoResult, Unit
 from cosmos_core.config.schema.overlong_reward import OverlongRewardConfig
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.config.schema.rewards import RewardWeights, SourceWeights
-from cosmos_core.config.schema.table import InStage, say
+from cosmos_core.config.schema.table import InStage, warn
 from cosmos_core.config.schema.values import Completions, Names, NonNegativeInt, PositiveFloat, PositiveInt, Tokens
 
 DAPO_FETCH = 128
@@ -173,7 +173,7 @@ class RlConfig(AlgorithmConfig):
         ):
             yield "train.train_policy.reward_function: every weight is 0, so that no completion is better than another"
         for name in ("filter_reward_metric", "max_retry_for_on_policy"):
-            if self.variant != "dapo" and self.is_given(name):
+            if self.variant != "dapo" and self.is_set(name):
                 yield f"train.train_policy.{name} has no effect here: it is for variant = 'dapo'"
 
     @model_validator(mode="before")
@@ -210,7 +210,7 @@ class RlConfig(AlgorithmConfig):
     @classmethod
     def _outdated_on_policy(cls, values: Any, info: ValidationInfo) -> Any:
         if isinstance(values, dict) and values.get("on_policy") is True and values.get("allowed_outdated_steps"):
-            say(info, f"train.train_policy.allowed_outdated_steps = {values['allowed_outdated_steps']}: 0, because "
+            warn(info, f"train.train_policy.allowed_outdated_steps = {values['allowed_outdated_steps']}: 0, because "
                 f"on_policy is set")  # fmt: skip
         return values
 
@@ -230,7 +230,7 @@ class RlConfig(AlgorithmConfig):
         least = info.data.get("allowed_outdated_steps", 0) + 1
         if steps is None or steps >= least:
             return steps
-        say(info, f"train.train_policy.max_inflight_steps = {steps}: {least}, which is allowed_outdated_steps + 1")
+        warn(info, f"train.train_policy.max_inflight_steps = {steps}: {least}, which is allowed_outdated_steps + 1")
         return int(least)
 
     @model_validator(mode="after")

@@ -8,15 +8,15 @@ from pydantic import ValidationInfo, field_validator, model_validator
 from cosmos_core.config.schema.marks import Needs, NoResult, Unit, Where, registered
 from cosmos_core.config.schema.multi_turn import MultiTurnRolloutConfig
 from cosmos_core.config.schema.parallelism import RolloutParallelismConfig
-from cosmos_core.config.schema.table import InStage, Table, say
+from cosmos_core.config.schema.table import InStage, Table, warn
 from cosmos_core.config.schema.values import (
     Completions,
     Fraction,
+    NameOrImportPath,
     NonNegativeFloat,
     Nucleus,
     PositiveFloat,
     PositiveInt,
-    Thing,
     Tokens,
     TopK,
 )
@@ -55,7 +55,7 @@ class RolloutConfig(Table):
 
     parallelism: RolloutParallelismConfig = RolloutParallelismConfig()
     """Device mesh of one engine."""
-    backend: Annotated[Thing, registered("cosmos_core.rollout", "Engine"), Where.CODE] = "vllm"
+    backend: Annotated[NameOrImportPath, registered("cosmos_core.rollout", "Engine"), Where.CODE] = "vllm"
     """Engine that generates completions: `vllm`, also for Cosmos-RL's `trtllm` and `vllm_async`; `hf`, a sampling loop
     on the trainer's modules, which also replaces a vLLM that cannot be imported, with a warning; `flow_sampler`, the
     denoiser of the trainer, for every diffusion model and Cosmos-RL's `diffusion_nft_rollout`; or a user class
@@ -126,11 +126,11 @@ class RolloutConfig(Table):
         """Yield notices about settings of engines in separate processes if there are no such engines."""
         if stage.kind.feed != "rollouts" or stage.recipe.mode != "colocated":
             return
-        keys = [f"rollout.{name}" for name in ("mode", "async_r2r_sync") if self.is_given(name)]
-        if self.parallelism.is_given("n_init_replicas"):
+        keys = [f"rollout.{name}" for name in ("mode", "async_r2r_sync") if self.is_set(name)]
+        if self.parallelism.is_set("n_init_replicas"):
             keys.append("rollout.parallelism.n_init_replicas")
         algorithm = stage.recipe.train.train_policy
-        if algorithm.dynamic_sampling is None and algorithm.is_given("outdated_rollout_fetch_batch_size"):
+        if algorithm.dynamic_sampling is None and algorithm.is_set("outdated_rollout_fetch_batch_size"):
             keys.append("train.train_policy.outdated_rollout_fetch_batch_size")
         for key in keys:
             yield f"{key} has no effect here: with mode = 'colocated' each rank has an engine inside"
@@ -143,7 +143,7 @@ class RolloutConfig(Table):
                 yield "rollout.n_generation = 1: advantages compare completions of one group; make it at least 2"
             elif self.n_generation < 2 and train.train_policy.dynamic_sampling is not None:
                 yield "rollout.n_generation = 1: variant = 'dapo' trains on groups that differ; make it at least 2"
-            if stage.recipe.spreads_groups and stage.recipe.policy.is_diffusers:
+            if stage.recipe.may_split_groups and stage.recipe.policy.is_diffusers:
                 yield (
                     f"train.train_batch_per_replica = {train.train_batch_per_replica}: a train step of a diffusion "
                     f"model has whole groups; make it a multiple of rollout.n_generation = {self.n_generation}"
@@ -213,7 +213,7 @@ class RolloutConfig(Table):
         yield from self._notices_inside(stage)
         policy = stage.recipe.policy
         length, has_text = policy.model_max_length, stage.kind.feed == "rollouts" and not policy.is_diffusers
-        if has_text and stage.recipe.spreads_groups:
+        if has_text and stage.recipe.may_split_groups:
             yield (
                 f"train.train_batch_per_replica = {stage.recipe.train.train_batch_per_replica}: groups of "
                 f"rollout.n_generation = {self.n_generation} completions are compared as a whole and spread over train "
@@ -246,7 +246,7 @@ class RolloutConfig(Table):
             return "flow_sampler"
         if name not in {"vllm_async", "trtllm"}:
             return name
-        say(info, f"rollout.backend = {name!r}: 'vllm', which generates instead")
+        warn(info, f"rollout.backend = {name!r}: 'vllm', which generates instead")
         return "vllm"
 
     @model_validator(mode="after")

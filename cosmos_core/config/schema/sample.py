@@ -79,7 +79,7 @@ class SampleStageConfig(Table):
         """Yield notices about settings that have no effect."""
         recipe = stage.recipe
         most = recipe.rollout.batch_size * recipe.rollout.n_generation * recipe.policy.parallelism.world_size
-        is_given = self.endpoint and self.is_given("endpoint_requests")
+        is_given = self.endpoint and self.is_set("endpoint_requests")
         if stage.kind.table == "sample" and is_given and self.endpoint_requests > most:
             yield (
                 f"sample.endpoint_requests = {self.endpoint_requests} has no effect above {most}: prompts are "

@@ -6,7 +6,7 @@ from pydantic import model_validator
 
 from cosmos_core.config.schema.marks import Only, Where
 from cosmos_core.config.schema.supervised import SupervisedConfig
-from cosmos_core.config.schema.values import Thing
+from cosmos_core.config.schema.values import NameOrImportPath
 
 
 class SftConfig(SupervisedConfig):
@@ -17,7 +17,9 @@ class SftConfig(SupervisedConfig):
     reports_rewards: ClassVar[bool] = False
 
     trainer_type: Annotated[
-        Thing, Only(("sft",), "this version trains with 'sft', 'dpo' and 'kto'", takes_import_paths=True), Where.CODE
+        NameOrImportPath,
+        Only(("sft",), "this version trains with 'sft', 'dpo' and 'kto'", takes_import_paths=True),
+        Where.CODE,
     ] = "sft"
     """Algorithm: `sft`, `dpo` (rows are a prompt with a chosen and a rejected response), `kto` (rows are a prompt, a
     response and a label), or a user class `path/file.py:Class`."""

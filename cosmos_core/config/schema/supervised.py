@@ -41,7 +41,7 @@ class SupervisedConfig(AlgorithmConfig):
     """Number of micro-batches of one optimizer step, all ranks together; the last step of an epoch may have fewer."""
 
     @property
-    def own_names(self) -> dict[str, str]:
+    def column_names(self) -> dict[str, str]:
         """Return the names of the columns of a row, by their default names, as far as the recipe changes them."""
         default_names = ("prompt", "response", "chosen", "rejected", "label")
         columns = {name: getattr(self, f"{name}_column_name", "") for name in default_names}

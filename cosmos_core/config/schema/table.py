@@ -96,7 +96,7 @@ class Table(BaseModel):
         """Yield notices about accepted settings whose effect a user may not expect, with full keys."""
         yield from ()
 
-    def is_given(self, name: str) -> bool:
+    def is_set(self, name: str) -> bool:
         """Return True if a field was set to another value than its default."""
         default = type(self).model_fields[name].get_default(call_default_factory=True)
         return name in self.model_fields_set and not _same(getattr(self, name), default)
@@ -145,17 +145,17 @@ def all_fields(table: type[Table], prefix: str = "") -> Iterator[tuple[str, type
             yield from all_fields(inner, f"{prefix}{name}.")
 
 
-def live_tables(table: Table) -> Iterator[Table]:
+def active_tables(table: Table) -> Iterator[Table]:
     """Yield the table and every nested table that has an effect with the present values."""
     if table.switch and not getattr(table, table.switch):
         return
     yield table
-    for _, field, value in _live_fields(table):
+    for _, field, value in _active_fields(table):
         if isinstance(value, Table) and status(field) == _USED:
-            yield from live_tables(value)
+            yield from active_tables(value)
 
 
-def _live_fields(table: Table) -> Iterator[tuple[str, FieldInfo, Any]]:
+def _active_fields(table: Table) -> Iterator[tuple[str, FieldInfo, Any]]:
     """Yield (name, field, value) of each field that neither the table's `switch` nor the field's `Needs` disables."""
     is_off = bool(table.switch) and not getattr(table, table.switch)
     for name, field in type(table).model_fields.items():
@@ -172,23 +172,23 @@ def switched_off(table: Table, prefix: str = "") -> Iterator[tuple[str, Any, str
     for name, field in type(table).model_fields.items():
         value, needs = getattr(table, name), mark(field, Needs)
         if needs and not getattr(table, needs.switch):
-            if table.is_given(name) and not isinstance(value, Table):
+            if table.is_set(name) and not isinstance(value, Table):
                 yield f"{prefix}{name}", value, needs.switch
         elif isinstance(value, Table):
             yield from switched_off(value, f"{prefix}{name}.")
 
 
-def set_fields(table: Table, prefix: str = "") -> Iterator[tuple[str, FieldInfo, Any, bool]]:
+def active_fields(table: Table, prefix: str = "") -> Iterator[tuple[str, FieldInfo, Any, bool]]:
     """Yield every key that has an effect with the present values, as (dotted path, field, value, whether it was set and
     differs from its default)."""
-    for name, field, value in _live_fields(table):
+    for name, field, value in _active_fields(table):
         if isinstance(value, Table) and status(field) == _USED:
-            yield from set_fields(value, f"{prefix}{name}.")
+            yield from active_fields(value, f"{prefix}{name}.")
         elif _are_tables(value):
             for i, each in enumerate(value):
-                yield from set_fields(each, f"{prefix}{name}.{i}.")
+                yield from active_fields(each, f"{prefix}{name}.{i}.")
         else:
-            yield prefix + name, field, value, table.is_given(name)
+            yield prefix + name, field, value, table.is_set(name)
 
 
 def _same(value: Any, default: Any) -> bool:
@@ -223,22 +223,22 @@ def result_values(table: Table) -> dict[str, Any]:
     return values
 
 
-def with_located(table: TableT, placed: Callable[[Where, str], str]) -> TableT:
-    """Return a table in which `placed` has replaced the values of fields that are marked `Where`, nested tables
+def with_located(table: TableT, convert: Callable[[Where, str], str]) -> TableT:
+    """Return a table in which `convert` has replaced the values of fields that are marked `Where`, nested tables
     included."""
     changed: dict[str, Any] = {}
     for name, field in type(table).model_fields.items():
         value, where = getattr(table, name), mark(field, Where)
         if isinstance(value, Table):
-            changed[name] = with_located(value, placed)
+            changed[name] = with_located(value, convert)
         elif _are_tables(value):
-            changed[name] = tuple(with_located(each, placed) for each in value)
+            changed[name] = tuple(with_located(each, convert) for each in value)
         elif where and isinstance(value, str):
-            changed[name] = placed(where, value)
+            changed[name] = convert(where, value)
         elif where and isinstance(value, tuple):
-            changed[name] = tuple(placed(where, item) for item in value)
+            changed[name] = tuple(convert(where, item) for item in value)
         elif where and isinstance(value, dict):
-            changed[name] = {placed(where, key): item for key, item in value.items()}
+            changed[name] = {convert(where, key): item for key, item in value.items()}
     return table.derived(**changed) if changed else table
 
 
@@ -269,7 +269,7 @@ def as_toml(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def say(info: ValidationInfo, text: str) -> None:
+def warn(info: ValidationInfo, text: str) -> None:
     """Record a notice to the user about an accepted value, which `load.parse` collects."""
     if info.context is not None:
         info.context["notices"].append(text)

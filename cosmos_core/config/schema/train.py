@@ -22,7 +22,7 @@ from cosmos_core.config.schema.planned import FP4Config
 from cosmos_core.config.schema.precision import FP8Config
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.sft import SftConfig
-from cosmos_core.config.schema.table import InStage, Table, as_toml, say
+from cosmos_core.config.schema.table import InStage, Table, as_toml, warn
 from cosmos_core.config.schema.values import (
     DType,
     Fraction,
@@ -213,7 +213,7 @@ class TrainConfig(Table):
         if batch and "mini_batch" not in policy.model_fields_set:
             policy = policy.derived(mini_batch=math.gcd(batch, policy.mini_batch))
         if isinstance(policy, RlConfig) and not policy.on_policy and policy.allowed_outdated_steps + 1 < interval:
-            say(info, f"train.train_policy.allowed_outdated_steps = {policy.allowed_outdated_steps}: {interval - 1}, "
+            warn(info, f"train.train_policy.allowed_outdated_steps = {policy.allowed_outdated_steps}: {interval - 1}, "
                 f"which is sync_weight_interval - 1")  # fmt: skip
             policy = policy.derived(allowed_outdated_steps=interval - 1)
         return policy
@@ -225,7 +225,7 @@ class TrainConfig(Table):
         if not is_joined or not isinstance(policy, RlConfig):
             return is_joined
         if policy.on_policy or not policy.allowed_outdated_steps:
-            say(info, "train.coalesce_weight_sync: false, because rollouts may not be outdated")
+            warn(info, "train.coalesce_weight_sync: false, because rollouts may not be outdated")
             return False
         return True
 

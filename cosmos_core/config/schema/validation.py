@@ -9,7 +9,7 @@ from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.marks import Needs, NoResult
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.config.schema.rewards import RewardWeights
-from cosmos_core.config.schema.table import InStage, Table, say
+from cosmos_core.config.schema.table import InStage, Table, warn
 from cosmos_core.config.schema.values import (
     Completions,
     Names,
@@ -72,8 +72,8 @@ class ValidationConfig(Table):
     @model_validator(mode="after")
     def _says_what_is_greedy(self, info: ValidationInfo) -> Self:
         if self.top_k == 1 and self.temperature > 0:
-            say(info, f"validation.temperature: {self.temperature:g} changes nothing, because top_k = 1 takes the most "
-                "likely token; set validation.top_k = -1 to draw")  # fmt: skip
+            warn(info, f"validation.temperature: {self.temperature:g} changes nothing, because top_k = 1 takes the "
+                "most likely token; set validation.top_k = -1 to draw")  # fmt: skip
         return self
 
     def notices(self, stage: InStage) -> Iterator[str]:

@@ -47,7 +47,7 @@ def _whole_import_path(name: str) -> str:
     return name
 
 
-Thing = Annotated[str, Field(min_length=1), AfterValidator(_whole_import_path)]
+NameOrImportPath = Annotated[str, Field(min_length=1), AfterValidator(_whole_import_path)]
 """Name of a built-in class or function, or the import path of user code, `module:thing` or `path/file.py:thing`; a
 field of this type is marked `Where.CODE`."""
 

@@ -196,7 +196,7 @@ class TokenisedKind(RowKind):
         """
         assert isinstance(policy, SupervisedConfig)
         column, system_prompt = policy.conversation_column_name, policy.system_prompt
-        return self.reader(ReadRow(row, policy.own_names, where), where, column, system_prompt, with_images=True)
+        return self.reader(ReadRow(row, policy.column_names, where), where, column, system_prompt, with_images=True)
 
     def read_columns(self, row: Row, where: str, prompt: str, response: str) -> Any:
         """Read a row whose prompt and response are in the columns `prompt` and `response`; empty: a known column name.

@@ -9,9 +9,9 @@ import pyarrow as pa
 from cosmos_core.config.schema.algorithm import AlgorithmConfig
 from cosmos_core.config.schema.diffusers import DiffusersConfig
 from cosmos_core.config.schema.policy import PolicyConfig
-from cosmos_core.data.flow_sample import Draws, FlowSample, seed_of
+from cosmos_core.data.flow_sample import FlowSample, NoiseSampler, seed_of
 from cosmos_core.data.kinds.base import VALIDATION, HeldOut, LearnedRows
-from cosmos_core.data.kinds.media_prompts import ENTRY, DrawnPrompts, MediaPromptsKind
+from cosmos_core.data.kinds.media_prompts import ENTRY, MediaPromptList, MediaPromptsKind
 from cosmos_core.data.media_rows import MediaRows, open_media, open_media_prompts
 from cosmos_core.types import Prompt
 
@@ -24,7 +24,7 @@ class NoisyRows(LearnedRows):
 
     is_prefetched = True
 
-    def __init__(self, rows: MediaRows, draws: Draws) -> None:
+    def __init__(self, rows: MediaRows, draws: NoiseSampler) -> None:
         self._rows, self._draws = rows, draws
 
     def __len__(self) -> int:
@@ -51,12 +51,12 @@ class MediaKind(MediaPromptsKind):
 
     def open(self, folder: Path, split: str, model: PolicyConfig, adapter: Any = None) -> NoisyRows:
         rows = open_media(folder, split)
-        return NoisyRows(rows, draws_of(rows, model.diffusers, adapter))
+        return NoisyRows(rows, noise_sampler_of(rows, model.diffusers, adapter))
 
     def prompts(self, folder: Path, split: str, policy: AlgorithmConfig, model: PolicyConfig) -> Sequence[Prompt]:
         is_conditioned = policy.has_rollouts and model.diffusers.flow_rl.max_conditional_frames
         clips = open_media(folder, split) if is_conditioned else None
-        return DrawnPrompts(open_media_prompts(folder, split), getattr(policy, "response_column_name", ""), clips)
+        return MediaPromptList(open_media_prompts(folder, split), getattr(policy, "response_column_name", ""), clips)
 
     def held_out(self, folder: Path, policy: AlgorithmConfig, model: PolicyConfig, adapter: Any) -> HeldOut:
         """Return the prompts to sample images or clips from, and the media unless training learns from rollouts."""
@@ -64,8 +64,9 @@ class MediaKind(MediaPromptsKind):
         return HeldOut(rows, self.prompts(folder, VALIDATION, policy, model))
 
 
-def draws_of(rows: MediaRows, diffusers: DiffusersConfig, adapter: Any) -> Draws:
+def noise_sampler_of(rows: MediaRows, diffusers: DiffusersConfig, adapter: Any) -> NoiseSampler:
     """Return the generator of noise levels, noise and dropped captions for the rows that a diffusion model trains
     on."""
     family = adapter.family
-    return Draws(diffusers, family.dropped_text(rows.null_text), family.train_shift, family.max_given)
+    null_text = family.dropped_text(rows.null_text)
+    return NoiseSampler(diffusers, null_text, family.train_shift, family.max_conditioning_frames)

@@ -24,7 +24,7 @@ ENTRY = pa.struct({"shard": pa.string(), "entry": pa.string()})
 _REFERENCE_KEYS = ("reference", "answer", "label")
 
 
-class DrawnPrompts(LazySequence[Prompt]):
+class MediaPromptList(LazySequence[Prompt]):
     """Prepared prompts for images or videos, as a sequence of `Prompt`."""
 
     def __init__(self, prompts: MediaPrompts, column: str = "", clips: MediaRows | None = None) -> None:
@@ -73,7 +73,7 @@ class MediaPromptsKind(RowKind):
         return outcome
 
     def prompts(self, folder: Path, split: str, policy: AlgorithmConfig, model: PolicyConfig) -> Sequence[Prompt]:
-        return DrawnPrompts(open_media_prompts(folder, split), getattr(policy, "response_column_name", ""))
+        return MediaPromptList(open_media_prompts(folder, split), getattr(policy, "response_column_name", ""))
 
     def held_out(self, folder: Path, policy: AlgorithmConfig, model: PolicyConfig, adapter: Any) -> HeldOut:
-        return HeldOut(None, DrawnPrompts(open_media_prompts(folder, VALIDATION)))
+        return HeldOut(None, MediaPromptList(open_media_prompts(folder, VALIDATION)))

@@ -137,5 +137,5 @@ def _read(
     # a held-out row of supervised learning is rendered in the same form as the training rows
     assert isinstance(policy, SupervisedConfig)
     if not isinstance(row, ReadRow):
-        row = ReadRow(row, policy.own_names, where)
+        row = ReadRow(row, policy.column_names, where)
     return read_held_out(row, where, policy.conversation_column_name, policy.system_prompt, with_images=with_images)

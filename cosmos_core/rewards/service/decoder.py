@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from cosmos_core.rewards.served import Settings
+from cosmos_core.rewards.reward_model import Settings
 from cosmos_core.rewards.wan_latents import WanLatents
 
 _vae: WanLatents | None = None

@@ -112,7 +112,7 @@ class Engine:
         """
         if self.is_draining:
             raise Draining
-        is_alone = not self.pending_bytes  # a request that exceeds the total limit may wait alone
+        is_alone = not self.pending_bytes  # accept a request above the size limit if no other request is pending
         if len(self.pending) + self._num_arriving >= self.config.max_pending or (
             self.pending_bytes + num_bytes > self.config.max_pending_bytes and not is_alone
         ):
@@ -142,11 +142,11 @@ class Engine:
             return
         request = await asyncio.to_thread(parse_request, uuid, body, self.pools)
         self._check_latents(request)
-        if uuid in self.pending:  # the client sent the request twice at the same time
+        if uuid in self.pending:  # two concurrent copies of a request have the same idempotency key
             return
         if self._has_drained:
             raise Draining
-        self._hold(request)
+        self._add_pending(request)
         try:
             await self.store.accept(uuid, bytes(body))
         except BaseException:
@@ -200,7 +200,7 @@ class Engine:
         while self._finished and self._finished[0][0] < time.monotonic() - _RATE_SECONDS:
             self._finished.popleft()
 
-    def _hold(self, request: Request) -> None:
+    def _add_pending(self, request: Request) -> None:
         self.pending[request.uuid] = request
         self.pending_bytes += request.num_bytes
 
@@ -228,7 +228,7 @@ class Engine:
         if not request.left or (request.media == "latent" and self.decoder is None):
             await self.store.finish(uuid)
             return
-        self._hold(request)
+        self._add_pending(request)
         self._queue(request)
 
     async def _decoded(self, job: Job, result: dict[str, Any], seconds: float) -> None:
@@ -236,7 +236,7 @@ class Engine:
         request.decoded_seconds = seconds
         if result.get("error"):
             for name in list(request.left):
-                await self._keep(request, name, {**result, "error": f"[decoder] {result['error']}"}, 0.0)
+                await self._store_result(request, name, {**result, "error": f"[decoder] {result['error']}"}, 0.0)
             return
         size = result["array"].nbytes
         while self.decoded_bytes and self.decoded_bytes + size > self.config.max_pending_bytes:
@@ -246,9 +246,9 @@ class Engine:
         self._queue(request)
 
     async def _scored(self, job: Job, result: dict[str, Any], seconds: float) -> None:
-        await self._keep(job.request, job.name, result, seconds)
+        await self._store_result(job.request, job.name, result, seconds)
 
-    async def _keep(self, request: Request, name: str, result: dict[str, Any], seconds: float) -> None:
+    async def _store_result(self, request: Request, name: str, result: dict[str, Any], seconds: float) -> None:
         """Store the result of one reward; while the store is not reachable, retry instead of dropping the result."""
         content: dict[str, Any] = {
             "scores": result.get("scores"), "input_info": request.input_info, "duration": f"{seconds:.2f}",
@@ -259,17 +259,17 @@ class Engine:
         elif any(result.get("errors", [])):
             content["errors"] = result["errors"]
         self._finished.append((time.monotonic(), request.count))
-        # `rate` drops old entries too, but it may never be called.
+        # Drop old entries here too, since the property `rate` may never be read.
         self._forget_finished()
         request.left.discard(name)
         text = json.dumps(content, separators=(",", ":"), ensure_ascii=False)
         # Replace an unpaired surrogate in the JSON, which cannot be encoded as UTF-8.
-        await self._insist(self.store.put, request.uuid, name, text.encode(errors="replace").decode())
+        await self._retry_store(self.store.put, request.uuid, name, text.encode(errors="replace").decode())
         if not request.left and request.uuid in self.pending:
-            await self._insist(self.store.finish, request.uuid)
+            await self._retry_store(self.store.finish, request.uuid)
             self._drop(request)
 
-    async def _insist(self, call: Any, *arguments: Any) -> None:
+    async def _retry_store(self, call: Any, *arguments: Any) -> None:
         pause = 0.1
         while True:
             try:

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from cosmos_core.environment import handed_on
+from cosmos_core.environment import environment_for_user_code
 from cosmos_core.rewards.service.request import Request
 
 _START = """
@@ -119,7 +119,7 @@ class Pool:
         """Properties of the model that a process reports after loading."""
         self._kills_left = program.attempts * len(program.devices)
         self._more = asyncio.Event()
-        self._tasks = [asyncio.create_task(self._keep(device)) for device in program.devices]
+        self._tasks = [asyncio.create_task(self._keep_running(device)) for device in program.devices]
 
     def submit(self, job: Job) -> None:
         """Queue a request for the next batch."""
@@ -132,7 +132,7 @@ class Pool:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _keep(self, device: str) -> None:
+    async def _keep_running(self, device: str) -> None:
         """Keep a process running on the device `device`, and restart the process after an error."""
         pause = _FIRST_PAUSE
         while True:
@@ -188,9 +188,9 @@ class Pool:
                     self.queue.appendleft(job)
                 self._more.set()
                 continue
-            await self._hand_out(jobs, reply, arrays)
+            await self._return_results(jobs, reply, arrays)
 
-    async def _hand_out(self, jobs: Sequence[Job], said: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> None:
+    async def _return_results(self, jobs: Sequence[Job], said: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> None:
         results = said.get("results") or [{"error": said.get("error", "")}] * len(jobs)
         for i, job in enumerate(jobs):
             result = {**results[i], "array": arrays[i]} if arrays else results[i]
@@ -250,7 +250,7 @@ class Process:
             Lost: the process could not start or load.
         """
         program = self._program
-        environment = handed_on(program.env) | {"PYTHONUNBUFFERED": "1"}
+        environment = environment_for_user_code(program.env) | {"PYTHONUNBUFFERED": "1"}
         if program.tmp_dir:
             environment["TMPDIR"] = program.tmp_dir
         try:

@@ -17,7 +17,7 @@ import numpy as np
 from cosmos_core.errors import CosmosError
 from cosmos_core.parent import die_with_parent
 from cosmos_core.rewards.base import one_line
-from cosmos_core.rewards.served import Item, Settings, checked, load_served
+from cosmos_core.rewards.reward_model import Item, Settings, checked, load_served
 
 _PER_ITEM = {"references": "reference", "completions": "to_be_evaluated"}
 _INFO = {

@@ -16,7 +16,7 @@ class Flux(DiffusionModel):
             )
         return {"prompt_embeds": tokens.cpu(), "pooled_prompt_embeds": pooled.cpu()}
 
-    def nft_prepare_transformer_input(self, latents, sigma_B, text, num_given_B=None):
+    def nft_prepare_transformer_input(self, latents, sigma_B, text, num_conditioning_B=None):
         batch, channels, height, width = latents.shape
         pipeline = self.folder.pipeline_class
         return {

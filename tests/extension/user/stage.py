@@ -2,13 +2,13 @@
 
 import json
 
-from cosmos_core.registry import import_thing
+from cosmos_core.registry import import_object
 from cosmos_core.types import Outcome
 
 
 def make(stage, toy_task: str, num_prompts: int) -> Outcome:
     """Write `model/` and `data/train.jsonl` below the stage. `toy_task` is the path of the module with the model."""
-    make_tokenizer, make_model = import_thing(f"{toy_task}:make_tokenizer"), import_thing(f"{toy_task}:make_model")
+    make_tokenizer, make_model = import_object(f"{toy_task}:make_tokenizer"), import_object(f"{toy_task}:make_model")
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(stage.path / "model")
     make_model(tokenizer, 32, 2, 0).save_pretrained(stage.path / "model")

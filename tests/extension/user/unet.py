@@ -13,7 +13,7 @@ class FlowUnet(DiffusionModel):
             tokens, _ = self.pipeline.encode_prompt(list(prompts), self.device, 1, False)
         return {"prompt_embeds": tokens.cpu()}
 
-    def nft_prepare_transformer_input(self, latents, sigma_B, text, num_given_B=None):
+    def nft_prepare_transformer_input(self, latents, sigma_B, text, num_conditioning_B=None):
         return {
             "sample": latents,
             "timestep": sigma_B * self.num_timesteps,

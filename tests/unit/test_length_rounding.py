@@ -15,10 +15,10 @@ from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedModel, Qwen3
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.batch import rows_of
 from cosmos_core.data.sample import Sample
-from cosmos_core.models import shapes
+from cosmos_core.models import length_rounding
+from cosmos_core.models.length_rounding import kernel_length
 from cosmos_core.models.packing import enable_packing
 from cosmos_core.models.scorer import Scorer, Wants
-from cosmos_core.models.shapes import kernel_length
 from cosmos_core.run.progress import Progress
 from tests.unit.trainers import NoView, sft, trainer_of
 
@@ -48,7 +48,7 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 @pytest.fixture
 def rounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the dtypes of these tests as in half precision."""
-    monkeypatch.setattr(shapes, "_HALF", (torch.float32, torch.float64))
+    monkeypatch.setattr(length_rounding, "_HALF", (torch.float32, torch.float64))
 
 
 def rows() -> list[np.ndarray]:
@@ -76,9 +76,9 @@ def test_lengths_stay_where_shapes_cost_nothing(device: str, dtype: torch.dtype)
 
 def test_autocast_decides_where_there_is_one() -> None:
     tensor = torch.ones(2, 33, 4)
-    assert shapes.pad_to_kernel(tensor, -2) is tensor
+    assert length_rounding.pad_to_kernel(tensor, -2) is tensor
     with torch.autocast("cpu", torch.bfloat16):
-        longer = shapes.pad_to_kernel(tensor, -2)
+        longer = length_rounding.pad_to_kernel(tensor, -2)
     assert longer.shape == (2, 64, 4)
     assert longer[:, 33:].eq(0).all()
 
@@ -123,13 +123,13 @@ def test_scores_over_longer_chunks_are_the_same(
 
     def found() -> tuple[Tensor, Tensor, list[Tensor]]:
         outputs = Scorer(model)(
-            {"input_ids": ids}, chosen, wants=Wants(entropy="value"), dtype=torch.float64, expected_N=expected_N
+            {"input_ids": ids}, chosen, wants=Wants(entropy="value"), dtype=torch.float64, derivative_N=expected_N
         )
         gradients = torch.autograd.grad(-0.25 * outputs["logprobs"].sum(), list(model.parameters()))
         return outputs["logprobs"], outputs["entropy"], list(gradients)
 
     theirs = found()
-    monkeypatch.setattr(shapes, "_HALF", (torch.float64,))
+    monkeypatch.setattr(length_rounding, "_HALF", (torch.float64,))
     torch.testing.assert_close(found(), theirs, rtol=0, atol=1e-12)
 
 
@@ -152,6 +152,6 @@ def test_an_update_over_longer_rows_is_the_same(
 
     theirs = found()
     assert widths[-2:] == ([107, 5] if packed else [70, 5])
-    monkeypatch.setattr(shapes, "_HALF", (torch.float32,))
+    monkeypatch.setattr(length_rounding, "_HALF", (torch.float32,))
     assert found() == pytest.approx(theirs, rel=1e-5)
     assert widths[-2:] == ([128, 32] if packed else [96, 32])

@@ -31,7 +31,7 @@ from cosmos_core.transient import is_of_machine, is_of_network
 KEY = "policy.model_name_or_path"
 
 
-def source_of(model: str, revision: str | None) -> tuple[Path | str, dict[str, Any]]:
+def locate_model(model: str, revision: str | None) -> tuple[Path | str, dict[str, Any]]:
     """Return the existing folder `model` and no arguments, or a Hub id and the arguments for fetching its files.
 
     Raises:
@@ -104,7 +104,7 @@ def check_weights(model: str) -> None:
 
 def weight_files(model: str, revision: str | None) -> tuple[list[str], str]:
     """Return the safetensors files of a model and an empty string, or no files and the reason."""
-    source, options = source_of(model, revision)
+    source, options = locate_model(model, revision)
     check_weights(model)
     options |= {"_raise_exceptions_for_missing_entries": False}
     with translate_load_errors("weights", model):

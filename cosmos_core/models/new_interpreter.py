@@ -68,4 +68,4 @@ def _start(parent: int) -> None:
     die_with_parent(parent)
     configure("WARNING")
     os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads the variable when it is imported, which is later
-    gc.disable()  # the process ends before it needs to reclaim memory
+    gc.disable()  # the process is short-lived, so garbage collection is not needed

@@ -1,5 +1,5 @@
-"""`python -m cosmos_core.cluster.facts LIBRARY ...`: print the properties of the Ray cluster at `RAY_ADDRESS` as one
-line of JSON.
+"""`python -m cosmos_core.cluster.properties LIBRARY ...`: print the properties of the Ray cluster at `RAY_ADDRESS` as
+one line of JSON.
 
 The properties are measured on a machine on which a rank could run: one with a GPU if the cluster has GPUs.
 """
@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from cosmos_core.cluster.join import join_cluster
-from cosmos_core.facts import Facts, measure
+from cosmos_core.machine_properties import MachineProperties, measure
 
 _NAMES = frozenset({
     "CUBLAS_WORKSPACE_CONFIG", "HF_HOME", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_HUB_OFFLINE", "MKL_NUM_THREADS",
@@ -23,7 +23,7 @@ _NAMES = frozenset({
 _PREFIXES = ("GLOO_", "NCCL_", "TORCH", "VLLM_")
 
 
-def measure_cluster(libraries: Sequence[str]) -> Facts:
+def measure_cluster(libraries: Sequence[str]) -> MachineProperties:
     """Return the properties of one machine of the cluster, with the GPUs of all machines of the cluster.
 
     `libraries`: names of the Python packages whose versions are measured.
@@ -36,7 +36,7 @@ def measure_cluster(libraries: Sequence[str]) -> Facts:
             num_gpus = int(ray.cluster_resources().get("GPU", 0))
             remote: Any = ray.remote  # Any, because the type annotations of ray.remote cover functions only
             ask = remote(num_cpus=1, num_gpus=1 if num_gpus else 0)(measure)
-            facts: Facts = ray.get(ask.remote(list(libraries)))
+            facts: MachineProperties = ray.get(ask.remote(list(libraries)))
         finally:
             ray.shutdown()
     model = facts.gpus[0] if facts.gpus else "GPU"

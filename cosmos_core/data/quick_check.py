@@ -32,7 +32,7 @@ def run(stage: Stage) -> Outcome:
     kind = tokenised_kind(policy.rows)
     for key, source in training_sources(stage).items():
         _check(load_rows(source.dataset, key), partial(kind.read, policy=source), source.dataset.max_skipped_fraction)
-    if data_term := policy.real_rows:
+    if data_term := policy.supervised_rows:
         rows = load_rows(data_term.dataset, "train.train_policy.data_term")
         columns = (data_term.conversation_column_name, getattr(policy, "system_prompt", ""))
         _check(

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from cosmos_core.upload import saves
-from cosmos_core.upload.saves import Saves, saves_url, sending
+from cosmos_core.upload import checkpoint_upload
+from cosmos_core.upload.checkpoint_upload import CheckpointUploader, saves_url, upload_during
 from tests.conftest import wait_until
 from tests.store import Proxy
 
@@ -41,9 +41,9 @@ def test_each_complete_checkpoint_is_sent_once_and_its_manifest_last(tmp_path: P
     checkpoint(tmp_path, 2)
     (checkpoint(tmp_path, 4) / "manifest.json").unlink()
     assert url.endswith("/sft/saves/20250101000000")
-    assert Saves(tmp_path, url).push() == ["step_2"]
+    assert CheckpointUploader(tmp_path, url).push() == ["step_2"]
     assert sent(proxy) == [f"step_2/policy/{name}" for name in ("rank_0.safetensors", "manifest.json")]
-    assert Saves(tmp_path, url).push() == []
+    assert CheckpointUploader(tmp_path, url).push() == []
     assert not list((tmp_path / "sending").iterdir())
 
 
@@ -57,11 +57,11 @@ def test_what_a_disk_refuses_is_sent_later(
             raise failures.pop()
         return real(source, target)
 
-    real = saves.linked
-    monkeypatch.setattr(saves, "linked", linked)
-    monkeypatch.setattr(saves, "_PAUSE_SECONDS", 0.1)
+    real = checkpoint_upload.linked
+    monkeypatch.setattr(checkpoint_upload, "linked", linked)
+    monkeypatch.setattr(checkpoint_upload, "_PAUSE_SECONDS", 0.1)
     checkpoint(tmp_path, 2)
-    with sending(tmp_path, url):
+    with upload_during(tmp_path, url):
         wait_until(lambda: "step_2/policy/manifest.json" in sent(proxy), 20, "it is sent")
     told = (tmp_path / "events.jsonl").read_text()
     assert told.count("not sent") == 2 and "KeyError: 'of a library'" in told
@@ -70,9 +70,9 @@ def test_what_a_disk_refuses_is_sent_later(
 def test_they_are_sent_while_the_training_goes_on_and_a_store_that_fails_costs_nothing(
     tmp_path: Path, url: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saves, "_PAUSE_SECONDS", 7200.0)  # longer than a test may take
+    monkeypatch.setattr(checkpoint_upload, "_PAUSE_SECONDS", 7200.0)  # longer than a test may take
     checkpoint(tmp_path, 2)
-    with sending(tmp_path, url):
+    with upload_during(tmp_path, url):
         wait_until(lambda: "step_2/policy/manifest.json" in sent(proxy), 20, "it is sent")
         shutil.rmtree(tmp_path / "checkpoints")
         proxy.reset(lambda request: "403")
@@ -80,12 +80,12 @@ def test_they_are_sent_while_the_training_goes_on_and_a_store_that_fails_costs_n
         wait_until(lambda: proxy.requests, 20, "it is tried")
     wait_until(lambda: "not sent" in (tmp_path / "events.jsonl").read_text(), 5, "it is said")
     proxy.reset()
-    assert Saves(tmp_path, url).push() == ["step_4"], "the stage that publishes sends it"
+    assert CheckpointUploader(tmp_path, url).push() == ["step_4"], "the stage that publishes sends it"
     assert "step_2 to s3://models/" in (tmp_path / "events.jsonl").read_text()
 
 
 def test_without_a_url_nothing_is_begun(tmp_path: Path, proxy: Proxy) -> None:
-    with sending(tmp_path, ""):
+    with upload_during(tmp_path, ""):
         checkpoint(tmp_path, 2)
         assert "saves" not in {thread.name for thread in threading.enumerate()}
     assert proxy.requests == []

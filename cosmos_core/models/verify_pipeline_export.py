@@ -19,10 +19,10 @@ from cosmos_core.errors import StageFailed
 from cosmos_core.models.diffusion import DiffusionModel
 from cosmos_core.models.export_pipeline import export_state, untrained_files
 from cosmos_core.models.families import family_of
-from cosmos_core.models.fresh import call_in_interpreter, fresh_interpreter
 from cosmos_core.models.lora import FOLDER, is_adapted, merge_adapter
+from cosmos_core.models.new_interpreter import call_in_interpreter, fresh_interpreter
 from cosmos_core.models.pipeline_folder import PipelineFolder
-from cosmos_core.models.prove import format_names, same_bits, tensors_of
+from cosmos_core.models.verify_export import format_names, same_bits, tensors_of
 
 _PROMPT = "7 red apples on a table, 東京"
 _SECONDS = 3000
@@ -41,7 +41,7 @@ class Probe(NamedTuple):
     num_threads: int
 
 
-def prove_pipeline(
+def verify_pipeline(
     family: DiffusionModel,
     model: Any,
     target: Path,
@@ -63,7 +63,7 @@ def prove_pipeline(
         with merge_adapter(model):
             checks = [_prove_tensors(export_state(model, dtype), target, family.denoiser_name)]
             checks.append(_prove_copies(family, target))
-        checks += _prove_images(family, model, target, dtype, model_class)
+        checks += _check_images(family, model, target, dtype, model_class)
         return checks
     finally:
         model.train(was_training).to(device)
@@ -72,16 +72,16 @@ def prove_pipeline(
 def _prove_tensors(expected: dict[str, Tensor], target: Path, name: str) -> str:
     """Check that the weight files of the denoiser have exactly the tensors `expected`, bit for bit."""
     keys: set[str] = set()
-    wrong: list[str] = []
+    changed: list[str] = []
     for _, key, tensor in tensors_of(target / name):
         keys.add(key)
         if key in expected and not same_bits(tensor, expected[key]):
-            wrong.append(key)
+            changed.append(key)
     missing, unexpected = sorted(expected.keys() - keys), sorted(keys - expected.keys())
-    if missing or unexpected or wrong:
+    if missing or unexpected or changed:
         raise StageFailed(
             f"export {target} failed the check 'tensors': missing {format_names(missing)}, unexpected "
-            f"{format_names(unexpected)}, changed {format_names(sorted(wrong))}; it must not be used, "
+            f"{format_names(unexpected)}, changed {format_names(sorted(changed))}; it must not be used, "
             f"run the stage again"
         )
     return "tensors"
@@ -91,16 +91,16 @@ def _prove_copies(family: DiffusionModel, target: Path) -> str:
     """Check that the files of components that were not trained equal those of the base pipeline."""
     folder = family.folder
     files = untrained_files(folder, family.denoiser_name)
-    wrong = [str(file) for file in files if not filecmp.cmp(folder.path / file, target / file, shallow=False)]
-    if wrong:
+    diffs = [str(file) for file in files if not filecmp.cmp(folder.path / file, target / file, shallow=False)]
+    if diffs:
         raise StageFailed(
-            f"export {target} failed the check 'copies': {format_names(wrong)} is not what was copied; check the disk, "
+            f"export {target} failed the check 'copies': {format_names(diffs)} is not what was copied; check the disk, "
             f"run the stage again"
         )
     return "copies"
 
 
-def _prove_images(
+def _check_images(
     family: DiffusionModel, model: Any, target: Path, dtype: torch.dtype | None, model_class: str | None
 ) -> list[str]:
     """Check that the exported pipeline, and the adapter on the base pipeline, generate the same image as the policy."""
@@ -166,7 +166,7 @@ def _generate(pipeline: Any, settings: dict[str, Any], **inputs: Any) -> Tensor:
 def _draw_in_interpreter(probes: Sequence[Probe]) -> list[Tensor]:
     """Return the image of each probe, generated in a fresh interpreter."""
     with fresh_interpreter() as pool:
-        images = call_in_interpreter(pool, draw_all, (probes,), _SECONDS, probes[0].folder)
+        images = call_in_interpreter(pool, generate_images, (probes,), _SECONDS, probes[0].folder)
     return [torch.from_numpy(image) for image in images]
 
 
@@ -182,16 +182,13 @@ def _compare_images(check: str, policy_image: Tensor, export_image: Tensor, targ
     )
 
 
-# The functions below run in the fresh interpreter.
-
-
-def draw_all(probes: Sequence[Probe]) -> list[np.ndarray]:
+def generate_images(probes: Sequence[Probe]) -> list[np.ndarray]:
     """Return the image of each probe; this function runs in the fresh interpreter."""
-    return [draw(probe) for probe in probes]
+    return [generate_image(probe) for probe in probes]
 
 
 @torch.no_grad()
-def draw(probe: Probe) -> np.ndarray:
+def generate_image(probe: Probe) -> np.ndarray:
     """Load a pipeline as a user would, with its adapter, and return the image of the probe."""
     torch.set_num_threads(probe.num_threads)
     folder = PipelineFolder(str(probe.folder))

@@ -10,7 +10,7 @@ from cosmos_core.data.kinds.base import LOCATION, TRAIN
 from cosmos_core.data.prepared import open_table
 
 
-def shown_rows(folder: Path, tokenizer: PreTrainedTokenizerBase, count: int) -> list[str]:
+def preview_rows(folder: Path, tokenizer: PreTrainedTokenizerBase, count: int) -> list[str]:
     """Return lines that show the first training rows, one line per run of learned or masked tokens.
 
     Raises:

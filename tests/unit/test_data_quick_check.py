@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cosmos_core.data import look
+from cosmos_core.data import quick_check
 from cosmos_core.errors import DataError
 from tests.effects.change import GRPO, SFT, recipe, stage_of
 
@@ -30,7 +30,7 @@ def test_rows_with_images_are_accepted_of_every_kind(tmp_path: Path, settings: d
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps(row) + "\n")
     named = {"train.train_policy.dataset.name": str(rows), "validation.dataset.name": str(rows)}
-    look.run(stage_of(tmp_path / "sft", recipe({**settings, **named})))
+    quick_check.run(stage_of(tmp_path / "sft", recipe({**settings, **named})))
 
 
 @pytest.mark.parametrize(
@@ -50,5 +50,5 @@ def test_the_remedy_for_rows_of_which_none_can_be_used_is_not_to_allow_more(
     rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
     settings = {**SFT, "train.train_policy.dataset.name": str(rows)}
     with pytest.raises(DataError) as caught:
-        look.run(stage_of(tmp_path / "sft", recipe(settings)))
+        quick_check.run(stage_of(tmp_path / "sft", recipe(settings)))
     assert remedy in str(caught.value)

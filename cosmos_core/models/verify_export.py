@@ -35,9 +35,9 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from cosmos_core.errors import ModelError, ProgramError, StageFailed
 from cosmos_core.models.first_layers import FirstLayers, cut_config, fit_layers, is_removed, keep_first_layers
-from cosmos_core.models.fresh import call_in_interpreter, fresh_interpreter
-from cosmos_core.models.lora import FOLDER, changes_base, is_adapted, merge_adapter, plain_state
-from cosmos_core.models.source import KEY, translate_load_errors
+from cosmos_core.models.lora import FOLDER, changes_base, is_adapted, merge_adapter, merged_state_dict
+from cosmos_core.models.model_files import KEY, translate_load_errors
+from cosmos_core.models.new_interpreter import call_in_interpreter, fresh_interpreter
 
 _INDEX = "model.safetensors.index.json"
 _PROBE_SHAPE_BT = (2, 16)
@@ -66,7 +66,7 @@ class Probe(NamedTuple):
     """Dtypes, by name, of buffers that no checkpoint contains and that are not float32 in the trainer."""
 
 
-def prove_export(
+def verify_export(
     model: PreTrainedModel,
     target: Path,
     *,
@@ -85,20 +85,20 @@ def prove_export(
     """
     with fresh_interpreter() as pool:
         with merge_adapter(model):
-            expected = revert_weight_conversion(model, plain_state(model))
-            checks = _prove_files(expected, target, dtype)
+            expected = revert_weight_conversion(model, merged_state_dict(model))
+            checks = _check_files(expected, target, dtype)
             free = psutil.virtual_memory().available if memory is None else memory
             first = fit_layers(model, dtype, int(free * _MEMORY_SHARE))
             with keep_first_layers(model, first):
-                merged_BTV, about_reload = _prove_reload(model, target, dtype, tokenizer, first, pool)
+                merged_BTV, about_reload = _check_reload(model, target, dtype, tokenizer, first, pool)
         checks += about_reload
         if is_adapted(model):
             with keep_first_layers(model, first):
-                checks += _prove_adapter(model, merged_BTV, target, first, pool)
+                checks += _check_adapter(model, merged_BTV, target, first, pool)
     return checks
 
 
-def rehearse_export(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, model: str) -> None:
+def check_export_possible(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, model: str) -> None:
     """Check before a training that config and tokenizer can be saved to a temporary folder and loaded again.
 
     Raises:
@@ -111,7 +111,7 @@ def rehearse_export(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
             raise ModelError(f"{KEY} = {model!r}: the tokenizer, saved by transformers, is another when it is loaded")
 
 
-def _prove_files(expected: dict[str, torch.Tensor], target: Path, dtype: torch.dtype | None) -> list[str]:
+def _check_files(expected: dict[str, torch.Tensor], target: Path, dtype: torch.dtype | None) -> list[str]:
     """Check that the weight files and their index have exactly the tensors of the model, `expected`.
 
     Of tied weights at least one key must exist. Each tensor on disk must equal the trainer's tensor in `dtype`, bit for
@@ -162,7 +162,7 @@ def tensors_of(target: Path) -> Iterator[tuple[Path, str, torch.Tensor]]:
             ) from error
 
 
-def _prove_reload(
+def _check_reload(
     model: PreTrainedModel,
     target: Path,
     dtype: torch.dtype | None,
@@ -185,7 +185,7 @@ def _prove_reload(
     return logits_BTV, checks
 
 
-def _prove_adapter(
+def _check_adapter(
     model: PreTrainedModel, merged_BTV: torch.Tensor, target: Path, first: FirstLayers | None, pool: ProcessPool
 ) -> list[str]:
     """Check that merging the adapter changes the logits only by rounding, and that PEFT computes the same logits from
@@ -208,7 +208,7 @@ def _reload(
     probe = Probe(
         _probe_ids(model).numpy(),
         model.dtype,
-        attention.removeprefix("packed_"),  # packed rows use the implementation that follows the prefix
+        attention.removeprefix("packed_"),  # name of the attention for padded rows, without the prefix for packed ones
         torch.get_num_threads(),
         first,
         {n: b.dtype for n, b in model.named_buffers() if b.is_floating_point() and b.dtype != torch.float32},
@@ -264,9 +264,6 @@ def _trainer_logits(model: PreTrainedModel, dtype: torch.dtype | None) -> torch.
     return output.logits.float().cpu()
 
 
-# The functions below run in the fresh interpreter.
-
-
 @torch.no_grad()
 def compute_logits(folder: Path, probe: Probe) -> tuple[np.ndarray, list[object]]:
     """Load the export in `folder` as a user would; return the logits BTV of the probe and a description of its
@@ -302,7 +299,7 @@ def _load_with_adapter(folder: Path, probe: Probe) -> Any:
     cls: Any = auto_class(config)
     base = cls.from_pretrained(
         source, config=config, revision=revision, dtype=probe.dtype, attn_implementation=probe.attention,
-        generation_config=GenerationConfig(),  # the default, because transformers may refuse that of the base model
+        generation_config=GenerationConfig(),  # transformers may refuse the one of the base model
     )  # fmt: skip
     return PeftModel.from_pretrained(base, str(folder)).float()
 

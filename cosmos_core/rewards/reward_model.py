@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 from cosmos_core.errors import RewardError
-from cosmos_core.registry import class_name, import_thing, import_user_code, offered_names, suggestion
+from cosmos_core.registry import class_name, import_object, import_user_code, offered_names, suggestion
 from cosmos_core.rewards.base import Reward, load_reward, one_line, plain
 
 FOLDER = "cosmos_core.rewards"
@@ -104,7 +104,7 @@ def load_served(name: str, entry: str, settings: Settings) -> Scorer:
             return cast(Callable[[Settings], Scorer], user_object)(settings)
         return FunctionReward(name, load_reward(entry), settings)
     if name in classes:
-        reward_class: Callable[[Settings], Scorer] = import_thing(f"{FOLDER}.{name}:{class_name(name)}Reward")
+        reward_class: Callable[[Settings], Scorer] = import_object(f"{FOLDER}.{name}:{class_name(name)}Reward")
         return reward_class(settings)
     names = sorted({*classes, *offered_names(FOLDER)})
     if name not in names:

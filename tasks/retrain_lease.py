@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _POLL_SECONDS = 5.0
 
 
-class Firing:
+class RetrainLease:
     """Exclusive right of a flow run to retrain and publish for one note; a context manager that releases the right at
     its end."""
 
@@ -53,7 +53,7 @@ class Firing:
         while not self._try_lease():
             sleep_unless_stopping(_POLL_SECONDS)
 
-    def __enter__(self) -> Firing:
+    def __enter__(self) -> RetrainLease:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -35,7 +35,7 @@ def saves_url(parent: str, training: str, run_id: str) -> str:
     return f"{parent}/{training}/saves/{run_id}" if parent else ""
 
 
-class Saves:
+class CheckpointUploader:
     """Uploader of the checkpoints of one training to a URL."""
 
     def __init__(self, stage_path: Path, url: str) -> None:
@@ -84,7 +84,7 @@ class _Stopped(Exception):
 
 
 @contextmanager
-def sending(stage_path: Path, url: str) -> Iterator[None]:
+def upload_during(stage_path: Path, url: str) -> Iterator[None]:
     """Send the checkpoints of a training while the block runs, as soon as they are saved; with an empty `url`, send
     none.
 
@@ -109,7 +109,7 @@ def _follow(stage_path: Path, url: str, stop: threading.Event) -> None:
     saves = None
     while not stop.wait(_POLL_SECONDS):
         try:
-            saves = saves or Saves(stage_path, url)
+            saves = saves or CheckpointUploader(stage_path, url)
             for name in saves.push(stop):
                 record_event(stage_path, "sent", f"{name} to {url}")
         except _Stopped:

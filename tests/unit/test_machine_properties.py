@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from cosmos_core import facts
-from cosmos_core.cluster.facts import variables_of_ranks
+from cosmos_core import machine_properties
+from cosmos_core.cluster.properties import variables_of_ranks
 from cosmos_core.errors import ConfigError
-from cosmos_core.facts import Facts, facts_of_workers, measure
 from cosmos_core.launch import worker
+from cosmos_core.machine_properties import MachineProperties, facts_of_workers, measure
 from cosmos_core.run.digests import Digests
 from cosmos_core.run.fingerprint import fingerprint
 from tasks.kinds import all_kinds
@@ -60,17 +60,17 @@ class FakeNvml:
 @contextmanager
 def machine_with(names: Sequence[str], monkeypatch: pytest.MonkeyPatch, visible: str | None = None) -> Iterator[None]:
     """Inside, this process is on a machine with these GPUs, and has not asked for them before."""
-    facts._facts.cache_clear()
+    machine_properties._facts.cache_clear()
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "pynvml", FakeNvml(list(names)))  # type: ignore[arg-type]
         patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if visible is not None:
             patch.setenv("CUDA_VISIBLE_DEVICES", visible)
         yield
-    facts._facts.cache_clear()
+    machine_properties._facts.cache_clear()
 
 
-def see(monkeypatch: pytest.MonkeyPatch, nvml: Any, visible: str | None) -> Facts:
+def see(monkeypatch: pytest.MonkeyPatch, nvml: Any, visible: str | None) -> MachineProperties:
     """The facts of this process with such a driver and such a variable."""
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     if visible is None:

@@ -18,7 +18,7 @@ REFUSED = "Refused"
 _SKIPPED = "Skipped"
 
 
-def ended(error: CosmosError) -> State[Any]:
+def failed_state(error: CosmosError) -> State[Any]:
     """Return the final state of a stage that failed and is not retried; if the error were raised, Prefect would log a
     traceback."""
     if isinstance(error, GateFailed):
@@ -45,7 +45,7 @@ def state_of(future: PrefectFuture[Any]) -> State[Any]:
     return future.state
 
 
-def of_flow(run: Run, futures: Mapping[str, PrefectFuture[Any]], *, is_cancelled: bool) -> State[Any]:
+def flow_state(run: Run, futures: Mapping[str, PrefectFuture[Any]], *, is_cancelled: bool) -> State[Any]:
     """Return the final state of a flow run from the futures of its stages."""
     incomplete = {name: state_of(future) for name, future in futures.items() if not has_result(future)}
     if not incomplete:

@@ -11,12 +11,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from transformers import PreTrainedModel
 
-from cosmos_core.checkpoint.resume import problem, saved_steps, step_folder
+from cosmos_core.checkpoint.resume import resume_obstacle, saved_steps, step_folder
 from cosmos_core.checkpoint.state import TrainState, named_tensors
 from cosmos_core.config.inputs import source_of
 from cosmos_core.errors import ModelError
 from cosmos_core.models.disk import unwrap_checkpoint_errors
-from cosmos_core.models.freeze import choose_trained
+from cosmos_core.models.freeze import mark_trained_weights
 from cosmos_core.models.hf import load_model
 from cosmos_core.run.stage import Stage, load_stage
 
@@ -42,7 +42,7 @@ def pinned_step(stage: Stage) -> int:
             f"{key}: there is no checkpoint of step {which}, only {steps}; train with train.ckpt.enable_checkpoint = "
             f"true, and raise train.ckpt.max_keep to keep more"
         )
-    if reason := problem(folder, int(which), None):
+    if reason := resume_obstacle(folder, int(which), None):
         raise ModelError(f"{key}: {step_folder(folder, int(which))}: {reason}; choose another step")
     return int(which)
 
@@ -62,7 +62,7 @@ def pinned_model(stage: Stage, step: int, start: Callable[[Stage], Any] | None =
     """
     training = training_of(stage)
     train = training.recipe.train
-    torch.manual_seed(training.seed)  # so that adapters get the same initial weights as in the training
+    torch.manual_seed(training.seed)  # gives adapters the same initial weights as in the training
     model = (start or _causal_lm)(training)
     folder = step_folder(training.path / "checkpoints", step) / "policy"
     reader = dcp.HuggingFaceStorageReader(str(folder))
@@ -90,5 +90,5 @@ def _causal_lm(training: Stage) -> PreTrainedModel:
     """Return the initial causal language model of a training stage, with its trainable parameters marked."""
     train, policy = training.recipe.train, training.recipe.policy
     model = load_model(training.model, revision=policy.model_revision, dtype=getattr(torch, train.master_dtype))
-    choose_trained(model, policy)
+    mark_trained_weights(model, policy)
     return model

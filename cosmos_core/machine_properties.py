@@ -1,9 +1,9 @@
 """Hardware and software of a machine: GPUs, CPU threads and versions of libraries, read without importing the
 libraries.
 
-`measure` describes its own process, so it runs where the description is needed: `python -m cosmos_core.facts` in the
-interpreter of the workers, `cosmos_core.cluster.facts` on the machine of a Ray cluster, the worker in each of its
-ranks.
+`measure` describes its own process, so it runs where the description is needed: `python -m
+cosmos_core.machine_properties` in the interpreter of the workers, `cosmos_core.cluster.properties` on the machine of a
+Ray cluster, the worker in each of its ranks.
 """
 
 import json
@@ -27,7 +27,7 @@ _ASK_SECONDS = 120
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class MachineProperties:
     """Hardware and installed libraries of one machine, as one Python interpreter on it sees them."""
 
     host: str
@@ -46,11 +46,13 @@ class Facts:
         return ", ".join(sorted(set(self.gpus))) or "cpu"
 
 
-def measure(libraries: Sequence[str] = ()) -> Facts:
+def measure(libraries: Sequence[str] = ()) -> MachineProperties:
     """Return the hardware and the versions of the libraries as this process sees them."""
     versions = {name: installed for name in libraries if (installed := _version(name))}
     gpus = tuple(name for name, _ in _visible_gpus())
-    return Facts(platform.node(), gpus, len(os.sched_getaffinity(0)), versions, _compiler_lacks(has_gpus=bool(gpus)))
+    return MachineProperties(
+        platform.node(), gpus, len(os.sched_getaffinity(0)), versions, _compiler_lacks(has_gpus=bool(gpus))
+    )
 
 
 def _compiler_lacks(*, has_gpus: bool) -> str:
@@ -64,7 +66,7 @@ def _compiler_lacks(*, has_gpus: bool) -> str:
     return "" if header.is_file() else f"Python's headers ({header} was not found)"
 
 
-def facts_of_workers(libraries: Sequence[str] = (), python: str = "", *, is_group: bool = False) -> Facts:
+def facts_of_workers(libraries: Sequence[str] = (), python: str = "", *, is_group: bool = False) -> MachineProperties:
     """Return the hardware and libraries of the interpreter that runs the stages, measured once in the life of this
     process.
 
@@ -80,14 +82,14 @@ def facts_of_workers(libraries: Sequence[str] = (), python: str = "", *, is_grou
 
 
 @cache
-def _facts(libraries: tuple[str, ...], python: str, cluster: str, visible: str | None) -> Facts:
+def _facts(libraries: tuple[str, ...], python: str, cluster: str, visible: str | None) -> MachineProperties:
     if not python and not cluster:
         return measure(libraries)
-    program = "cosmos_core.cluster.facts" if cluster else "cosmos_core.facts"
+    program = "cosmos_core.cluster.properties" if cluster else "cosmos_core.machine_properties"
     command = [python or sys.executable, "-m", program, *libraries]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_ASK_SECONDS)
-        facts = Facts(**json.loads(done.stdout.splitlines()[-1]))
+        facts = MachineProperties(**json.loads(done.stdout.splitlines()[-1]))
     except (OSError, subprocess.SubprocessError, ValueError, IndexError, TypeError) as error:
         if cluster:
             reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1:]
