@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 
+from cosmos_core.launch.server import _copy_database, _template
 from cosmos_core.observe.logs import quiet_environment
 from tests.conftest import processes_below, wait_until
 
@@ -29,12 +30,13 @@ class Orchestra:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}/api"
+        self._file = folder / ":memory:" / "prefect.db"
         self.settings = {
             "PREFECT_HOME": str(folder / "home"),
             "PREFECT_PROFILES_PATH": str(folder / "home" / "profiles.toml"),
             "PREFECT_API_URL": self.url,
             "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
-            "PREFECT_WORKER_QUERY_SECONDS": "3",
+            "PREFECT_WORKER_QUERY_SECONDS": "1",
             "OMP_NUM_THREADS": "1",
         }
         mine = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT")}
@@ -47,9 +49,8 @@ class Orchestra:
     def _database(self) -> str:
         """Return the URL of an SQLite that is used through one connection, as Prefect does with any that has this word
         in its URL: of two writers the second one waits for a minute, and keeps the interpreter from the first."""
-        folder = self.folder / ":memory:"
-        folder.mkdir(parents=True, exist_ok=True)
-        return f"sqlite+aiosqlite:///{folder}/prefect.db"
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        return f"sqlite+aiosqlite:///{self._file}"
 
     def open(self) -> None:
         """Start the server, make the pool, deploy everything in `prefect.yaml`."""
@@ -62,9 +63,12 @@ class Orchestra:
         self.prefect("deploy", "--all")
 
     def start_server(self) -> subprocess.Popen[str]:
-        """Start the server, with the database that there is."""
+        """Start the server, with the database that there is, or a copy of the empty one that is kept."""
+        is_made_here = not self._file.exists() and not _copy_database(_template(), self._file)
         found = self.start("server", "server", "start", "--host", "127.0.0.1", "--port", str(self.port))
         wait_until(self._answers, 120, f"the server answers; its log: {self.folder}/server.log")
+        if is_made_here:
+            _copy_database(self._file, _template())
         return found
 
     def _answers(self) -> bool:

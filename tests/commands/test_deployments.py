@@ -190,7 +190,7 @@ def test_a_schedule_fires_and_without_new_data_the_second_firing_trains_nothing(
     config = write(place, COUNTING.replace("[pipeline]", '[pipeline]\noutput_dir = "OUTPUTS"'))
     orchestra.ensure_worker()
     deployment = httpx.get(f"{orchestra.url}/deployments/name/retrain/local", timeout=30).json()["id"]
-    wanted = [{"schedule": {"interval": 20}, "active": True, "parameters": {"config": config}}]
+    wanted = [{"schedule": {"interval": 8}, "active": True, "parameters": {"config": config}}]
     orchestra.post(f"deployments/{deployment}/schedules", wanted)
     try:
         wait_until(lambda: scheduled(orchestra, config), 60, "the scheduler made runs")

@@ -12,8 +12,10 @@ from cosmos_core.run.directory import open_run
 from cosmos_core.run.manifest import read_result
 from tasks.kinds import all_kinds
 from tests.conftest import Workspace, wait_until
+from tests.faults.test_kill import chain
 from tests.unit.tiny_model import save_tiny_model
 
+STEPS = 8
 FLOW = """
 from prefect import flow
 from tasks import custom, report
@@ -22,9 +24,9 @@ from tasks import custom, report
 def chain(rounds: int, seconds: float = 0.0, run_id: str = ""):
     last = ()
     for i in range(rounds):
-        last = custom("PROGRAMS/counting.py:count", arguments={"steps": 20, "seconds": seconds}, after=last,
+        last = custom("PROGRAMS/counting.py:count", arguments={"steps": 8, "seconds": seconds}, after=last,
                       name=f"count-{i}")
-        if last.metrics["count"] < 20:
+        if last.metrics["count"] < 8:
             break
     report(after=last)
 
@@ -59,25 +61,18 @@ def steps(outputs: Path) -> int:
     return sum(len(file.read_text().splitlines()) for file in outputs.glob("*/stages/*/metrics.jsonl"))
 
 
-def chain_of(run: Path) -> list[str]:
-    return [(run / "stages" / f"count-{i}" / "out.txt").read_text() for i in range(2)]
-
-
-def test_a_flow_that_is_killed_at_any_moment_is_continued_by_the_same_command_or_resume(workspace: Workspace) -> None:
+def test_a_flow_that_is_killed_is_continued_by_the_same_command_or_resume(workspace: Workspace) -> None:
     workspace.write("my.py", FLOW)
-    first = workspace.cosmos("run", "my.py:chain", "-p", "rounds=2", "-p", "run_id=whole")
-    assert "count-1" in first.stdout and "report" in first.stdout
     outputs = workspace.path / "outputs"
-    command = ("run", "my.py:chain", "-p", "rounds=2", "-p", "seconds=0.3")
-    for number, again in enumerate((command, command, ("resume",))):
-        process, before = workspace.start(*again), steps(outputs)
-        wait_until(lambda before=before, number=number: steps(outputs) > before + 3 * number, 60, "a step is done")
-        process.send_signal(signal.SIGTERM if number == 1 else signal.SIGKILL)
-        assert process.wait() in {-signal.SIGKILL, 75}
-    [run] = [path for path in outputs.iterdir() if path.name.startswith("chain-")]
-    workspace.cosmos("resume", run.name)
-    assert chain_of(run) == chain_of(outputs / "whole")
+    for number, more, code in ((signal.SIGKILL, 1, -signal.SIGKILL), (signal.SIGTERM, STEPS - 1, 75)):
+        process = workspace.start("run", "my.py:chain", "-p", "rounds=2", "-p", "seconds=0.3")
+        wait_until(lambda more=more: steps(outputs) > more, 60, "a step of the first stage, then of the second")
+        process.send_signal(number)
+        assert process.wait() == code
+    [run] = outputs.glob("chain-*")
+    assert "report" in workspace.cosmos("resume", run.name).stdout
     for name in ("count-0", "count-1"):
+        assert (run / "stages" / name / "out.txt").read_text() == chain(42, STEPS)
         assert read_result(run / "stages" / name) is not None
     assert "count-1" in workspace.cosmos("status", run.name).stdout
 

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -17,10 +17,10 @@ from cosmos_core.cluster.actors import ActorGroup
 from cosmos_core.cluster.group import WorkerGroup
 from cosmos_core.errors import ConfigError
 from cosmos_core.parallel.mesh import any_rank
-from cosmos_core.run.progress import Metrics, Progress
-from cosmos_core.run.stage import Stage
-from cosmos_core.train.setup import run
 from cosmos_core.types import Outcome
+
+if TYPE_CHECKING:
+    from cosmos_core.run.stage import Stage
 
 
 def total(stop: threading.Event) -> float:
@@ -79,7 +79,10 @@ def stop_together(started: Path, stop: threading.Event) -> list[int]:
 
 
 def train(stage: Stage, stop_after: int | None, scratch: Path, stop: threading.Event) -> Outcome:
-    """The stage; with `stop_after` the last rank alone is told to stop at that step."""
+    """The stage, a training or a validation; with `stop_after` the last rank alone is told to stop at that step."""
+    from cosmos_core.run.progress import Metrics, Progress
+    from cosmos_core.train import setup, validate  # seconds, which ranks in Ray that do not train are spared
+
     torch.set_num_threads(1)
     if dist.get_rank():
         own = scratch / f"rank_{dist.get_rank()}"
@@ -91,7 +94,8 @@ def train(stage: Stage, stop_after: int | None, scratch: Path, stop: threading.E
             stage.stop_requested = line["step"] == stop_after
 
         stage.metrics.watchers.append(watch)
-    return run(stage)
+    program = validate.run if stage.config.kind == "validate" else setup.run
+    return program(stage)
 
 
 class Beside:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import prepare
 from cosmos_core.errors import Preempted
+from cosmos_core.run.files import read_json
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.setup import run
@@ -41,6 +42,7 @@ MESHES: dict[str, dict[str, int]] = {
 }
 EXACT = ("reward/", "completion/", "rollout/version_lag", "validation/", "tokens")
 """Figures of the answers, which are the same tokens."""
+Alone = Callable[[Mapping[str, Any]], Stage]
 
 
 def recipe(policy: Mapping[str, Any], mesh: Mapping[str, int], **train: Any) -> Recipe:
@@ -97,13 +99,17 @@ def on(done: Stage, scratch: Path, stop_after: int | None = None) -> Any:
 
 
 @pytest.fixture(scope="module")
-def alone(task: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Stage]:
-    """The same trainings on one rank, in this process."""
-    folder = tmp_path_factory.mktemp("alone")
-    stages = {"full": rl(task, folder / "full", {}, {}), "lora": rl(task, folder / "lora", LORA, {})}
-    for one in stages.values():
-        run(one)
-    return stages
+def alone(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    """The training with these keys of `[policy]` on one rank, in this process."""
+    done: dict[str, Stage] = {}
+
+    def trained(policy: Mapping[str, Any]) -> Stage:
+        if str(policy) not in done:
+            done[str(policy)] = rl(task, tmp_path_factory.mktemp("alone"), policy, {})
+            run(done[str(policy)])
+        return done[str(policy)]
+
+    return trained
 
 
 def assert_like(done: Stage, alone: Stage) -> None:
@@ -130,34 +136,38 @@ def assert_like(done: Stage, alone: Stage) -> None:
 @pytest.mark.parametrize(
     "mesh", [mesh if mesh == "tp" else pytest.param(mesh, marks=pytest.mark.full) for mesh in MESHES]
 )
-def test_a_mesh_generates_and_learns_as_one_rank(
-    mesh: str, task: Path, tmp_path: Path, alone: dict[str, Stage]
-) -> None:
+def test_a_mesh_generates_and_learns_as_one_rank(mesh: str, task: Path, tmp_path: Path, alone: Alone) -> None:
     done = rl(task, tmp_path / "rl", {}, MESHES[mesh])
     outcome = on(done, tmp_path)
     assert [check.partition(":")[0] for check in outcome.info["checks"]] == ["keys", "bytes", "reload", "tokenizer"]
-    assert_like(done, alone["full"])
+    assert_like(done, alone({}))
+    path, config = tmp_path / "measured", StageConfig(name="measured", kind="validate")
+    path.mkdir()
+    recipe = done.recipe.derived(train=done.recipe.train.derived(ema_enable=False))
+    model, kind = str(done.path / f"safetensors/step_{STEPS}"), all_kinds()["validate"]
+    on(Stage(path, config, recipe, model, task / "prompts/data", {}, "f" * 64, kind=kind), tmp_path)
+    measured, lines = read_json(path / "metrics.json"), read_metrics(done.path / "metrics.jsonl")
+    assert isinstance(measured, dict)
+    assert {name: lines[-1][name] for name in measured} == measured, "the same model, measured by itself"
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("mesh", ["pp"])
-def test_an_adapter_too(mesh: str, task: Path, tmp_path: Path, alone: dict[str, Stage]) -> None:
+def test_an_adapter_too(mesh: str, task: Path, tmp_path: Path, alone: Alone) -> None:
     done = rl(task, tmp_path / "rl", LORA, MESHES[mesh])
     on(done, tmp_path)
-    assert_like(done, alone["lora"])
+    assert_like(done, alone(LORA))
 
 
 @pytest.mark.full
-def test_it_stops_on_two_ranks_and_goes_on_on_four_and_on_one(
-    task: Path, tmp_path: Path, alone: dict[str, Stage]
-) -> None:
+def test_it_stops_on_two_ranks_and_goes_on_on_four_and_on_one(task: Path, tmp_path: Path, alone: Alone) -> None:
     with pytest.raises(Preempted, match="stopped after step 1 of 3; checkpoint saved"):
         on(rl(task, tmp_path / "rl", {}, MESHES["dp"]), tmp_path, stop_after=1)
     with pytest.raises(Preempted, match="stopped after step 2 of 3; checkpoint saved"):
         on(rl(task, tmp_path / "rl", {}, MESHES["hsdp"]), tmp_path, stop_after=2)
     one = rl(task, tmp_path / "rl", {}, {})
     run(one)
-    assert_like(one, alone["full"])
+    assert_like(one, alone({}))
 
 
 def shared_memory() -> list[Path]:
@@ -172,8 +182,9 @@ def left_by_a_killed_run() -> Iterator[None]:
     path.unlink(missing_ok=True)
 
 
+@pytest.mark.full  # two ranks with an engine each are in `test_run.py`
 @pytest.mark.usefixtures("left_by_a_killed_run")
-@pytest.mark.parametrize(("mesh", "tp_size"), [("dp", 2), pytest.param("tp", 1, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("mesh", "tp_size"), [("dp", 2), ("tp", 1)])
 def test_vllm_answers_on_every_rank_and_over_ranks(mesh: str, tp_size: int, task: Path, tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     done = rl(task, tmp_path / "rl", {}, MESHES[mesh])

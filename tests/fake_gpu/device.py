@@ -14,11 +14,12 @@ import importlib.util
 import os
 import shutil
 import subprocess
-import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from cosmos_core.run.files import user_cache
 
 SOURCE = Path(__file__).with_name("device.cpp")
 MEMORY = 80 << 30
@@ -36,10 +37,11 @@ def obstacle() -> str:
 
 
 def build() -> Path:
-    """Return the compiled library, which is kept in the temporary folder of the machine: 20 s the first time."""
+    """Return the compiled library, which is kept in the cache of the user: 20 s the first time."""
     digest = hashlib.sha256(SOURCE.read_bytes() + importlib.metadata.version("torch").encode()).hexdigest()[:16]
-    target = Path(tempfile.gettempdir()) / f"fake-gpu-{os.getuid()}-{digest}.so"
+    target = user_cache() / f"fake-gpu-{digest}.so"
     if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
         unfinished = target.with_suffix(f".{os.getpid()}")
         flags = ["-O0", "-shared", "-fPIC", "-std=c++20", f"-I{_torch() / 'include'}", f"-L{_torch() / 'lib'}"]
         subprocess.run(["g++", *flags, SOURCE, "-o", unfinished, "-ltorch_cpu", "-lc10"], check=True)

@@ -7,6 +7,7 @@ import ast
 import json
 import logging
 import threading
+from contextvars import copy_context
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -187,9 +188,6 @@ def test_why_a_gate_refused_is_said_by_the_flow_run_and_what_it_stopped_is_named
     assert "| validation/prompts >= 1 | 100 | 1 | yes |" in shown["nightly-gate-card"]
     assert "| 0.4 | 0.6 | **no** |" in shown["nightly-run"] and "model.safetensors" not in shown["nightly-run"]
     assert "python" not in shown["nightly-run"], "a refused model is not offered"
-    state, _, flow_run = run(tmp_path, PIPELINE, "Passed_1", '{"accuracy": 0.7}\n')
-    assert state.is_completed()
-    assert "| validation/accuracy >= 0.6 | 0.7 | 0.6 | yes |" in artifacts(flow_run)["nightly-gate-card"]
 
 
 @pytest.mark.parametrize("private", [False, True])
@@ -230,7 +228,7 @@ def test_a_flow_run_that_is_cancelled_and_not_told_so_saves_and_ends_and_publish
             [found] = client.read_flow_runs(flow_run_filter=wanted)
             client.set_flow_run_state(found.id, Cancelling())
 
-    canceller = threading.Thread(target=cancel, daemon=True)
+    canceller = threading.Thread(target=copy_context().run, args=[cancel], daemon=True)  # with the server of `harness`
     canceller.start()
     state, _, flow_run = run(tmp_path, PIPELINE.replace(learn, counting), "Cancelled_1")
     assert state.is_cancelled() and flow_run.state_type == "CANCELLED"

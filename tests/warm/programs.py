@@ -14,7 +14,7 @@ from typing import Any
 
 PROGRAMS = (
     "cosmos_core", "cosmos_core.worker", "cosmos_core.launch.supervisor", "cosmos_core.launch.prefect", "prefect",
-    "prefect.engine", "cosmos_core.machine_properties", "cosmos_core.models.check_model",
+    "prefect.engine", "cosmos_core.machine_properties", "cosmos_core.models.check_model", "cosmos_core.rewards.service",
     "tests.distributed.killed",
 )  # fmt: skip
 MULTIPROCESSING_FORK_SERVER = "from multiprocessing.forkserver"
