@@ -27,7 +27,7 @@ from tasks.stage import perform
 from tasks.store_sync import OUTPUT_DIR, StageSync, open_received_run
 from tests.conftest import PROGRAMS, wait_until
 from tests.store import Proxy, Request
-from tests.unit.test_upload_saves import checkpoint
+from tests.unit.test_checkpoint_upload import checkpoint
 
 CHAIN = f"""
 [pipeline]

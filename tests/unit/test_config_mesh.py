@@ -16,7 +16,7 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
 from tasks.kinds import all_kinds
 from tests.unit.test_config_load import SFT, load
-from tests.unit.test_facts import machine_with
+from tests.unit.test_machine_properties import machine_with
 
 QWEN = {"num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "num_hidden_layers": 28}
 MOE = {"num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128, "num_hidden_layers": 48}
