@@ -72,9 +72,9 @@ def held_out() -> list[dict[str, Any]]:
 
 
 def brief(to_be_evaluated: str, reference: str) -> float:
-    """Return the reward of a completion, 0 to 1: a half for the capital, and a half divided by the number of words."""
+    """Return the reward of a completion: 0 without the capital, else a half, and a half divided by its words."""
     words = to_be_evaluated.split()
-    return (reference in to_be_evaluated) / 2 + 0.5 / len(words) if words else 0.0
+    return 0.5 + 0.5 / len(words) if reference in to_be_evaluated else 0.0
 
 
 def items(**_: Any) -> dict[str, Any]:
