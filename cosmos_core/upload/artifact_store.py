@@ -1,10 +1,11 @@
-"""The artifact store, for machines without a shared disk: `artifact_store = "s3://BUCKET/PREFIX"`.
+"""Client of the artifact store (`artifact_store = "s3://BUCKET/PREFIX"`), which machines without a shared disk use to
+exchange the results of stages.
 
     objects/<ab>/<sha256>                         outputs of stages, each content once
-    made/<fingerprint>/result.json                result with a fingerprint, for reuse
-    made/<fingerprint>/lease.json                 the process that makes the result now
+    made/<fingerprint>/result.json                result of a fingerprint, for reuse by other runs
+    made/<fingerprint>/lease.json                 process that makes the result now
     made/<fingerprint>/checkpoints/step_<N>.json  checkpoints of the training; their objects are below content/
-    runs/<run>/run.json                           pipeline.toml and run.json; <run>-2 if another run has the name
+    runs/<run>/run.json                           pipeline.toml and run.json; <run>-2 if another run has this id
     runs/<run>/stages/<name>/result.json          written last: the stage is complete
     runs/<run>/stages/<name>/record.json          state, metrics, samples and logs, for display on other machines
 
@@ -42,12 +43,12 @@ _RUNS = "/runs/"
 
 
 class ArtifactStore:
-    """Artifact store below one URL; its methods raise ConfigError or UploadError, with a message of one line, if the
-    store fails."""
+    """Artifact store below one URL; if the store fails, its methods raise ConfigError or UploadError with a message of
+    one line."""
 
     def __init__(self, url: str, pause: Callable[[], None] = lambda: None) -> None:
-        """Open the store at `url`; `pause` is called between files and parts, and raises an error if the run is to
-        stop."""
+        """Open the store at `url`. `pause` is a function that is called between files and between parts of a file; it
+        raises an error if the run is to stop."""
         name, self._prefix = split_url(url)
         self.url = f"{SCHEME}{name}/{self._prefix}".rstrip("/")
         self._bucket = Bucket(name)
@@ -58,10 +59,12 @@ class ArtifactStore:
         self._bucket.check()
 
     def put_run(self, run_path: Path, *, has_grown: bool = False) -> str:
-        """Store the definition of a run unless it is stored already, and return its URL, which `open_stored_run` takes.
-        With `has_grown`, a stored definition is replaced if the run has other stages now.
+        """Store the definition of a run (`pipeline.toml` and `run.json`) unless it is stored already, and return the
+        URL of the run, which `open_stored_run` takes. With `has_grown`, replace a stored definition that has other
+        stages.
 
-        Two runs that started on two machines in the same second have equal ids; the store renames the second.
+        If two runs have the same id, because two machines started them in the same second, the second run gets another
+        name in the store.
         """
         files, facts = {name: _text(run_path / name) for name in RUN_FILES}, read_facts(run_path)
         # The folder of the run may have another name on this machine than in the store.
@@ -88,15 +91,17 @@ class ArtifactStore:
         self._write(f"runs/{run_id}/stages/{stage}/{RESULT}", result)
 
     def put_made(self, result: Result) -> None:
-        """Store the result of a fingerprint for reuse by other runs; its outputs must be stored before."""
+        """Store the result of a stage under its fingerprint, for reuse by other runs; the outputs must be stored
+        before."""
         self._write(f"made/{result['fingerprint']}/{RESULT}", result)
 
     def result(self, run_id: str, stage: str) -> Result | None:
-        """Return the manifest of a stage of a run; None if the stage is not complete."""
+        """Return the stored manifest of a stage; None if the stage of this run is not complete."""
         return self._stored(f"runs/{run_id}/stages/{stage}/{RESULT}")
 
     def made(self, fingerprint: str) -> Result | None:
-        """Return the result of a fingerprint if every output exists with the recorded size; None otherwise."""
+        """Return the stored result with this fingerprint if every output exists with the recorded size; None
+        otherwise."""
         result = self._stored(f"made/{fingerprint}/{RESULT}")
         if result is None:
             return None
@@ -107,8 +112,8 @@ class ArtifactStore:
         return result
 
     def fetch_outputs(self, result: Result, stage_path: Path, here: Mapping[str, Path]) -> None:
-        """Fetch the outputs of a result to `stage_path`. `here` maps digests to local files, which are copied instead
-        of fetched."""
+        """Download the outputs of a result to `stage_path`. `here` maps SHA-256 digests to local files, which are
+        copied instead of downloaded."""
         with translate_errors(self.url):
             self._objects.fetch({stage_path / record["path"]: _entry(record) for record in result["outputs"]}, here)
         for record in result["outputs"]:
@@ -116,15 +121,16 @@ class ArtifactStore:
             record.update(mtime_ns=status.st_mtime_ns, inode=status.st_ino)
 
     def lease(self, fingerprint: str, holder: Holder, is_gone: Callable[[Holder], bool]) -> Lease:
-        """Return the lease that the process which makes the result of a fingerprint must hold."""
+        """Return the lease for a fingerprint: a process must hold it while it makes the result. `is_gone` returns True
+        if a holder is known to have ended."""
         return Lease(self._bucket, self._key(f"made/{fingerprint}/lease.json"), holder, is_gone)
 
     def checkpoints(self, fingerprint: str, stage_path: Path) -> StoredCheckpoints:
-        """Return the stored checkpoints of the training with a fingerprint."""
+        """Return the checkpoints in the store that belong to the training with this fingerprint."""
         return StoredCheckpoints(self._bucket, self._key(f"made/{fingerprint}/{FOLDER}"), stage_path)
 
     def record(self, run_id: str, stage_path: Path, machine: str) -> StoredRecord:
-        """Return the record of a stage, the files that other machines display."""
+        """Return the stored copies of a stage's small files, which other machines display."""
         return StoredRecord(self._bucket, self._key(f"runs/{run_id}/stages/{stage_path.name}"), stage_path, machine)
 
     def _has_run(self, name: str, files: dict[str, str], has_grown: bool) -> bool:
@@ -135,7 +141,7 @@ class ArtifactStore:
         if stored is None:
             if exchange_document(self._bucket, key, files, ""):
                 return True
-            # Another machine has stored the object, or the response to this request was lost.
+            # Another machine has stored the document first, or the response to a successful request was lost.
             stored, _ = read_document(self._bucket, key)
         if stored is None or _identity(stored[_FACTS]) != _identity(files[_FACTS]):
             return False
@@ -160,11 +166,11 @@ class ArtifactStore:
 
 
 def open_stored_run(url: str, folder: str, pause: Callable[[], None]) -> Path:
-    """Return the directory of a run on this machine; create it if it does not exist. `url` is a return value of
-    `put_run`.
+    """Return the local directory of the run that is stored at `url`, a return value of `put_run`; create the directory
+    if it does not exist.
 
-    The directory is in `folder`, or by default in the folder of runs of the machine that started the run. It gets the
-    stages with which the run has grown, unless the flow that adds them works in this directory.
+    A new directory is created in `folder`; if `folder` is empty, in the `output_dir` of the run's pipeline. An existing
+    directory gets the stages that were added to the run since, unless a process is running the run in it.
     """
     base, _, run_id = url.rpartition(_RUNS)
     files = ArtifactStore(base, pause).run(run_id)
@@ -176,7 +182,7 @@ def open_stored_run(url: str, folder: str, pause: Callable[[], None]) -> Path:
         path = runs / f"{run_id}{suffix}"
         present = _text(path / _PIPELINE)
         if present and _identity(_text(path / _FACTS)) != _identity(files[_FACTS]):
-            continue  # the folder belongs to another run
+            continue  # another run has a directory of this name
         if not present or (present != definition and read_holder(path) is None):
             (path / "stages").mkdir(parents=True, exist_ok=True)
             write_text(path / _FACTS, files[_FACTS])
@@ -186,7 +192,7 @@ def open_stored_run(url: str, folder: str, pause: Callable[[], None]) -> Path:
 
 
 def _identity(facts: str) -> Any:
-    """Return the values in the text of a `run.json` that identify a run; the text itself if it is damaged."""
+    """Return the values in the text of a `run.json` that identify a run; the text itself if it cannot be parsed."""
     with suppress(ValueError):
         values = json.loads(facts)
         if isinstance(values, dict):

@@ -1,5 +1,5 @@
-"""Publication targets: each target is one file in this folder, which stores versions of a model and moves the pointer
-to the current version last."""
+"""Publication targets: destinations of published models. A target stores versions of a model, then moves its pointer to
+the new version. Each built-in target is one file in this folder."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,31 +11,32 @@ from cosmos_core.errors import ConfigError, UploadError
 from cosmos_core.registry import is_import_path, load_named
 
 RECORD = "published.json"
-"""Name of the file with the record of a published version, next to the files of the model."""
+"""File name of the record of a published version, which is stored next to the files of the model."""
 JOURNAL = "upload.jsonl"
-"""Name of the file in the folder of a stage with the progress of its upload, from which an interrupted upload
+"""File name of the journal of an upload, which is kept in the folder of the stage so that an interrupted upload
 continues."""
 _MOST_KEPT = 100
 
 
 class Target(Protocol):
-    """Interface of publication targets, the classes that a `target` selects; a target stores versions of one model at
-    the location after `NAME://`.
+    """Interface of publication targets: a `target = "NAME://LOCATION"` in a stage selects the class, which stores
+    versions of one model at LOCATION.
 
     A built-in target is `SomeNameTarget` in `some_name.py`; a user's target is `path/file.py:Class` or
     `path/file.py:Class://LOCATION`. A target may have further methods, of which `S3Target` has all:
 
     - `check()` raises ConfigError if the target cannot be written.
-    - `attend(folder, pause)` lets an interrupted upload continue: the target keeps a journal in the folder. It calls
-      `pause`, which raises if the run is to stop, from time to time and before it moves the pointer.
+    - `prepare_upload(folder, pause)` lets an interrupted upload continue: the target keeps a journal in the folder. It
+      calls `pause`, which raises an error if the run is to stop, repeatedly and before it moves the pointer.
     - `where(version)` and `damage(folder, version, record)`: with both, the same weights are not published twice.
       `damage` returns what is wrong with the files of `record` in a version, or an empty string.
-    - `history`, `record_of`, `where` and `point_to`: with all of them, the pointer can be moved back.
-    - `versions` lists all stored versions, including those that a rollback has left.
+    - `history`, `record_of`, `where` and `point_to`: a target with all four supports rollback of the pointer.
+    - `versions` lists all stored versions, including versions from which the pointer was rolled back.
     """
 
     def published(self) -> dict[str, Any] | None:
-        """Return the record of the version to which the pointer refers; None if nothing was published yet.
+        """Return the record of the current version, to which the pointer of the target refers; None if nothing was
+        published yet.
 
         Raises:
             DamagedRecord: the record cannot be read; `publish` is possible all the same.
@@ -47,7 +48,7 @@ class Target(Protocol):
         version.
 
         Safe to repeat after a crash at any point: a complete version is not sent again, an incomplete one is replaced.
-        `record["files"]` has the sha256 of each file, `record["metrics"]` the metrics that a gate compares with.
+        `record["files"]` has the sha256 of each file, `record["metrics"]` the metrics that a gate stage compares.
 
         Raises:
             UploadError: the target refused, lost or altered a file; the pointer was not moved.
@@ -55,23 +56,25 @@ class Target(Protocol):
 
 
 def is_record(value: Any) -> bool:
-    """Return True if a value has the form of a record for `publish`."""
+    """Return True if a value is a record of a published version: a dict with the dicts `metrics` and `files`."""
     return isinstance(value, dict) and isinstance(value.get("metrics"), dict) and isinstance(value.get("files"), dict)
 
 
 def with_version(history: list[str], version: str) -> list[str]:
-    """Return the history of the pointer after it has moved to `version`."""
+    """Return the list of versions to which the pointer has referred, after it has moved to `version`; at most 100
+    versions."""
     return history[-_MOST_KEPT:] if history[-1:] == [version] else [*history[-_MOST_KEPT + 1 :], version]
 
 
 def check_targets(pipeline: Pipeline) -> None:
-    """Check that each built-in publication target of a stage can be written, if the target has a method `check`.
+    """Check that each built-in publication target of a pipeline can be written, if the target has a method `check`.
 
     Raises:
         ConfigError: a target cannot be written.
     """
     for stage in pipeline.stages:
-        is_own = is_import_path(split_target(stage.target)[0])  # user code is imported only when the stage runs
+        # The user's code of a target is imported only when the stage runs.
+        is_own = is_import_path(split_target(stage.target)[0])
         if is_own or pipeline.kind_of(stage).makes != "publication":
             continue
         check: Callable[[], None] | None = getattr(open_target(stage.target), "check", None)

@@ -1,5 +1,5 @@
-"""Store files in a bucket under the SHA-256 of their content: each content is stored once, and a document that is
-written last names it.
+"""Content-addressed storage in a bucket: each content is stored once, under its SHA-256, and a JSON document that is
+written last names the contents.
 
 A fetched file is compared with its digest, and fetched again if the network altered it.
 """
@@ -33,33 +33,33 @@ class Entry:
 
     @classmethod
     def of(cls, data: bytes) -> Entry:
-        """Return the entry of a content: its size and digest."""
+        """Return the size and digest of `data`."""
         return cls(len(data), hashlib.sha256(data).hexdigest())
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """Set of stored files with their size and digest by path, and a dict of further information."""
+    """Set of stored files, as a size and digest for each path, with a dict of further information."""
 
     files: Mapping[str, Entry]
     info: dict[str, Any] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the document from which `bundle_of` creates this bundle."""
+        """Return the bundle as a dict for a JSON document, from which `bundle_of` creates the bundle again."""
         return {"files": {path: [each.size, each.sha256] for path, each in self.files.items()}, "info": self.info}
 
 
 def bundle_of(value: dict[str, Any]) -> Bundle:
-    """Return the bundle that `Bundle.as_json` wrote as a JSON document."""
+    """Return the bundle that a dict of `Bundle.as_json` describes."""
     return Bundle({path: Entry(*each) for path, each in value["files"].items()}, value["info"])
 
 
 class Contents:
-    """Storage of files below one prefix of a bucket, under the SHA-256 of their content."""
+    """Storage of files below one prefix of a bucket; the key of each file is the SHA-256 of its content."""
 
     def __init__(self, bucket: Bucket, prefix: str, pause: Callable[[], None] = lambda: None) -> None:
-        """Store contents below `prefix`; `pause` is called between files and parts, and raises an error if the run is
-        to stop."""
+        """Store contents below `prefix`. `pause` is a function that is called between files and between parts of a
+        file; it raises an error if the run is to stop."""
         self._bucket, self._prefix, self._pause = bucket, prefix, pause
 
     def send(self, files: Mapping[str, Path], journal: Path | None = None) -> None:
@@ -67,22 +67,23 @@ class Contents:
         an interrupted upload continues.
 
         Raises:
-            UploadError: a file arrives altered each time, or has changed meanwhile.
+            UploadError: the stored object has the wrong digest after each attempt, or the file has changed during the
+                upload.
         """
         transfer = Transfer(self._bucket, Journal(journal), self._pause)
         transfer.send({self._key(digest): (file, digest) for digest, file in files.items()})
 
     def write(self, data: bytes) -> Entry:
-        """Store a small content in one request; return its size and digest."""
+        """Store bytes in one request; return their size and digest."""
         entry = Entry.of(data)
         self._bucket.write(self._key(entry.sha256), data)
         return entry
 
     def read(self, entry: Entry) -> bytes | None:
-        """Return a small content; None if it does not exist in the bucket.
+        """Return the bytes with the digest of `entry`; None if the bucket does not have them.
 
         Raises:
-            UploadError: the content arrives altered each time.
+            UploadError: the bytes have the wrong digest after each download.
         """
         for _ in range(_ATTEMPTS):
             data = self._bucket.read(self._key(entry.sha256))
@@ -91,11 +92,12 @@ class Contents:
         raise UploadError(f"{self._url(entry)} arrived altered {_ATTEMPTS} times")
 
     def remove(self, entry: Entry) -> None:
-        """Remove a content if it exists."""
+        """Remove the object with the digest of `entry`, if it exists."""
         self._bucket.remove(self._key(entry.sha256))
 
     def missing(self, entries: Iterable[Entry]) -> str:
-        """Return the digest of the first content that does not exist with its size; empty if all exist."""
+        """Return the first digest whose object is missing from the bucket or has another size; an empty string if there
+        is none."""
         for digest, size in {each.sha256: each.size for each in entries}.items():
             self._pause()
             head = self._bucket.head(self._key(digest))
@@ -104,11 +106,11 @@ class Contents:
         return ""
 
     def fetch(self, files: Mapping[Path, Entry], here: Mapping[str, Path] | None = None) -> None:
-        """Fetch contents to files; files that already have their content are skipped. `here` maps digests to local
-        files, which are copied instead of fetched.
+        """Download contents to local files, except to files that already have their content. `here` maps digests to
+        other local files, which are copied instead of downloaded.
 
         Raises:
-            UploadError: a content does not exist any more, or arrives altered each time.
+            UploadError: a content is missing from the bucket, or has the wrong digest after each download.
         """
         files_of: dict[Entry, list[Path]] = defaultdict(list)
         for file, entry in files.items():
@@ -158,16 +160,16 @@ class Contents:
 
 
 def write_document(bucket: Bucket, key: str, value: dict[str, Any], **only: str) -> str:
-    """Replace a JSON document in one request and return its new ETag. `only` has the conditions of the write, as in
-    `Bucket.write`."""
+    """Replace a JSON document in one request and return its new ETag. `only` holds conditional headers for
+    `Bucket.write`, for example `IfMatch`."""
     text = json.dumps(value)
     digest = hashlib.sha256(text.encode()).hexdigest()
     return bucket.write(key, json.dumps({"sha256": digest, "text": text}).encode(), **only)
 
 
 def exchange_document(bucket: Bucket, key: str, value: dict[str, Any], etag: str) -> str:
-    """Replace the JSON document with this ETag, or create it if `etag` is empty; return the new ETag, or an empty
-    string if the stored document has another ETag."""
+    """Replace the JSON document that has this ETag, or create the document if `etag` is empty; return the new ETag, or
+    an empty string if the stored document has another ETag."""
     from botocore.exceptions import ClientError
 
     only = {"IfMatch": f'"{etag}"'} if etag else {"IfNoneMatch": "*"}
@@ -180,10 +182,10 @@ def exchange_document(bucket: Bucket, key: str, value: dict[str, Any], etag: str
 
 
 def read_document(bucket: Bucket, key: str) -> tuple[dict[str, Any] | None, str]:
-    """Return a JSON document and its ETag; None and an empty string if it does not exist.
+    """Return a JSON document and its ETag; None and an empty string if the document does not exist.
 
     Raises:
-        UploadError: the document is damaged, or arrives altered each time.
+        UploadError: the document is damaged, or has the wrong digest after each download.
     """
     for _ in range(_ATTEMPTS):
         data, etag = bucket.read_tagged(key)

@@ -1,7 +1,8 @@
 """Upload checkpoints to a store during training.
 
-A thread of the flow's process sends them with the lowest priority, and the training never waits for it. The thread
-first links the files, so that a checkpoint that is removed during its upload arrives complete. The manifest goes last.
+A thread of the flow's process sends the checkpoints with the lowest priority, so that the training never waits. The
+thread hard-links the files of a checkpoint first: a checkpoint that is removed during its upload still arrives
+complete. The manifest of a checkpoint is sent last.
 """
 
 import logging
@@ -30,8 +31,8 @@ _PAUSE_SECONDS = 30.0
 
 
 def saves_url(parent: str, training: str, run_id: str) -> str:
-    """Return the URL for the checkpoints of a training, below the publication target of its pipeline, `parent`; empty
-    if `parent` is empty."""
+    """Return the URL for the checkpoints of a training below `parent`, the URL of the pipeline's publication target; an
+    empty string if `parent` is empty."""
     return f"{parent}/{training}/saves/{run_id}" if parent else ""
 
 
@@ -46,10 +47,11 @@ class CheckpointUploader:
         self._there: set[str] = set()
 
     def push(self, stop: threading.Event | None = None) -> list[str]:
-        """Send every complete checkpoint that is not stored yet; return their names, `step_N`.
+        """Upload every complete checkpoint that is not stored yet; return the names of these checkpoints, `step_N`.
 
         Raises:
-            ConfigError, UploadError: the store refuses, or cannot be reached; stored files remain.
+            ConfigError, UploadError: the store refuses a request or cannot be reached; files that were sent remain
+                stored.
         """
         sent = []
         for name, manifest in saved_manifests(self._stage_path).items():
@@ -85,10 +87,10 @@ class _Stopped(Exception):
 
 @contextmanager
 def upload_during(stage_path: Path, url: str) -> Iterator[None]:
-    """Send the checkpoints of a training while the block runs, as soon as they are saved; with an empty `url`, send
+    """Upload each checkpoint of a training as soon as it is saved, while the `with` block runs; an empty `url` uploads
     none.
 
-    A failure of the store costs a warning: the upload is tried again, and finally by the stage that publishes the
+    If the store fails, a warning is logged and the upload is tried again, finally by the stage that publishes the
     model.
     """
     if not url:
@@ -123,15 +125,15 @@ def _follow(stage_path: Path, url: str, stop: threading.Event) -> None:
 
 
 def yield_to_others() -> None:
-    """Give this thread, and threads that it starts, the lowest priority."""
+    """Give the current thread, and threads that it starts, the lowest CPU priority."""
     with suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
 
 
 @contextmanager
 def linked(source: Path, target: Path) -> Iterator[Path | None]:
-    """Hard-link the files of a checkpoint to the folder `target`, and yield `target`; yield None if the checkpoint was
-    removed meanwhile."""
+    """Hard-link the files of the checkpoint `source` to the folder `target`, and yield `target`; yield None if the
+    checkpoint was removed during this call."""
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     try:
@@ -149,6 +151,7 @@ def linked(source: Path, target: Path) -> Iterator[Path | None]:
 
 
 def saved_manifests(stage_path: Path) -> dict[str, Path]:
-    """Return the manifests of a training's complete checkpoints by name, `step_N`, the oldest first."""
+    """Return the manifest files of the complete checkpoints of a training by checkpoint name, `step_N`, the oldest
+    first."""
     manifests = {path.parent.parent.name: path for path in stage_path.glob(f"{FOLDER}/step_*/policy/{MANIFEST}")}
     return {name: manifests[name] for name in sorted(manifests, key=step_of)}

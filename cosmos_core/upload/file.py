@@ -1,5 +1,5 @@
-"""Publication target `file`: a folder `<target>/<version>/`, with a symbolic link `<target>/latest` that is moved
-last."""
+"""Publication target `file`: versions in folders `<target>/<version>/`, and a symbolic link `<target>/latest` to the
+current version, which is replaced last."""
 
 import os
 import shutil
@@ -22,15 +22,15 @@ class FileTarget:
         self._pause: Callable[[], None] = lambda: None
 
     def prepare_upload(self, folder: Path, pause: Callable[[], None]) -> None:
-        """Set `pause`, which is called before the pointer moves; there is no journal, because an interrupted copy
-        starts again."""
+        """Set the function `pause`, which `publish` calls before it moves the pointer. The target keeps no journal in
+        `folder`: an interrupted copy starts again."""
         self._pause = pause
 
     def check(self) -> None:
         """Check that the target folder is writable or can be created, without changing anything.
 
         Raises:
-            ConfigError: it is not writable.
+            ConfigError: the target folder cannot be written.
         """
         existing = next(path for path in (self.folder, *self.folder.parents) if os.path.lexists(path))
         if not existing.is_dir():
@@ -39,7 +39,8 @@ class FileTarget:
             raise ConfigError(f"{self.folder} cannot be written: no permission to write {existing}")
 
     def published(self) -> dict[str, Any] | None:
-        """Return the record of the version to which `latest` points; None if nothing was published yet.
+        """Return the record of the current version, to which the link `latest` points; None if nothing was published
+        yet.
 
         Raises:
             DamagedRecord: the record cannot be read.
@@ -58,7 +59,7 @@ class FileTarget:
         return self._record(self.folder / version, "publish again")
 
     def history(self) -> list[str]:
-        """Return the versions to which the pointer has pointed, the current one last."""
+        """Return the versions to which the link `latest` has pointed, the current version last."""
         current = os.path.basename(os.readlink(self.folder / "latest")) if (self.folder / "latest").is_symlink() else ""
         entries = read_json(self.folder / HISTORY)
         names = [name for name in entries if isinstance(name, str)] if isinstance(entries, list) else []
@@ -74,15 +75,16 @@ class FileTarget:
         return str(self.folder / version)
 
     def damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
-        """Return the name of the first file of `record` that is missing or altered in a version, in a message; empty if
-        the version is complete."""
+        """Return a message about the first file of `record` that is missing or altered in a stored version; empty if
+        there is none."""
         return self._damage(self.folder / version, record)
 
     def point_to(self, version: str, history: list[str] | None = None) -> None:
-        """Move the pointer to `version`, which must be complete, and save `history`, by default with the version added.
+        """Point the link `latest` to `version`, which must be complete, and save `history`; if `history` is None, add
+        the version to the saved history.
 
         Raises:
-            UploadError: the version is not complete, or is a link to a version.
+            UploadError: the stored version is not complete, or is a link to another version.
         """
         if (self.folder / version).is_symlink() or Path(version).name != version:
             raise UploadError(f"{version!r} is no version of {self.folder}; the pointer was not moved")
@@ -91,10 +93,11 @@ class FileTarget:
         self._move(version, with_version(self.history(), version) if history is None else history)
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
-        """Copy the files, verify them and move the pointer; return the folder of the version.
+        """Copy the files of a model, verify the copies and point the link `latest` to them; return the folder of the
+        version.
 
         Raises:
-            UploadError: the folder cannot be written, or a copy differs from its source.
+            UploadError: the target folder cannot be written, or a copy differs from its source.
         """
         path = self.folder / version
         try:
@@ -107,7 +110,7 @@ class FileTarget:
             self._pause()
             self._move(version, with_version(self.history(), version))
         except OSError as error:
-            # copytree raises one error with (source, copy, reason) of every file and no reason of its own
+            # copytree collects (source, copy, reason) of each file in one error that has no reason itself.
             reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror
             raise UploadError(f"target {self.folder} cannot be written: {reason}; the pointer was not moved") from error
         return str(path)
@@ -120,8 +123,8 @@ class FileTarget:
         return checked
 
     def _damage(self, path: Path, record: dict[str, Any]) -> str:
-        """Return a message about the first missing or altered file of a version; empty if every file has the recorded
-        digest."""
+        """Return a message about the first missing or altered file of a stored version; empty if every file has the
+        digest in `record`."""
         if read_json(path / RECORD) is None:
             return "no record"
         files = {str(file.relative_to(path)): file for file in files_below(path)}

@@ -32,7 +32,7 @@ _CARD = "README.md"
 
 
 class HubTarget:
-    """Publication target that stores versions as commits on one branch of a repository on the Hub."""
+    """Publication target that stores versions as commits on one branch of a repository on the Hugging Face Hub."""
 
     def __init__(self, location: str, *, wait_seconds: float = 2.0) -> None:
         name, _, self.branch = location.partition("@")
@@ -52,20 +52,20 @@ class HubTarget:
             within(_CHECK_SECONDS, lambda: self._retry(self.api.whoami, _CHECK_SECONDS / 2))
 
     def prepare_upload(self, folder: Path, pause: Callable[[], None]) -> None:
-        """Set `pause`, which is called between attempts and before the commit; there is no journal, because the Hub
-        itself knows which files have arrived."""
+        """Set the function `pause`, which is called between attempts and before the commit. The target keeps no journal
+        in `folder`: the Hub knows which files have arrived."""
         self._pause = pause
 
     @cached_property
     def api(self) -> Any:
-        """Return the client of the Hub.
+        """Return the client of the Hugging Face Hub.
 
         Raises:
-            ConfigError: there is no token.
+            ConfigError: `HF_TOKEN` is not set.
         """
         for name in ("HF_HUB_DISABLE_TELEMETRY", "HF_HUB_DISABLE_PROGRESS_BARS"):
             os.environ.setdefault(name, "1")
-        from huggingface_hub import HfApi  # imported here, because the import takes half a second
+        from huggingface_hub import HfApi  # the import takes half a second
 
         token = os.environ.get("HF_TOKEN")
         if not token:
@@ -95,8 +95,9 @@ class HubTarget:
         return record
 
     def damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
-        """Return a message about the first file of `record` that is missing at the tag of a version or differs from the
-        file in `folder`; for the current version also at the head of the branch. Empty if there is none."""
+        """Return a message about the first file of `record` that is missing on the Hub or differs from the file in
+        `folder`; empty if there is none. The tag of the version is compared, and for the current version also the head
+        of the branch."""
         branch = self.branch or "main"
         with self._translate_errors():
             current = self._retry(lambda: self._record(branch)) or {}
@@ -105,10 +106,11 @@ class HubTarget:
         return next(filter(None, damages), "")
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
-        """Commit the missing files, verify them and set the tag; return the address of the version.
+        """Commit the files that the branch lacks, verify the stored files and set the tag; return the address of the
+        version.
 
         Raises:
-            UploadError: the Hub cannot be reached, or has other files than were sent.
+            UploadError: the Hub cannot be reached, or a stored file differs from its source.
             ConfigError: the Hub refuses the token.
         """
         branch = self.branch or "main"
@@ -116,7 +118,7 @@ class HubTarget:
             self._retry(lambda: self.api.create_repo(self.repository, private=True, exist_ok=True))
             if branch != "main":
                 self._retry(lambda: self.api.create_branch(self.repository, branch=branch, exist_ok=True))
-            # A commit may have succeeded although its response was lost, so each attempt checks first.
+            # A commit may have succeeded although its response was lost, so `_commit` first compares the stored files.
             self._retry(lambda: self._commit(folder, version, record, branch))
             if damage := self._retry(lambda: self._damage(folder, record, branch)):
                 raise UploadError(f"hub://{self.repository}: {damage} after the commit")
@@ -149,8 +151,8 @@ class HubTarget:
         )
 
     def _damage(self, folder: Path, record: dict[str, Any], revision: str) -> str:
-        """Return a message about the first file that differs from the Hub's SHA-256, or for a small file from its git
-        object id; empty if there is none."""
+        """Return a message about the first file whose digest on the Hub differs: the SHA-256 of a large file, the git
+        object id of a small file. Empty if there is none."""
         from huggingface_hub.errors import RevisionNotFoundError
 
         try:
@@ -188,8 +190,8 @@ class HubTarget:
         return dict(record)
 
     def _retry(self, call: Callable[[], Any], most_seconds: float = math.inf) -> Any:
-        """Call a function until it succeeds, at most five times, without another attempt after `most_seconds`; between
-        attempts wait as long as a busy Hub requests."""
+        """Call a function until it succeeds, at most five times; no attempt starts more than `most_seconds` after the
+        first one. Between attempts, wait as long as a busy Hub requests."""
         from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
         began = time.monotonic()
@@ -211,8 +213,8 @@ class HubTarget:
         raise AssertionError("the last attempt returns or raises")
 
     def _sleep(self, seconds: float) -> None:
-        """Wait in short intervals with a call of `pause` in each: an upload that has to stop has less time than a busy
-        Hub may request."""
+        """Wait in short intervals and call `pause` in each: a run that is to stop must not wait as long as a busy Hub
+        may request."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             self._pause()
@@ -220,7 +222,7 @@ class HubTarget:
 
     @contextmanager
     def _translate_errors(self) -> Iterator[None]:
-        """Translate errors of the Hub's client into errors of this package with a message of one line."""
+        """Translate errors of the Hub's client into ConfigError or UploadError with a message of one line."""
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 
         where, hub = f"hub://{self._name}", f"the Hub {self.api.endpoint}"

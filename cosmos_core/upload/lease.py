@@ -1,7 +1,7 @@
-"""Lease in a bucket, with which only one process on any machine makes a result at a time.
+"""Lease in a bucket: a lock that expires, so that only one process on all machines makes a result at a time.
 
-The holder renews the lease. A waiting process takes over a lease that has not changed for a minute by its own clock, so
-that clocks need not agree. On the machine of a killed holder it takes over at once.
+The holder renews the lease. A waiting process takes the lease over if it has not changed for a minute by the waiting
+process's own clock, so that clocks need not agree. On the machine of a killed holder, it takes the lease over at once.
 """
 
 import logging
@@ -29,7 +29,7 @@ class Holder:
     machine: str
     pid: int
     started: float | None
-    """Start time of the process, relative to the boot of its machine."""
+    """Start time of the process, in seconds since the boot of its machine; None if it is unknown."""
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
     beats: int = 0
     """Number of renewals of the lease so far."""
@@ -39,22 +39,21 @@ class Lease:
     """Exclusive right of a process to make one result, stored as a document in a bucket."""
 
     def __init__(self, bucket: Bucket, key: str, holder: Holder, is_gone: Callable[[Holder], bool]) -> None:
-        """Create the lease at `key` without acquiring it; `is_gone` returns True if a holder on this machine is known
-        to have ended."""
+        """Create the lease at `key` without acquiring it. `is_gone` returns True if a holder is known to have ended."""
         self._bucket, self._key = bucket, key
         self._holder, self._is_gone = holder, is_gone
         self._etag = ""
         self.is_lost = False
-        """Whether another machine is known to have taken over the lease."""
+        """True if another machine is known to have taken over the lease."""
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def acquire(self, while_waiting: Callable[[Holder], None]) -> bool:
-        """Acquire the lease; return True if another process held it in the meantime. `while_waiting` is called between
-        attempts with the current holder, and may raise an error to give up.
+        """Wait for the lease and acquire it; return True if another process held it before. `while_waiting` is called
+        with the current holder between attempts, and may raise an error to give up.
 
         Raises:
-            ConfigError, UploadError: the store refuses, or cannot be reached.
+            ConfigError, UploadError: the store refuses a request or cannot be reached.
         """
         last_etag, since, has_waited = "", time.monotonic(), False
         with translate_errors(self._url):
@@ -74,11 +73,12 @@ class Lease:
         return has_waited
 
     def check(self) -> None:
-        """Verify that the lease is still held: a suspended process does not notice that it expired.
+        """Verify that this process still holds the lease: a process that was suspended does not notice that the lease
+        expired.
 
         Raises:
             StageFailed: another machine has taken over the lease.
-            ConfigError, UploadError: the store refuses, or cannot be reached.
+            ConfigError, UploadError: the store refuses a request or cannot be reached.
         """
         with translate_errors(self._url):
             self.is_lost = self.is_lost or not self._is_ours(self._read()[0])
@@ -87,7 +87,7 @@ class Lease:
 
     @property
     def loss(self) -> str:
-        """Return a message if the lease is known to be lost, otherwise an empty string."""
+        """Return an error message if another machine is known to have taken over the lease, otherwise an empty string."""
         if not self.is_lost:
             return ""
         return f"{self._url}: another machine has taken the work over: this one was silent for too long"
@@ -101,7 +101,7 @@ class Lease:
             with translate_errors(self._url):
                 if self._is_ours(self._read()[0]):
                     self._bucket.remove(self._key)
-        except Exception as error:  # noqa: BLE001 - the lease expires by itself
+        except Exception as error:  # noqa: BLE001 - a lease that is not released expires by itself
             logger.warning("a lease was not given back, it lapses within %.0f s: %s", LAPSED_SECONDS, error)
 
     @property
@@ -121,7 +121,7 @@ class Lease:
         self._etag = exchange_document(self._bucket, self._key, asdict(self._holder), etag)
         if self._etag:
             return True
-        # If the response to a successful request was lost, the retry of the request is refused.
+        # If the response to a successful request was lost, its retry is refused although this process holds the lease.
         holder, self._etag = self._read()
         return self._is_ours(holder)
 
@@ -136,5 +136,5 @@ class Lease:
                 if not self._put(self._etag):
                     self.is_lost = True
                     return
-            except Exception as error:  # noqa: BLE001 - the work continues; a takeover is noticed later
+            except Exception as error:  # noqa: BLE001 - a later renewal notices a lost lease
                 logger.warning("a lease was not renewed, it is tried again: %s", error)

@@ -1,8 +1,8 @@
 """Publication target `mlflow`: a registered model of MLflow, `mlflow://MODEL`.
 
-A version is a run with the files of the model as artifacts, and a version of the registered model with lineage as tags;
-the pointer is the alias `published`. MLflow keeps no digests, so stored files are compared by their size. What MLflow
-stores of a version is not read back as the model of a training.
+A version is an MLflow run with the files of the model as artifacts, and a version of the registered model with lineage
+as tags; the pointer is the alias `published`. MLflow keeps no digests, so stored files are compared by size. A training
+cannot start from a version that is stored in MLflow.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ _CHECK_SECONDS = 8.0
 
 
 class MlflowTarget:
-    """Publication target that stores versions of one registered model."""
+    """Publication target that stores versions of one registered model of MLflow."""
 
     def __init__(self, location: str) -> None:
         if not location or set(location) & set("/:'`"):
@@ -43,7 +43,7 @@ class MlflowTarget:
         return open_client()
 
     def check(self) -> None:
-        """Check that the server responds, without changing anything.
+        """Check that the MLflow server responds, without changing anything.
 
         Raises:
             ConfigError: MLflow is not installed.
@@ -53,12 +53,12 @@ class MlflowTarget:
             within(_CHECK_SECONDS, self._model)
 
     def prepare_upload(self, folder: Path, pause: Callable[[], None]) -> None:
-        """Set `pause`, which is called before each file and before the version is created; there is no journal, because
-        the server knows which files have arrived."""
+        """Set the function `pause`, which is called before each file and before the version is created. The target
+        keeps no journal in `folder`: the server knows which files have arrived."""
         self._pause = pause
 
     def published(self) -> dict[str, Any] | None:
-        """Return the record of the version with the alias; None if nothing was published yet.
+        """Return the record of the version with the alias `published`; None if nothing was published yet.
 
         Raises:
             DamagedRecord: the record cannot be read.
@@ -75,58 +75,61 @@ class MlflowTarget:
             DamagedRecord: the record is missing or cannot be read.
         """
         with self._translate_errors():
-            found = self._version(version)
-            record = _read_record(found.source) if found else None
+            model_version = self._version(version)
+            record = _read_record(model_version.source) if model_version else None
         if record is None:
             raise DamagedRecord(f"mlflow://{self.name}: {RECORD} of {version} is missing or damaged; publish again")
         return record
 
     def history(self) -> list[str]:
-        """Return the versions to which the alias has pointed, the current one last."""
+        """Return the versions to which the alias `published` has pointed, the current version last."""
         with self._translate_errors():
             current, model = self._current(), self._model()
             names = json.loads(model.tags.get(_HISTORY, "[]")) if model else []
         return with_version(names, current.tags.get(VERSION, "")) if current else []
 
     def versions(self) -> list[str]:
-        """Return all versions in the order in which they were published."""
+        """Return all published versions of the registered model, the oldest first."""
         with self._translate_errors():
             return list(dict.fromkeys(each.tags[VERSION] for each in self._find() if VERSION in each.tags))
 
     def where(self, version: str) -> str:
-        """Return the address of a version, `mlflow://MODEL@NUMBER`; MLflow names it `models:/MODEL/NUMBER`."""
+        """Return the address of a version, `mlflow://MODEL@NUMBER`, with the number that MLflow gave to the version."""
         with self._translate_errors():
-            found = self._version(version)
-        return f"mlflow://{self.name}@{found.version if found else version}"
+            model_version = self._version(version)
+        return f"mlflow://{self.name}@{model_version.version if model_version else version}"
 
     def damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
-        """Return a message about the first file of `record` that a version lacks, or has with another size or recorded
-        digest; empty if there is none."""
+        """Return a message about the first file of `record` that is missing in a stored version or has another size or
+        digest there; empty if there is none."""
         with self._translate_errors():
-            found = self._version(version)
-            return self._damage(found, folder, record) if found else f"the version {version} is missing"
+            model_version = self._version(version)
+            return self._damage(model_version, folder, record) if model_version else f"the version {version} is missing"
 
     def point_to(self, version: str, history: list[str] | None = None) -> None:
-        """Move the alias to `version` and save `history`, by default with the version added.
+        """Move the alias `published` to `version` and save `history`; if `history` is None, add the version to the
+        saved history.
 
         Raises:
-            UploadError: the model has no such version.
+            UploadError: the registered model has no such version.
         """
         with self._translate_errors():
-            if not (found := self._version(version)):
+            if not (model_version := self._version(version)):
                 raise UploadError(f"mlflow://{self.name} has no version {version!r}; the alias was not moved")
-            self._point(found, with_version(self.history(), version) if history is None else history)
+            self._point(model_version, with_version(self.history(), version) if history is None else history)
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
-        """Send the missing files, create the version unless it exists, and move the alias; return the address.
+        """Send the missing files, create the version unless it exists, and move the alias; return the address of the
+        version.
 
         Raises:
-            UploadError: the server cannot be reached, or has other files than were sent.
+            UploadError: the server cannot be reached, or a stored file differs from its source.
         """
         with self._translate_errors():
             lineage = {f"cosmos.input.{name}": digest for name, digest in record.get("inputs", {}).items()}
             lineage |= {"cosmos.run": str(record.get("run_id", "")), "cosmos.stage": str(record.get("stage", ""))}
-            # The same stage may have made other weights when it was forced to run again: these are another version.
+            # A stage that was forced to run again may have made other weights: the digest in the key makes them another
+            # version.
             tags = lineage | {VERSION: version, KEY: f"{version}-{_folder_of(record)}"}
             run = keyed_run(self.client, self.name, tags[KEY], version, lineage)
             self._send(run, folder, record)
@@ -136,16 +139,16 @@ class MlflowTarget:
             if not self._find(KEY, tags[KEY]):
                 source = f"{run.info.artifact_uri}/{_folder_of(record)}"
                 self.client.create_model_version(self.name, source, run_id=run.info.run_id, tags=tags)
-            found, *others = self._find(KEY, tags[KEY])
-            for other in others:  # the client repeats a request whose response was lost
-                self.client.delete_model_version(self.name, other.version)
-            if damage := self._damage(found, folder, record):
+            model_version, *duplicates = self._find(KEY, tags[KEY])
+            for duplicate in duplicates:  # the client repeats a request whose response was lost
+                self.client.delete_model_version(self.name, duplicate.version)
+            if damage := self._damage(model_version, folder, record):
                 raise UploadError(f"mlflow://{self.name}: {damage} after the upload; the alias was not moved")
-            self._point(found, with_version(self.history(), version))
-        return f"mlflow://{self.name}@{found.version}"
+            self._point(model_version, with_version(self.history(), version))
+        return f"mlflow://{self.name}@{model_version.version}"
 
     def _send(self, run: Any, folder: Path, record: dict[str, Any]) -> None:
-        """Send the files that the run lacks, then the record, then the metrics."""
+        """Send the files that an MLflow run lacks, then the record, then the metrics."""
         from mlflow.entities import Metric
 
         run_id, below = run.info.run_id, _folder_of(record)
@@ -156,9 +159,9 @@ class MlflowTarget:
                 self.client.log_artifact(run_id, str(folder / name), str(Path(below, name).parent))
         if _read_record(f"{run.info.artifact_uri}/{below}") != record:
             self.client.log_dict(run_id, record, f"{below}/{RECORD}")
-        known, now = run.data.metrics, run.info.start_time
+        logged, start_time = run.data.metrics, run.info.start_time
         metrics = {metric_name(name): value for name, value in record["metrics"].items()}
-        new = [Metric(name, value, now, 0) for name, value in metrics.items() if name not in known]
+        new = [Metric(name, value, start_time, 0) for name, value in metrics.items() if name not in logged]
         if new:
             self.client.log_batch(run_id, metrics=new)
         self.client.set_terminated(run_id)
@@ -187,23 +190,24 @@ class MlflowTarget:
         return next(iter(self.client.search_registered_models(f"name = '{self.name}'")), None)
 
     def _find(self, tag: str = "", value: str = "") -> list[Any]:
-        """Return all versions of the model, or those with a value of a tag, in the order of their creation."""
-        found, token = [], None
+        """Return the versions of the model with this value of a tag (all versions if `tag` is empty), the oldest
+        first."""
+        versions, token = [], None
         while token != "":
             page = self.client.search_model_versions(f"name = '{self.name}'", max_results=200, page_token=token)
-            found += [each for each in page if not tag or each.tags.get(tag) == value]
+            versions += [each for each in page if not tag or each.tags.get(tag) == value]
             token = page.token or ""
-        return sorted(found, key=lambda each: int(each.version))
+        return sorted(versions, key=lambda each: int(each.version))
 
     def _current(self) -> Any:
-        """Return the version with the alias; None if there is none."""
+        """Return the version of the model that has the alias `published`; None if there is none."""
         model = self._model()
         number = model.aliases.get(ALIAS) if model else None
         return next((each for each in self._find() if str(each.version) == str(number)), None)
 
     def _version(self, version: str) -> Any:
-        """Return what was published as `version`, of several the one with the alias or the newest; None if there is
-        none."""
+        """Return the version of the model that was published as `version`; None if there is none. Of several, return
+        the one with the alias, or else the newest."""
         current = self._current()
         if current is not None and current.tags.get(VERSION) == version:
             return current
@@ -211,8 +215,8 @@ class MlflowTarget:
 
     @contextmanager
     def _translate_errors(self) -> Iterator[None]:
-        """Translate errors of MLflow's client into one line."""
-        assert self.client is not None  # MLflow is installed
+        """Translate errors of the MLflow client into UploadError with a message of one line."""
+        assert self.client is not None  # raises ConfigError if MLflow is not installed
         from mlflow.exceptions import MlflowException
 
         try:
@@ -222,12 +226,12 @@ class MlflowTarget:
 
 
 def _folder_of(record: dict[str, Any]) -> str:
-    """Return the folder among the artifacts of a run that holds the files of a record: other files, another folder."""
+    """Return the name of the artifact folder for the files of a record; other files give another name."""
     return f"model-{hashlib.sha256(json.dumps(record['files'], sort_keys=True).encode()).hexdigest()[:12]}"
 
 
 def _read_record(source: str) -> dict[str, Any] | None:
-    """Return the record in a folder of artifacts; None if it is missing or damaged."""
+    """Return the record of a published version from a folder of artifacts; None if it is missing or damaged."""
     from mlflow.artifacts import load_dict
     from mlflow.exceptions import MlflowException
 

@@ -1,7 +1,7 @@
 """Publication target `s3`: `s3://BUCKET/PREFIX` of any S3-compatible store, with versions in `<prefix>/<version>/...`.
 
-The pointer `<prefix>/latest.json` has the current and the earlier versions; it is written last, after every object was
-verified. `AWS_ENDPOINT_URL` or `PROD_S3_CHECKPOINT_ENDPOINT_URL` has the address of the store.
+The pointer `<prefix>/latest.json` names the current and the earlier versions; it is written last, after every object
+was verified. `AWS_ENDPOINT_URL` or `PROD_S3_CHECKPOINT_ENDPOINT_URL` has the address of the store.
 """
 
 import json
@@ -30,19 +30,20 @@ class S3Target:
         """Check that the bucket can be reached, without changing anything.
 
         Raises:
-            ConfigError, UploadError: it cannot be reached.
+            ConfigError, UploadError: the bucket cannot be reached.
         """
         self.bucket.check()
 
     def prepare_upload(self, folder: Path, pause: Callable[[], None]) -> None:
-        """Keep a journal of the upload in `folder`, and call `pause` between parts and before the pointer moves."""
+        """Keep a journal of the upload in `folder`, and call `pause` between parts of files and before the pointer
+        moves."""
         self.transfer.journal, self.transfer.pause = Journal(folder / JOURNAL), pause
 
     def published(self) -> dict[str, Any] | None:
-        """Return the record of the version to which the pointer refers; None if nothing was published yet.
+        """Return the record of the current version, to which `latest.json` refers; None if nothing was published yet.
 
         Raises:
-            DamagedRecord: the pointer or the record cannot be read.
+            DamagedRecord: `latest.json` or the record cannot be read.
             UploadError: the store cannot be reached.
         """
         history = self.history()
@@ -60,10 +61,10 @@ class S3Target:
         return record
 
     def history(self) -> list[str]:
-        """Return the versions to which the pointer has referred, the current one last.
+        """Return the versions to which `latest.json` has referred, the current version last.
 
         Raises:
-            DamagedRecord: the pointer cannot be read.
+            DamagedRecord: `latest.json` cannot be read.
         """
         pointer = self._read(POINTER)
         if pointer is None:
@@ -79,15 +80,15 @@ class S3Target:
         with translate_errors(self.where("")):
             records = [(each.modified, each.key) for each in self.bucket.objects(head) if each.key.endswith(tail)]
         names = [key.removeprefix(head).removesuffix(tail) for _, key in sorted(records)]
-        return [name for name in names if "/" not in name]  # other names are below prefixes of other targets
+        return [name for name in names if "/" not in name]  # a name with "/" is below the prefix of another target
 
     def where(self, version: str) -> str:
         """Return the URL of a version."""
         return f"{SCHEME}{self.bucket.name}/{self._key(version)}"
 
     def damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
-        """Return a message about the first file of `record` that is missing in a version or differs from the file in
-        `folder` according to the store's metadata; empty if there is none."""
+        """Return a message about the first file of `record` that is missing in a stored version, or whose digest or
+        size in the store's metadata differs from the file in `folder`; empty if there is none."""
         with translate_errors(self.where(version)):
             for name, sha256 in record["files"].items():
                 stored = self.bucket.head(self._key(f"{version}/{name}"))
@@ -97,10 +98,11 @@ class S3Target:
         return ""
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
-        """Send the missing files, verify all of them and move the pointer; return the URL of the version.
+        """Send the files that the store lacks, verify all stored files and move the pointer; return the URL of the
+        version.
 
         Raises:
-            UploadError: the store cannot be reached, or a file arrives altered.
+            UploadError: the store cannot be reached, or a stored file differs from its source.
             ConfigError: the store refuses the credentials.
         """
         with translate_errors(self.where(version), note=_STAYS):
@@ -115,7 +117,8 @@ class S3Target:
         return self.where(version)
 
     def point_to(self, version: str, history: list[str] | None = None) -> None:
-        """Move the pointer to `version`, which must be stored, and save `history`, by default with the version added.
+        """Write `version`, whose files must be stored, to `latest.json`, and save `history`; if `history` is None, add
+        the version to the saved history.
 
         Raises:
             UploadError: a file of the version is missing.
@@ -129,7 +132,8 @@ class S3Target:
             self.bucket.write(self._key(POINTER), _json({"version": version, "history": names}))
 
     def _history_or_none(self) -> list[str]:
-        """Return the history, or an empty list if the pointer is damaged, so that the pointer can be replaced."""
+        """Return the versions to which `latest.json` has referred; an empty list if the file is damaged, so that it can
+        be replaced."""
         try:
             return self.history()
         except DamagedRecord:

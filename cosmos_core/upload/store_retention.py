@@ -1,8 +1,8 @@
 """Decide which runs and results of an artifact store can be removed, and remove them, for `cosmos clean --store`.
 
 A run can be removed if none of its objects was written for long enough. The result of a fingerprint can be removed if
-it is as old and no remaining run uses it, and then every content that no remaining result names. Ages are measured with
-the store's own clock. Nothing is removed while a stage is being made, since its result may name existing contents.
+it is as old and no remaining run uses it; a content can be removed if no remaining result names it. Ages are measured
+with the store's own clock. Nothing is removed while a stage is being made, since its result may name existing contents.
 """
 
 import tomllib
@@ -31,7 +31,7 @@ class StoredFolder:
     age_seconds: float = 0.0
     """Number of seconds since the newest object of the folder was written."""
     kept_because: str = ""
-    """Reason to keep the folder; empty: it can be removed."""
+    """Reason to keep the folder; an empty string if the folder can be removed."""
 
     @property
     def size(self) -> int:
@@ -40,15 +40,16 @@ class StoredFolder:
 
 
 class Retention:
-    """Retention policy: the content of an artifact store at the time of construction, and the decision which folders to
-    keep."""
+    """Selection of the runs and results of an artifact store that can be removed, from the state of the store at
+    construction."""
 
     def __init__(self, url: str, *, keep: int, older_than_seconds: float, least_seconds: float = DAY) -> None:
         """Keep the newest `keep` runs of each pipeline, and everything written in the last `older_than_seconds` or
-        `least_seconds`: a pipeline may wait between two stages, and contents are stored before a result names them.
+        `least_seconds`: a pipeline may wait between two stages, and contents are stored before the result that names
+        them.
 
         Raises:
-            ConfigError: the store refuses, or a stage is being made.
+            ConfigError: the store refuses a request, or a stage is being made.
             UploadError: the store cannot be reached.
         """
         name, self._prefix = split_url(url)
@@ -69,16 +70,17 @@ class Retention:
             folders = [*self.runs, *self._made]
             unnamed = self._unreferenced([folder for folder in folders if folder.kept_because])
             self.size = sum(each.size for each in folders if not each.kept_because) + sum(each.size for each in unnamed)
-            """Number of bytes that can be removed."""
+            """Number of bytes that `remove` would free."""
 
     def remove(self) -> tuple[int, int]:
-        """Remove everything that can be removed; return the number of removed runs and of freed bytes."""
+        """Remove the runs, results and contents that can be removed; return the number of removed runs and of freed
+        bytes."""
         freed = 0
         with translate_errors(self.url):
             removable = [run for run in self.runs if not run.kept_because]
             for folder in [*removable, *(each for each in self._made if not each.kept_because)]:
                 heads = {f"{self._key('runs')}/{folder.name}/run.json", f"{self._key('made')}/{folder.name}/{RESULT}"}
-                # Remove documents before the objects that they refer to.
+                # A document is removed before the objects that it names: no remaining document names a missing object.
                 for each in sorted(folder.objects, key=lambda each: each.key not in heads):
                     self._bucket.remove(each.key)
                 freed += folder.size
@@ -122,7 +124,8 @@ class Retention:
                 run.kept_because = "not old enough"
 
     def _unreferenced(self, staying: list[StoredFolder]) -> list[Object]:
-        """Return the contents that are old enough and that no result in the folders `staying` names."""
+        """Return the stored contents that are old enough to be removed and that no result in the folders `staying`
+        names."""
         referenced = {
             each["sha256"] for folder in staying for files in self._results(folder, "outputs") for each in files
         }

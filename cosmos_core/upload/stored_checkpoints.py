@@ -13,13 +13,14 @@ from cosmos_core.upload.checkpoint_upload import FOLDER, MANIFEST, linked, saved
 logger = logging.getLogger(__name__)
 
 JOURNAL = "stored.jsonl"
-"""Name of the file in the folder of a stage that records which objects have arrived in the store, so that an
+"""File name of the journal in the folder of a stage that records which objects have arrived in the store, so that an
 interrupted upload continues."""
 _METRICS = "metrics.jsonl"
 
 
 class StoredCheckpoints:
-    """Checkpoints of one training in an artifact store, as many as its machine keeps."""
+    """Stored checkpoints of one training; a checkpoint that the training machine has removed is removed here as
+    well."""
 
     def __init__(self, bucket: Bucket, prefix: str, stage_path: Path) -> None:
         self._bucket, self._prefix, self._stage_path = bucket, prefix, stage_path
@@ -27,10 +28,10 @@ class StoredCheckpoints:
         self._damaged: set[str] = set()
 
     def push(self, pause: Callable[[], None] = lambda: None) -> list[str]:
-        """Store every complete checkpoint that is not stored yet, with the metrics up to it; return their names,
-        `step_N`.
+        """Store every complete checkpoint that is not stored yet, with the metrics of the training; return the names of
+        these checkpoints, `step_N`.
 
-        Checkpoints that the machine has removed are removed from the store too, once a newer one is stored.
+        If a checkpoint was sent, older stored checkpoints that the machine has removed are removed from the store.
         """
         sent = []
         manifests = saved_manifests(self._stage_path)
@@ -51,8 +52,8 @@ class StoredCheckpoints:
         return sent
 
     def pull(self) -> str:
-        """Fetch the newest intact checkpoint that is newer than all local ones, with the metrics up to it; return its
-        name, or an empty string."""
+        """Download the newest intact checkpoint if it is newer than all local checkpoints, with the metrics that were
+        stored with it; return its name, or an empty string."""
         newest_local_step = max(map(step_of, saved_manifests(self._stage_path)), default=-1)
         with translate_errors(self._url):
             for name in sorted(self.names(), key=step_of, reverse=True):
@@ -67,7 +68,7 @@ class StoredCheckpoints:
         return ""
 
     def clear(self) -> None:
-        """Remove all checkpoints, for a stage that starts again from the beginning."""
+        """Remove all stored checkpoints of a training that starts again from the beginning."""
         with translate_errors(self._url):
             for each in list(self._bucket.objects(f"{self._prefix}/")):
                 self._bucket.remove(each.key)

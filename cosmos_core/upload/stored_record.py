@@ -1,4 +1,4 @@
-"""Record of a stage in an artifact store: small files, updated as they change, that other machines display."""
+"""Copies of a stage's small files in an artifact store, updated when a file changes, for display on other machines."""
 
 import json
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ _MOST_OTHERS = 1 << 20
 
 
 class StoredRecord:
-    """Files of one stage of a run that are stored for display on other machines."""
+    """Stored copies of the files of one stage of a run, which other machines display."""
 
     def __init__(self, bucket: Bucket, prefix: str, stage_path: Path, machine: str) -> None:
         self._bucket, self._prefix = bucket, prefix
@@ -30,7 +30,7 @@ class StoredRecord:
         self._etag = ""
 
     def push(self, *, is_last: bool = False) -> None:
-        """Store the files that have changed; with `is_last`, also the logs."""
+        """Store the files of the stage that have changed; with `is_last`, store the logs as well."""
         with translate_errors(self._url):
             if self._known is None:
                 document, _ = read_document(self._bucket, self._index)
@@ -49,8 +49,8 @@ class StoredRecord:
             self._known = files
 
     def pull(self) -> bool:
-        """Fetch the stored files from the machine that wrote last, unless that is this machine with this folder; return
-        True if any file has changed."""
+        """Download the files that another machine stored last; return True if the stored files have changed. Files that
+        this machine stored from this folder are skipped."""
         with translate_errors(self._url):
             document, etag = read_document(self._bucket, self._index)
             if document is None or etag == self._etag:
@@ -61,13 +61,13 @@ class StoredRecord:
             local_entries = self._known or {}
             for path, entry in bundle.files.items():
                 data = self._contents.read(entry) if local_entries.get(path) != entry else None
-                if data is not None:  # None: the file was replaced meanwhile, and the next pull fetches it
+                if data is not None:  # a missing file was replaced during this call; the next call fetches it
                     self._write_here(self._stage_path / path, data)
             self._known, self._etag = dict(bundle.files), etag
         return True
 
     def state(self) -> State | None:
-        """Return the state of the stage that the machine which wrote last has stored; None if there is none."""
+        """Return the stored state of the stage; None if it is missing or damaged."""
         with translate_errors(self._url):
             document, _ = read_document(self._bucket, self._index)
             entry = bundle_of(document).files.get(_STATE) if document else None
@@ -104,7 +104,7 @@ def _files_to_show(stage_path: Path, patterns: Iterable[str]) -> list[Path]:
 
 
 def _without_process_ids(data: bytes) -> State | None:
-    """Return the state of a stage without process ids, which are meaningless on another machine; None if it is
+    """Return the state of a stage without process ids, which mean nothing on another machine; None if `data` is
     damaged."""
     try:
         state = State.model_validate_json(data)
@@ -123,7 +123,7 @@ def _without_process_ids(data: bytes) -> State | None:
 
 
 def _merge_lines(*files: bytes) -> bytes:
-    """Return the distinct lines of all files, sorted by time."""
+    """Return the distinct JSON lines of several files, sorted by time."""
     lines = {line for data in files for line in data.splitlines() if line.startswith(b"{") and line.endswith(b"}")}
 
     def moment(line: bytes) -> float:

@@ -1,7 +1,8 @@
 """Upload files to a bucket in parallel parts, so that a kill loses at most the parts in flight.
 
-A journal in the folder of the stage records the upload and the parts that arrived; the parts listed by the store take
-precedence. Each part is verified by the MD5 that the store returns, each object by the SHA-256 of its content.
+A journal in the folder of the stage records the upload ids and the parts that arrived; if the store lists other parts,
+the store's list is used. Each part is verified by the MD5 that the store returns, each object by the SHA-256 of its
+content.
 """
 
 import base64
@@ -27,7 +28,7 @@ _ATTEMPTS = 3  # maximum number of uploads of an object whose digest is wrong
 
 @dataclass
 class Journal:
-    """Persistent record of uploads, parts and objects that have arrived, one line each."""
+    """Journal file of uploads: one JSON line per multipart upload, stored part and verified object."""
 
     path: Path | None = None
     uploads: dict[str, str] = field(default_factory=dict)
@@ -35,7 +36,7 @@ class Journal:
     parts: dict[tuple[str, int], str] = field(default_factory=dict)
     """ETag of each stored part, by upload id and part number."""
     verified: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """SHA-256 and ETag of each verified object, by key."""
+    """SHA-256 and ETag of each object whose content was verified, by key."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -45,7 +46,7 @@ class Journal:
             self._take(line)
 
     def note(self, **line: Any) -> None:
-        """Append a line to the journal and sync it to disk."""
+        """Append a line to the journal file and sync the file to disk."""
         with self._lock:
             self._take(line)
             if self.path is not None:
@@ -74,15 +75,16 @@ class Transfer:
     bucket: Bucket
     journal: Journal = field(default_factory=Journal)
     pause: Callable[[], None] = lambda: None
-    """Function that is called between parts, and raises an error if the run is to stop."""
+    """Function that is called between parts of a file; it raises an error if the run is to stop."""
     part_bytes: int = PART_BYTES
 
     def send(self, files: dict[str, tuple[Path, str]]) -> None:
-        """Store files under keys; `files` maps each key to a file and its SHA-256. Objects that are already stored are
-        not sent.
+        """Store files in the bucket; `files` maps each key to a file and its SHA-256. Objects that are already stored
+        are not sent.
 
         Raises:
-            UploadError: an object arrives altered each time, or its file has changed meanwhile.
+            UploadError: a stored object has the wrong digest after each attempt, or its file has changed during the
+                upload.
         """
         run_threads(self._send_one, ((key, *source) for key, source in files.items()), _FILES_AT_ONCE, "upload")
 
@@ -119,14 +121,14 @@ class Transfer:
                 )
                 if _has_arrived(done, data):
                     return
-            return  # the caller compares the digest of the stored object
+            return  # the caller verifies the stored object and finds a wrong digest
         try:
             self._put_in_parts(key, file, size, part_bytes, sha256)
         except ClientError as error:
             if error.response["Error"].get("Code") != "NoSuchUpload":
                 raise
-            # The upload is unknown: the response to its completion was lost, or it was aborted. The caller compares the
-            # digest.
+            # The store does not know the upload: it was aborted, or it was completed and the response was lost. The
+            # caller verifies the stored object.
         self.journal.note(gone=key)
 
     def _put_in_parts(self, key: str, file: Path, size: int, part_bytes: int, sha256: str) -> None:
@@ -143,8 +145,8 @@ class Transfer:
         )
 
     def _upload_of(self, key: str, sha256: str) -> str:
-        """Return the id of the multipart upload to continue, or of a new one. Other uploads of the same key remain,
-        because another machine may be sending the same content."""
+        """Return the id of the multipart upload that the journal names, or of a new one. Other uploads of the same key
+        remain, because another machine may be sending the same content."""
         client, name = self.bucket.client, self.bucket.name
         previous = self.journal.uploads.get(key)
         uploads = client.list_multipart_uploads(Bucket=name, Prefix=key).get("Uploads", ()) if previous else ()
@@ -194,6 +196,6 @@ def _md5(data: bytes) -> tuple[str, str]:
 
 
 def _has_arrived(response: dict[str, Any], data: bytes) -> bool:
-    """Return True if the response of a store confirms the bytes that were sent; always for an encrypted object, whose
-    ETag is no MD5."""
+    """Return True if the store's response confirms the bytes that were sent. The ETag of an encrypted object is no MD5,
+    so its response always counts as a confirmation."""
     return "ServerSideEncryption" in response or response["ETag"].strip('"') == _md5(data)[0]
