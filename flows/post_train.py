@@ -1,6 +1,6 @@
-"""The flow `post-train`: run the DAG of stages of one TOML file, each stage a task with retries, branches in parallel.
+"""Flow `post-train`: run the DAG of stages of one TOML file, with a task per stage, retries and parallel branches.
 
-The form in Prefect's UI takes types from the signature and descriptions from `Args`, from nowhere else.
+The form in Prefect's UI shows the types of the signature and the descriptions of the docstring section `Args` only.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ from tasks.kinds import all_kinds
 from tasks.naming import flow_run_name
 from tasks.stage import run_stages
 
-_RUNNER: TaskRunner[Any] = ThreadPoolTaskRunner(max_workers=64)  # many threads, which only wait for worker processes
+_RUNNER: TaskRunner[Any] = ThreadPoolTaskRunner(max_workers=64)  # each thread only waits for a worker process
 
 
 @flow(name="post-train", flow_run_name=flow_run_name, task_runner=_RUNNER)
@@ -64,12 +64,12 @@ def post_train(
 
 
 def open_or_create(config: str, overrides: Sequence[str], run_id: str, request: str = "") -> Run:
-    """Return the run to work on: an existing run directory, the run that the flow run `request` created, the existing
-    run `run_id` if its configuration is the same, or a new run.
+    """Return the run to execute: an existing run directory, the run that an earlier attempt of the flow run `request`
+    created, the existing run `run_id` if its configuration is the same, or a new run.
 
     Raises:
-        ConfigError: the configuration is wrong, or differs from that of the existing run; or a target or an artifact
-            store cannot be written.
+        ConfigError: the configuration is wrong or differs from that of the existing run, or a publication target or
+            an artifact store cannot be written.
     """
     kinds = all_kinds()
     path = Path(config).expanduser()
@@ -84,7 +84,7 @@ def open_or_create(config: str, overrides: Sequence[str], run_id: str, request: 
     set_credentials(pipeline)  # credentials are needed to look up files in stores and on the Hub
     check_targets(pipeline)
     check_store(pipeline)
-    # A flow run that Prefect retries continues the run that it created.
+    # A flow run that Prefect retries continues the run that its first attempt created.
     note = flow_run_notes(pipeline.output_dir.expanduser().absolute()) / request
     if request and not run_id and note.is_file():
         run_id = note.read_text(encoding="utf-8")
@@ -95,8 +95,8 @@ def open_or_create(config: str, overrides: Sequence[str], run_id: str, request: 
 
 
 def force(run: Run, from_stage: str, request: str) -> None:
-    """Move the folders of `from_stage` and of all stages that depend on it to `superseded/`, so that these stages are
-    made again; only once for each `request`."""
+    """Move the folders of the stage `from_stage` and of all stages that depend on it to `superseded/`, so that they run
+    again; only once for the same id `request` of a flow run."""
     if not from_stage:
         return
     for name in sorted(run.pipeline.with_dependents(from_stage)):

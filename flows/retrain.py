@@ -1,10 +1,10 @@
-"""The flow `retrain`, for a schedule: if data or settings have changed, train, compare with the published model,
+"""Flow `retrain`, started by a schedule: if data or settings have changed, train, compare with the published model, and
 publish.
 
-Data counts by content: a local file with a new date only, or a commit of the Hub or a listing of a store with the same
-content, triggers no training. The next firing continues a run that failed. One firing at a time works for a schedule,
-on all machines; see `tasks.retrain_lease`. A flow run that was suspended or is retried continues the run that it
-created, and leaves newer data to the next firing.
+Data is compared by content: a new modification time, or a new commit or listing with the same content, starts no
+training. Only one flow run of a schedule works at a time, on all machines; see `tasks.retrain_lease`. A later flow run
+continues a run that failed. A flow run that was suspended or is retried continues the run that it created, and leaves
+newer data to the next flow run of the schedule.
 """
 
 import hashlib
@@ -56,7 +56,7 @@ class Approval(RunInput):
     """Form that a person fills in before the model is published."""
 
     publish: bool
-    """Whether the model is to be published."""
+    """Whether the model is published."""
 
 
 @flow(name="retrain", flow_run_name=flow_run_name)
@@ -83,12 +83,12 @@ def retrain(
     with RetrainLease(note, str(flow_run.id), str(deployment.id or "")) as firing:
         begun = read_seen(flow_run_note)
         if begun is not None:
-            firing.acquire()  # a retry or a suspended run waits, so that a person's decision is not lost
+            firing.acquire()  # a retried or suspended flow run waits, so that a person's decision is not lost
         elif not firing.try_acquire():
             seen = read_seen(note)
             run_id = f" of run {seen.run_id}" if seen is not None and not seen.outcome else ""
             return Completed(name="StillTraining", message=f"an earlier firing{run_id} has not ended; nothing was done")
-        # A resumed flow run leaves changes since its start to the next firing.
+        # A resumed flow run uses the data of its start and leaves later changes to the next flow run of the schedule.
         pipeline = plain if begun else pin_urls(pin_hub_revisions(resolve_gpus(plain)))
         digest, seen = begun.digest if begun else content_of(pipeline), read_seen(note)
         if seen is not None and seen.digest == digest and seen.outcome:
@@ -113,13 +113,13 @@ def retrain(
             if any(run.pipeline.kind_of(run.pipeline.stage(name)).is_reusable for name in names):
                 return _outdated(run.id, "its rows, code or settings were changed; the next firing takes the new ones")
         state, outcome = _train_and_publish(run, names, approve)
-        if outcome and (seen is None or seen.digest == digest):  # a later firing may have recorded newer content
+        if outcome and (seen is None or seen.digest == digest):  # a later flow run may have recorded newer content
             write_seen(note, RetrainState(digest=digest, run_id=run.id, outcome=outcome))
         return state
 
 
 def _unfinished(pipeline: Pipeline, content: str, seen: RetrainState | None) -> Run | None:
-    """Return the run of the note `seen` if it has the same content and has not ended; otherwise None."""
+    """Return the run that the note `seen` names if the run has the same content and has not ended; otherwise None."""
     if seen is None or seen.digest != content:
         return None
     path = _path(pipeline, seen.run_id)
@@ -140,12 +140,12 @@ def _outdated(run_id: str, why: str) -> State[Any]:
 def _is_content(pipeline: Pipeline, digest: str) -> bool:
     try:
         return content_of(pipeline) == digest
-    except (ConfigError, DataError, ModelError):  # a source of rows no longer exists
+    except (ConfigError, DataError, ModelError):  # a data source no longer exists
         return False
 
 
 def _before_publication(run: Run) -> list[str]:
-    """Return the names of the stages that neither publish nor depend on a stage that publishes."""
+    """Return the names of the stages that neither publish a model nor depend on a stage that publishes one."""
     last = {name for publication in _publishing_stages(run) for name in run.pipeline.with_dependents(publication)}
     return [stage.name for stage in run.pipeline.stages if stage.name not in last]
 
@@ -157,7 +157,8 @@ def _publishing_stages(run: Run) -> list[str]:
 def _train_and_publish(
     run: Run, first: list[str], approve: bool
 ) -> tuple[Any, Literal["", "published", "refused", "declined"]]:
-    """Run the stages `first`, then the stages that publish; return the flow's state and the outcome."""
+    """Run the stages `first`, then the stages that publish; return the final state of the flow and the outcome of the
+    run."""
     unpublished = _before_publication(run)
     last = [stage.name for stage in run.pipeline.stages if stage.name not in unpublished]
     with claim(run):
@@ -174,7 +175,7 @@ def _train_and_publish(
         key = f"publish-{run.id}-{_models_of(run)}"
         request, earlier = liveness.Approval(until=time.time() + _APPROVAL_SECONDS), liveness.read_approval(run.path)
         liveness.note_approval(run.path, request)
-        if earlier is None or earlier.is_declined:  # the flow is executed again after the approval
+        if earlier is None or earlier.is_declined:  # the flow is executed again from the beginning after an approval
             events.run_waiting(run)
         decision = suspend_flow_run(wait_for_input=form, timeout=_APPROVAL_SECONDS, key=key)
         if not decision.publish:  # type: ignore[attr-defined]
@@ -189,7 +190,8 @@ def _train_and_publish(
 
 
 def _without_results(run: Run, names: list[str]) -> list[str]:
-    """Return the names of the stages without a complete result, and of those that run at each firing, such as gates."""
+    """Return the names of the stages without a complete result, and of the stages that always run again, such as
+    gates."""
     results = {name: read_result(run.stage_path(name)) for name in names}
     whole = {name for name, result in results.items() if result and not problem(run.stage_path(name), result)}
     return [
@@ -198,7 +200,7 @@ def _without_results(run: Run, names: list[str]) -> list[str]:
 
 
 def _models_of(run: Run) -> str:
-    """Return one digest over the models to publish: an approval is valid for these models only."""
+    """Return one digest of all models to publish. An approval is valid only for the models with this digest."""
     references = sorted({run.pipeline.stage(name).model for name in _publishing_stages(run)})
     results = [read_result(run.stage_path(source_of(model) or "")) for model in references]
     digests = [(model, result["digest"] if result else "") for model, result in zip(references, results, strict=True)]
@@ -206,8 +208,8 @@ def _models_of(run: Run) -> str:
 
 
 def starting_from_published(pipeline: Pipeline) -> list[str]:
-    """Return the overrides with which each training that starts from no other training starts from the published model;
-    an empty list if no model was published yet, or if the target cannot tell its address."""
+    """Return overrides that start each first training of a pipeline from the published model; an empty list if no model
+    was published yet, or if the publication target cannot return its address."""
     targets = [s.target for s in pipeline.stages if pipeline.kind_of(s).makes == "publication"]
     readable = [target for target in targets if not target.startswith("mlflow://")]
     if targets and not readable:
@@ -225,7 +227,8 @@ def starting_from_published(pipeline: Pipeline) -> list[str]:
             continue
         key = "model" if stage.model else "policy.model_name_or_path"
         choice = pipeline.choice_among(stage.name)
-        # Overrides name stages of the file: all branches of a grid come from one stage, named like the choice.
+        # Overrides use the stage names of the file: all branches of a grid come from one stage, named like the select
+        # stage.
         is_grid = choice is not None and choice.sweep is not None and any(b.settings for b in choice.sweep.branches)
         name = choice.name if choice is not None and is_grid else stage.name
         overrides.append(f"{name}.{key}={published}")

@@ -1,4 +1,4 @@
-"""The flow `reward-service`: serve rewards for one stage, on the work pool of this flow, until the stage ends."""
+"""Flow `reward-service`: serve rewards for one stage, on the work pool of this flow, until the stage ends."""
 
 import socket
 import tempfile
@@ -48,7 +48,7 @@ def reward_service(config: str, block: str, of_flow_run: str = "") -> None:
 
 
 def _wait_while(is_wanted: Callable[[], bool]) -> None:
-    """Wait while `is_wanted` returns True; a Prefect server that restarts may not respond for up to ten minutes."""
+    """Wait until `is_wanted` returns False, or until the Prefect server has not responded for ten minutes."""
     last_response = time.monotonic()
     while time.monotonic() - last_response < _UNHEARD_SECONDS:
         with suppress(httpx.HTTPError):
@@ -68,7 +68,7 @@ def _is_wanted(client: SyncPrefectClient, block: str, of_flow_run: str) -> bool:
 
 
 def _address() -> str:
-    """Return the address of this machine in the network of the Prefect server."""
+    """Return the IP address of this machine in the network of the Prefect server."""
     server = urlsplit(get_current_settings().api.url or "http://127.0.0.1:4200/api")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((server.hostname or "127.0.0.1", server.port or 443))  # a UDP connect sends no packet

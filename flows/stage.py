@@ -1,4 +1,4 @@
-"""The flow `stage`: run one stage of an existing run, as its own deployment for another work pool, or again by hand."""
+"""Flow `stage`: run one stage of an existing run, as a separate deployment for another work pool, or again by hand."""
 
 from pathlib import Path
 from typing import Any

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Return the task of a stage kind, or `configure_run`; they are imported lazily, because they import Prefect."""
+    """Return the task of the stage kind `name`, or `configure_run`; imported lazily, because both import Prefect."""
     if name == "configure_run":
         from tasks.flow_run import configure_run
 

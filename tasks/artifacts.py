@@ -1,8 +1,8 @@
-"""Artifacts of Prefect's UI: for each stage a progress bar, a table of metrics, the curves as an image, samples and a
-final card; for the run one card at the end.
+"""Publish artifacts in Prefect's UI: for each stage a progress bar, a table of metrics, the curves as an image, samples
+and a final card; for the run one card at its end.
 
-Prefect keeps every version of an artifact, so all but the progress bar are written at most twice a minute. A server
-that does not respond costs a warning, never the stage.
+Prefect keeps every version of an artifact, so each artifact except the progress bar is written at most twice per
+minute. If the Prefect server does not respond, a warning is logged and the stage continues.
 """
 
 import base64
@@ -46,10 +46,10 @@ _MAX_LETTERS = 1000  # maximum number of characters of one prompt or completion 
 
 
 class StageArtifacts:
-    """Artifacts of one stage, published by the task run that executes the stage.
+    """Publisher of the artifacts of one stage, used by the task run that executes the stage.
 
-    Artifacts have no tags in Prefect: run and user are in their descriptions. A private run publishes no samples, since
-    everybody reads them on the server.
+    Prefect artifacts have no tags, so each description names the run and the user. No samples of a private run are
+    published, since every user of the server could read them.
     """
 
     def __init__(self, pipeline: PipelineConfig, stage_path: Path) -> None:
@@ -64,7 +64,8 @@ class StageArtifacts:
         self._next_table = time.monotonic() + _TABLE_SECONDS
 
     def update(self, progress: Position) -> None:
-        """Publish the progress of the worker, and every 30 seconds its metrics."""
+        """Publish the progress of the worker every 3 seconds, its metrics every 30 seconds and its samples every 10
+        minutes."""
         now = time.monotonic()
         with log_ui_errors():
             if now >= self._next_progress and progress.total:
@@ -86,7 +87,8 @@ class StageArtifacts:
             self._show_card(_card(result), "Result")
 
     def show_refusal(self) -> None:
-        """Publish the conditions of a gate that refused; `finish` publishes those of a gate that passed."""
+        """Publish a card with the conditions of a gate that refused. The card of a gate that passed is published by
+        `finish`."""
         with log_ui_errors():
             conditions = parsed(read_json(self._stage_path / CONDITIONS) or (), Condition)
             text = f"# {self._stage_path.name}: refused\n\n{conditions_table(conditions)}"
@@ -147,15 +149,14 @@ def show_run(run_path: Path) -> None:
 
 
 def write_report(run_path: Path) -> None:
-    """Write report.html of a run with any outcome, without failing the run."""
+    """Write the HTML report of a run, whatever its outcome; log an error of the report instead of raising it."""
     with log_ui_errors():
         write_text(run_path / PAGE, build(run_path))
 
 
 @contextmanager
 def log_ui_errors() -> Iterator[None]:
-    """Context manager that logs any error of its block as a warning, because an error of the UI must not fail a
-    stage."""
+    """Log any error of the `with` block as a warning, because an error of Prefect's UI must not fail a stage."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - no error of the UI may fail the stage
@@ -163,13 +164,13 @@ def log_ui_errors() -> Iterator[None]:
 
 
 def card_key(pipeline: str) -> str:
-    """Return the artifact key of the card of a pipeline's runs."""
+    """Return the artifact key of the card that all runs of a pipeline share."""
     return _key(pipeline, "run")
 
 
 def _key(*parts: str) -> str:
-    """Return an artifact key made of the names of pipeline and stage. It is the same for each run, so that Prefect
-    shows their history. Prefect allows lower-case letters, digits and dashes."""
+    """Return an artifact key made of the names of pipeline and stage, in lower-case letters, digits and dashes, which
+    Prefect requires. All runs of a pipeline share the key, so that Prefect shows the history of the artifact."""
     return re.sub(r"[^a-z0-9]+", "-", "-".join(parts).lower())
 
 
@@ -202,14 +203,15 @@ def _run_card(run: RunRecord) -> str:
 
 
 def approval_text(run_path: Path) -> str:
-    """Return the text of the form with which a person approves a publication: metrics and gates of the run."""
+    """Return the text of the form in which a person approves a publication: metrics of the stages and conditions of the
+    gates."""
     run = read_run(run_path)
     return "\n".join([f"Publish the model of run {run_path.name}?", "", *_stages(run)])
 
 
 def _stages(run: RunRecord) -> list[str]:
-    """Return a table of the stages with their metrics, then the conditions of each gate or the error of each failed
-    stage, in Markdown lines."""
+    """Return Markdown lines with a table of the stages and their metrics, the conditions of each gate, and the error of
+    each failed stage."""
     lines = ["| stage | kind | state | time | metrics |", "|---|---|---|---|---|"]
     for stage in run.stages:
         shown = formatting.key_metrics(stage.metrics).items()

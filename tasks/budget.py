@@ -1,4 +1,4 @@
-"""Stop a run whose GPUs have cost its budget, with a checkpoint."""
+"""Stop the stages of a run, with a checkpoint, when the GPU hours of the run have cost its budget."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from cosmos_core.observe.resuming import resume_command
 from cosmos_core.run.directory import Run, read_facts
 from cosmos_core.run.held import gpu_seconds_of_run
 
-_SECONDS = 2.0  # seconds between two reads of the states of all stages
+_SECONDS = 2.0  # interval in seconds between two computations of the GPU hours of the run
 
 
 class Budget:
-    """Budget of a run, for a stage that holds GPUs; other stages cost nothing and are not stopped."""
+    """Check of the run's budget for one stage. A stage that holds no GPUs costs nothing and is never stopped."""
 
     def __init__(self, run: Run, stage: StageConfig) -> None:
         self._run = run
@@ -26,8 +26,8 @@ class Budget:
         self._next = 0.0
 
     def excess(self) -> Preempted | None:
-        """Return the error with which the stage is to stop; None if the budget is not spent. Looks at most every two
-        seconds."""
+        """Return the error that stops the stage, or None if the budget is not spent. The GPU hours are computed at most
+        every two seconds; a call in between returns None."""
         if self._limit is None or time.monotonic() < self._next:
             return None
         self._next = time.monotonic() + _SECONDS
@@ -43,10 +43,10 @@ class Budget:
         )
 
     def check(self) -> None:
-        """Refuse to start the stage, or to let it continue, if the budget is spent.
+        """Raise an error if the budget of the run is spent, so that the stage does not start or does not continue.
 
         Raises:
-            OverBudget: it is spent.
+            OverBudget: the budget is spent.
         """
         if error := self.excess():
             raise error

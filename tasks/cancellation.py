@@ -1,7 +1,7 @@
-"""Detect that the current flow run was cancelled, by polling the Prefect server from the flow's process.
+"""Detect that the current flow run was cancelled, by polling the Prefect server from the process of the flow.
 
-Prefect's worker stops the process of a cancelled flow run, but stops polling for good after the server was unreachable
-for half a minute, and the worker then continues without an error.
+Prefect's worker process stops the process of a cancelled flow run. But it stops polling permanently, without an error,
+when the server was unreachable for half a minute.
 """
 
 import logging
@@ -47,10 +47,10 @@ def wait_unless_cancelled(pending: Collection[futures.Future[Any]], seconds: flo
 
 
 def is_cancelled() -> bool | None:
-    """Return True if the current flow run, or the flow run whose stage it executes, was cancelled; None if the server
-    does not respond.
+    """Return True if the current flow run, or the parent flow run whose stage it executes, was cancelled; return None
+    if the server does not respond.
 
-    Returns False outside of a flow run, and if the flow run was deleted.
+    Return False outside of a flow run, and if the flow run was deleted.
     """
     if not flow_run.id:
         return False
@@ -78,7 +78,8 @@ def listen_for_stop(run: Run) -> None:
 
 
 def stop_stages(run: Run, stages: list[PrefectFuture[Any]]) -> None:
-    """Ask the workers of this process to save a checkpoint and exit, and wait for them; ignore any further SIGTERM."""
+    """Ask the workers of this process to save a checkpoint and exit, wait for their tasks `stages`, and ignore any
+    further SIGTERM."""
     if threading.current_thread() is threading.main_thread():
         # SIGTERM is ignored until the flow ends, when Prefect restores its handler.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -87,15 +88,15 @@ def stop_stages(run: Run, stages: list[PrefectFuture[Any]]) -> None:
 
 
 def publication_check() -> Callable[[], None]:
-    """Return a function, callable from any thread, that raises if a publication must not continue. The function waits
-    while the server does not respond, since the flow run may have been cancelled shortly before.
+    """Return a function, callable from any thread, that raises an error if a publication must not continue. While the
+    server does not respond, the function waits, since the flow run may have been cancelled shortly before.
 
     The function raises:
         Cancelled: the flow run was cancelled.
-        Preempted: this process was asked to stop.
+        Preempted: this process was requested to stop.
         StageFailed: the server did not respond for ten minutes.
     """
-    context = copy_context()  # the current flow run and its client, which other threads do not see
+    context = copy_context()  # holds the current flow run and its client, which other threads cannot see
 
     def check() -> None:
         began, has_warned = time.monotonic(), False
@@ -115,8 +116,8 @@ def publication_check() -> Callable[[], None]:
 
 @contextmanager
 def _client() -> Iterator[SyncPrefectClient]:
-    """Yield the client of the current flow run or, in a thread without its context, a new client that is closed
-    afterwards."""
+    """Yield the Prefect client of the current flow run. In a thread without the context of the flow run, yield a new
+    client and close it afterwards."""
     if context := SyncClientContext.get():
         yield context.client
         return

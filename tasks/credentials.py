@@ -1,7 +1,7 @@
-"""Credentials for object stores and Hubs: environment variables, or a Secret block of Prefect that contains them.
+"""Credentials for object stores and Hubs, from environment variables or from a Secret block of Prefect.
 
-The block `cosmos-credentials` holds an object of names and values. They become environment variables of the flow's
-process, and no log shows their values; variables that are already set take precedence.
+The value of the block `cosmos-credentials` is an object of variable names and values. The variables are set in the
+process of the flow unless they are already set, and logs show none of their values.
 """
 
 import json
@@ -21,8 +21,12 @@ _LENT = ("AWS_", "PROD_S3_CHECKPOINT_", "HF_TOKEN", "HF_ENDPOINT", "MLFLOW_")
 
 
 def set_credentials(pipeline: Pipeline | None) -> None:
-    """Set the environment variables of the Secret block, if the block exists and the pipeline refers to a store or the
-    Hub. `pipeline` is None if the pipeline itself is still to be fetched from a store."""
+    """Set the environment variables that the Secret block contains, if the block exists and the pipeline refers to a
+    store or the Hub.
+
+    Args:
+        pipeline: The pipeline; None if its configuration has yet to be fetched from a store.
+    """
     hide_in_records()
     if pipeline is not None and not _names_elsewhere(pipeline):
         return
@@ -31,7 +35,7 @@ def set_credentials(pipeline: Pipeline | None) -> None:
     try:
         value = Secret.load(BLOCK).get()  # type: ignore[union-attr]
     except ValueError:
-        return  # the server has no such block
+        return  # the server has no Secret block of this name
     try:
         variables = json.loads(value) if isinstance(value, str) else value
     except ValueError:  # the error is not logged: its message may show the value
@@ -47,9 +51,9 @@ def set_credentials(pipeline: Pipeline | None) -> None:
 
 
 def lend_to_command(pipeline: Pipeline | None) -> None:
-    """Set the environment variables of the Secret block for a command that uses a running Prefect server, before the
-    command accesses stores and Hubs. A server that does not respond costs a warning, because the environment may have
-    all credentials."""
+    """Set the environment variables of the Secret block before a command accesses stores and Hubs, if a Prefect server
+    is configured. If the server does not respond, log a warning: the environment may contain all credentials
+    already."""
     if not os.environ.get("PREFECT_API_URL"):
         return
     import httpx
@@ -65,6 +69,6 @@ def _names_elsewhere(pipeline: Pipeline) -> bool:
     values = [value for table in tables for _, _, value, _ in active_fields(table) if isinstance(value, str)]
     if pipeline.config.artifact_store or any("://" in value for value in values):
         return True
-    with suppress(ConfigError):  # an invalid setting is reported when the run begins
+    with suppress(ConfigError):  # an invalid setting is reported when the run starts
         return any(each.form == "hub" for stage in pipeline.stages for each in pipeline.inputs(stage))
     return False

@@ -1,6 +1,7 @@
 """Emit events for the automations of a Prefect server: a stage or a run ended, a gate refused, a model was published.
 
-They are put into a queue that a thread of Prefect empties: an unreachable server delays no stage and fails none.
+Prefect sends the events from a queue in a separate thread, so that an unreachable server neither delays nor fails a
+stage.
 """
 
 import logging
@@ -32,8 +33,8 @@ RUN_WAITING = "cosmos.run.waiting"
 
 
 def stage_completed(run: Run, name: str, result: Result, *, was_reused: bool) -> None:
-    """Emit an event that a stage has its result and, if the stage has newly published a model, a second event about the
-    model."""
+    """Emit an event that a stage has its result. If the stage has newly published a model, emit an event about the
+    model too."""
     payload = {"reused": was_reused, "metrics": _finite(result["metrics"])}
     _emit(STAGE_COMPLETED, run, name, payload)
     publishes = run.pipeline.kind_of(run.pipeline.stage(name)).makes == "publication"
@@ -43,21 +44,21 @@ def stage_completed(run: Run, name: str, result: Result, *, was_reused: bool) ->
 
 
 def stage_failed(run: Run, name: str, error: CosmosError) -> None:
-    """Emit an event that a stage has failed and is not retried, or that a gate refused; emit none for a stage that was
-    stopped."""
+    """Emit an event that a gate refused, or that a stage failed and is not retried. Emit no event for a stopped
+    stage."""
     if not isinstance(error, Preempted):
         event = GATE_FAILED if isinstance(error, GateFailed) else STAGE_FAILED
         _emit(event, run, name, {"error": str(error), "exit_code": error.exit_code})
 
 
 def run_ended(run: Run, *, is_failed: bool) -> None:
-    """Emit an event that a run failed, or that all its stages have results, with the metrics of the last stage that has
-    any; and an event if its budget is spent."""
+    """Emit an event that a run failed, or that all its stages have results, with the metrics of the last stage that
+    reported metrics. Also emit an event if the budget of the run is spent."""
     run_over_budget(run)
     names = [stage.name for stage in run.pipeline.stages]
     if is_failed:
         failed = [name for name in names if read_state(run.stage_path(name)).state == "failed"]
-        if failed:  # a run without a failed stage was stopped, which is no failure
+        if failed:  # in a run that was only stopped, no stage has failed
             _emit(RUN_FAILED, run, "", {"failed": failed})
     elif all(read_state(run.stage_path(name)).state in FINISHED for name in names):
         results = [read_result(run.stage_path(name)) for name in names]
@@ -99,5 +100,5 @@ def _emit(event: str, run: Run, stage: str, said: dict[str, Any]) -> None:
 
 
 def _finite(metrics: dict[str, float]) -> dict[str, float]:
-    """Return the metrics without infinities and NaN, which JSON cannot express."""
+    """Return the metrics without infinite and NaN values, which JSON cannot represent."""
     return {key: value for key, value in metrics.items() if math.isfinite(as_float(value))}

@@ -1,5 +1,5 @@
-"""Build the final states of task and flow runs: each has a name and a message of one line, and an expected end has no
-traceback."""
+"""Build the final states of task runs and flow runs: each has a name and a message of one line. An expected end, such
+as a refused gate, produces no traceback."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,33 +14,33 @@ from cosmos_core.run.directory import Run
 from cosmos_core.run.state import read_state
 
 REFUSED = "Refused"
-"""Name of the final state of a gate with a condition that does not hold."""
+"""Name of the final state of a gate of which a condition does not hold."""
 _SKIPPED = "Skipped"
 
 
 def failed_state(error: CosmosError) -> State[Any]:
-    """Return the final state of a stage that failed and is not retried; if the error were raised, Prefect would log a
-    traceback."""
+    """Return the final state of a stage that failed and is not retried. The state is returned instead of raising the
+    error, because Prefect logs a traceback for a raised error."""
     if isinstance(error, GateFailed):
         return Failed(name=REFUSED, message=str(error), data=error)
     return Failed(name="Stopped" if isinstance(error, Preempted) else None, message=str(error), data=error)
 
 
 def skipped(why: str) -> State[Any]:
-    """Return the final state of a stage that is never started. Without it, Prefect would leave its task run and all
-    dependent task runs pending forever, even after a cancellation."""
+    """Return the final state of a stage that will never start. Without this state, Prefect would leave its task run and
+    all dependent task runs pending forever, even after a cancellation."""
     return Completed(name=_SKIPPED, message=why)
 
 
 def has_result(future: PrefectFuture[Any]) -> bool:
-    """Return True if the task run of a stage, which has ended, produced the result of the stage."""
+    """Return True if the ended task run of a stage produced the result of the stage."""
     state = state_of(future)
     return state.is_completed() and state.name != _SKIPPED
 
 
 def state_of(future: PrefectFuture[Any]) -> State[Any]:
-    """Return the state of a task run. `wait` is called first: otherwise the state is the last one that the server has
-    received."""
+    """Return the current state of a task run. `wait` is called first, because the attribute `state` is otherwise the
+    last state that the server received."""
     future.wait(timeout=0)
     return future.state
 
@@ -60,8 +60,8 @@ def flow_state(run: Run, futures: Mapping[str, PrefectFuture[Any]], *, is_cancel
 
 
 def completed(run: Run, names: Sequence[str]) -> State[Any]:
-    """Return the final state of a flow run whose stages `names` are complete; its message says how many of them were
-    reused from another run."""
+    """Return the final state of a flow run whose stages `names` are complete; its message contains the number of stages
+    that were reused from earlier runs."""
     num_reused = sum(read_state(run.stage_path(name)).state == "reused" for name in names)
     reused = f", {num_reused} of them reused from earlier runs" if num_reused else ""
     return Completed(message=f"run {run.id}: {len(names)} stages completed{reused}", data=str(run.path))

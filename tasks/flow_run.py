@@ -1,7 +1,7 @@
-"""Run of a Python flow, whose pipeline grows by a stage at each call of a task of `tasks`.
+"""Run of a Python flow. The pipeline of the run grows by a stage at each call of a task of `tasks`.
 
-The run is named after the flow and its parameters, so running the flow again continues it: a call whose settings are
-those of an earlier one gets the stage that it made then, and results are reused as in any run.
+The run is named after the flow and its parameters, so executing the flow again continues the run. A call with the
+settings of an earlier call gets the stage of that call, and results are reused as in any run.
 """
 
 import hashlib
@@ -43,20 +43,21 @@ from tasks.naming import label_flow_run
 from tasks.store_sync import OUTPUT_DIR
 
 RUN_ID = "COSMOS_RUN_ID"
-"""Environment variable with the name of the run; unset: the name follows from the flow and its parameters."""
+"""Environment variable with the name of the run. If it is unset, the name is derived from the flow and its
+parameters."""
 _CALLS = "calls.json"
 
 
 class Call(Document):
-    """Content of `calls.json` for one call of a task: the settings with which it was called, and the stages that it
-    made."""
+    """Entry of `calls.json` for one call of a task: the settings of the call, and the stages that the call added to the
+    run."""
 
     stage: dict[str, Any]
-    """Keys of `[[pipeline.stages]]` for the stage of the call."""
+    """Keys of `[[pipeline.stages]]` for the stage that the call adds."""
     tables: dict[str, Any]
-    """Recipe tables of the stage of the call."""
+    """Recipe tables for the stage that the call adds."""
     stages: list[str] = []
-    """Names of the stages that the call made, in topological order: its own stage, and the stages that this implies."""
+    """Names of the stages that the call added, in topological order: the stage itself, and stages added implicitly."""
 
 
 class _Calls(Document):
@@ -65,20 +66,20 @@ class _Calls(Document):
 
 @dataclass
 class FlowInPython:
-    """State of one execution of a Python flow, with the run on which it works."""
+    """State of one execution of a Python flow, and the run to which the execution adds stages."""
 
     name: str
     flow_run: str
-    """Id of the flow run."""
+    """Id of the Prefect flow run."""
     run_id: str
     entrypoint: str
-    """Import path of the flow, `FILE.py:FLOW`, with an absolute path."""
+    """Import path of the flow, `FILE.py:FLOW`, where FILE is absolute."""
     parameters: dict[str, Any]
     tags: list[str]
-    """Tags of the flow run and of its task runs."""
+    """Tags of the flow run, which its task runs get too."""
     run: Run | None = None
     settings: dict[str, Any] = field(default_factory=dict)
-    """Keys of `[pipeline]` of the run; see `configure_run`."""
+    """Keys of `[pipeline]` that `configure_run` has set for the run."""
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _names: set[str] = field(default_factory=set)
     _num_active: int = 0
@@ -90,11 +91,11 @@ class FlowInPython:
         return Path(self.entrypoint.rpartition(":")[0]).parent
 
     def reserve_name(self, kind: str, name: str) -> str:
-        """Return the name of the stage that a call makes: `name`, or if that is empty the name of the kind, with a
-        number after its first use.
+        """Reserve the name of the stage of a call: `name` or, if `name` is empty, the kind followed by a number after
+        its first use. Return the reserved name.
 
         Raises:
-            ConfigError: the name is used by an earlier call of this execution.
+            ConfigError: an earlier call of this execution uses the name.
         """
         with self._lock:
             if name in self._names:
@@ -108,9 +109,9 @@ class FlowInPython:
 
     @contextmanager
     def stage(self, call: Call, source: Path) -> Iterator[tuple[Run, list[str]]]:
-        """Add the stage of a call, unless the run has it, and hold the run during the block, so that no other process
-        works on it. Yield the run and the names of the stages that the call makes. When the last active call has ended,
-        the report is written and the run is released.
+        """Add the stage of a call to the run unless the run has it, and yield the run and the names of the stages that
+        the call adds. During the block this process claims the run, so that no other process works on it. After the
+        last active call, write the report and release the run.
 
         Raises:
             ConfigError: the settings are wrong, the run has a finished stage of this name with other settings, or
@@ -146,7 +147,7 @@ class FlowInPython:
                     return run, earlier_call.stages
                 _refuse_if_finished(run, earlier_call, call)
                 _forget(run, calls, name)
-            run = _keep_stages_of(run, calls)  # drop stages of a killed call that was not recorded
+            run = _keep_stages_of(run, calls)  # drop stages of an earlier call that was killed before it was recorded
         run = self._add_stage(run, call, source)
         self._hold(run)
         others = {each for other in calls.values() for each in other.stages}
@@ -155,15 +156,15 @@ class FlowInPython:
         return run, call.stages
 
     def _hold(self, run: Run) -> None:
-        """Claim the run for this process, unless this process holds it already."""
+        """Claim the run for this process, unless this process has claimed it already."""
         if self._claim is None:
             self._claim = claim(run)
             note_flow_run(run, self.flow_run)
         self.run = run
 
     def _find_run(self, call: Call, source: Path) -> Run | None:
-        """Return the run of an earlier execution of the flow, in the output folder that the first stage names; None if
-        there is none."""
+        """Return the run of an earlier execution of the flow, in the output folder that the settings of the first stage
+        imply; None if there is no such run."""
         pipeline = self._compose(None, call, source)
         path = pipeline.output_dir.expanduser().absolute() / self.run_id
         if not (path / "pipeline.toml").is_file():
@@ -204,14 +205,15 @@ class FlowInPython:
 
 
 def _forget(run: Run, calls: dict[str, Call], name: str) -> None:
-    """Remove a call, and the calls whose stages depend on its stages, because the flow will make these calls again."""
+    """Remove a call from `calls`, and all calls whose stages depend on its stages; the flow will make these calls
+    again."""
     removed = {each for stage in calls[name].stages for each in run.pipeline.with_dependents(stage)}
     for other in [other for other, call in calls.items() if removed.intersection(call.stages)]:
         del calls[other]
 
 
 def _keep_stages_of(run: Run, calls: Mapping[str, Call]) -> Run:
-    """Return the run with only the stages that these calls made."""
+    """Return the run reduced to the stages that `calls` added."""
     names = {name for call in calls.values() for name in call.stages}
     stages = [stage for stage in run.pipeline.stages if stage.name in names]
     recipes = {stage.name: run.pipeline.recipes[stage.name] for stage in stages}
@@ -222,7 +224,7 @@ def current_flow() -> FlowInPython:
     """Return the state of the Python flow that is being executed.
 
     Raises:
-        ConfigError: no flow executes.
+        ConfigError: no flow is being executed.
     """
     context = FlowRunContext.get()
     if context is None or context.flow_run is None or context.flow is None:
@@ -235,11 +237,11 @@ def current_flow() -> FlowInPython:
 
 
 def configure_run(**settings: Any) -> None:
-    """Set keys of `[pipeline]`, such as `artifact_store`, `threads` and `private`, for the run of the current flow;
-    called before its first stage.
+    """Set keys of `[pipeline]`, such as `artifact_store`, `threads` and `private`, for the run of the current flow.
+    Call this before the first stage of the flow.
 
     Raises:
-        ConfigError: a key or a value is wrong, or a stage was called before.
+        ConfigError: a key or a value is wrong, or a stage was already called.
     """
     flow = current_flow()
     if flow.run is not None:
@@ -251,7 +253,7 @@ def configure_run(**settings: Any) -> None:
 
 
 def newest_run() -> Run | None:
-    """Return the run of the flow that this process executed last; None if none has called a stage."""
+    """Return the run of the flow that this process executed last; None if no executed flow has called a stage."""
     runs = [flow.run for flow in _all.values() if flow.run is not None]
     return runs[-1] if runs else None
 
@@ -269,8 +271,8 @@ def _begin(context: FlowRunContext) -> FlowInPython:
 
 
 def identity_of(flow: Flow[..., Any], given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the name of the run of a flow with the parameters `given`, and all parameters of the flow, defaults
-    included.
+    """Return the run name of a flow that is called with the parameters `given`, and all parameters of the flow
+    including defaults.
 
     Raises:
         ConfigError: the flow has other parameters.
@@ -282,8 +284,8 @@ def identity_of(flow: Flow[..., Any], given: Mapping[str, Any]) -> tuple[str, di
 
 
 def _identity(flow: Flow[..., Any], parameters: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the name of the run of a flow, and its parameters as JSON values. The name depends only on the flow's
-    file, name and parameters, unless the environment or a parameter `run_id` sets it."""
+    """Return the run name of a flow, and its parameters as JSON values. The name depends only on the flow's file, name
+    and parameters, unless the environment variable COSMOS_RUN_ID or the flow's parameter `run_id` sets it."""
     values: dict[str, Any] = json.loads(json.dumps(parameters, default=str))
     file, function = _source_of(flow)
     identity = hashlib.sha256(json.dumps([file.name, function, values], sort_keys=True).encode()).hexdigest()[:8]
@@ -310,7 +312,7 @@ def _refuse_if_finished(run: Run, before: Call, call: Call) -> None:
 
 
 def _stop_on_signals() -> None:
-    """Install handlers that let workers save a checkpoint before the flow ends, as `cosmos run` does."""
+    """Install signal handlers that let workers save a checkpoint before the flow ends, as in `cosmos run`."""
 
     def stop(number: int, frame: object) -> NoReturn:
         worker.stop_all()

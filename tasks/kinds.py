@@ -1,4 +1,4 @@
-"""Registry of the stage kinds: every module of `tasks/stages` that defines `KIND`. This module does not import
+"""Registry of stage kinds: one from each module of `tasks/stages`, which defines `KIND`. This module imports no
 Prefect."""
 
 import importlib

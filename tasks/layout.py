@@ -1,5 +1,5 @@
-"""Prepare the folder of a stage before the stage starts: write its inputs and settings, and move files of another
-fingerprint to `superseded/`."""
+"""Prepare the folder of a stage before the stage starts: write its inputs and settings, and move files that were made
+with another fingerprint to `superseded/`."""
 
 import logging
 from collections.abc import Callable
@@ -28,11 +28,12 @@ from cosmos_core.run.state import REMADE, record_event
 logger = logging.getLogger(__name__)
 
 _SOURCES: dict[str, Literal["model", "data"]] = {"model": "model", "teacher": "model", "data": "data"}
-"""Kind of the source that a manifest records for the lineage, by role of the input."""
+"""Kind of the external source, model or data, that a manifest records for an input, by the role of the input."""
 
 
 def results_of(run: Run, stage: StageConfig) -> dict[str, Result]:
-    """Return the manifests of the stages in `after` by name, each with the key `path` of the stage directory.
+    """Return the manifests of the stages in `after` by stage name, each with the added key `path`, the folder of that
+    stage.
 
     Raises:
         StageFailed: a stage in `after` has no result.
@@ -49,9 +50,9 @@ def results_of(run: Run, stage: StageConfig) -> dict[str, Result]:
 def prepare_stage_folder(
     run: Run, stage: StageConfig, expected: Fingerprint, on_line: Callable[[str], None] = lambda line: None
 ) -> Stage:
-    """Write the folder of a stage that is about to run, and return the stage; files of another training are moved to
-    `superseded/`. If the stage was made before, the reason to make it again is recorded as an event and passed to
-    `on_line`."""
+    """Write the folder of a stage that is about to run, and return the stage as its program receives it. Files of a
+    training with another fingerprint are moved to `superseded/`. If the stage has a result already, the reason to make
+    it again is recorded as an event and passed to `on_line`."""
     path, kind = run.stage_path(stage.name), run.pipeline.kind_of(stage)
     reason = reason_to_rerun(run, stage, expected)
     supersede_if_changed(path, expected)
@@ -98,8 +99,8 @@ def prepare_stage_folder(
 
 
 def supersede_if_changed(path: Path, expected: Fingerprint) -> None:
-    """Move the folder of a stage to `superseded/`, with a warning, if another training wrote it: its checkpoints must
-    not be continued."""
+    """Move the folder of a stage to `superseded/`, with a warning, if the fingerprint of its training has changed, so
+    that its checkpoints are not continued."""
     saved = read_fingerprint(path)
     if saved is not None and saved.of_training != expected.of_training:
         supersede(path)
@@ -109,7 +110,11 @@ def supersede_if_changed(path: Path, expected: Fingerprint) -> None:
 
 def output_folder(stage: str, key: str, reference: str, inputs: dict[str, Result], model_format: str = "") -> str:
     """Return the folder to which `model = "stage:NAME"` or `data = "stage:NAME"` refers; return any other value
-    unchanged. `model_format` is the format to read of an export; empty or `bf16`: the model without quantisation."""
+    unchanged.
+
+    Args:
+        model_format: Format of the exported model to read; empty or `bf16`: the model without quantisation.
+    """
     name = source_of(reference)
     if name is None:
         return reference

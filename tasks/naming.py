@@ -1,4 +1,4 @@
-"""Set names and tags of flow runs and task runs, by which users find them in Prefect's UI: pipeline, run and user."""
+"""Set the names and tags by which users find flow runs and task runs in Prefect's UI: pipeline, run and user."""
 
 import getpass
 import os
@@ -13,21 +13,22 @@ _USER = "cosmos-user:"
 
 
 def flow_run_name() -> str:
-    """Return the name of a flow run before its run is known: its flow and config or stage, unless a person has named
-    it, for example with `prefect deployment run --flow-run-name`."""
+    """Return the name of a flow run before its run is created: the flow, followed by its config or stage. A name that a
+    person has set, for example with `prefect deployment run --flow-run-name`, is kept."""
     current = str(flow_run.name)
     return _first_name() if is_generated(current) else current
 
 
 def is_generated(name: str) -> bool:
-    """Return True if Prefect has generated the name of a flow run: two words of its vocabulary."""
+    """Return True if `name` is a random name that Prefect has generated for a flow run: two words of Prefect's word
+    list."""
     words = name.split("-")
     return len(words) == 2 and _vocabulary().issuperset(words)
 
 
 def label_flow_run(pipeline: str, run_id: str, *words: str) -> list[str]:
-    """Give the current flow run the tags of a run and, unless a person has named it, the name of pipeline, run and
-    `words`; return the tags. A tag `cosmos-user:NAME` that the flow run already has is kept."""
+    """Add the tags of a run to the current flow run and return them. Unless a person has named the flow run, rename it
+    to the pipeline, the run and `words`. An existing tag `cosmos-user:NAME` is kept."""
     with get_client(sync_client=True) as client:
         current = client.read_flow_run(UUID(flow_run.id))
         tags = [f"cosmos-pipeline:{pipeline}", f"cosmos-run:{run_id}"]
@@ -39,10 +40,10 @@ def label_flow_run(pipeline: str, run_id: str, *words: str) -> list[str]:
 
 
 def user_name() -> str:
-    """Return the name of the user of this process, or the number of a user without a name."""
+    """Return the name of the user of this process, or the user's numeric id if the user has no name."""
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # in a container, the user may have no entry in the list of users
+    except (KeyError, OSError):  # in a container, the user may be missing from /etc/passwd
         return str(os.getuid())
 
 
@@ -53,7 +54,7 @@ def _first_name() -> str:
 
 @cache
 def _vocabulary() -> frozenset[str]:
-    from coolname.data import config  # the library from which Prefect generates names
+    from coolname.data import config  # the library with which Prefect generates names
 
     lists: dict[str, Any] = config
     return frozenset(word for entry in lists.values() for word in entry.get("words", ()))

@@ -1,8 +1,9 @@
-"""Run a stage on another work pool: the deployment `stage/POOL` executes it, and the task in this flow follows it.
+"""Run a stage on another work pool: the deployment `stage/POOL` executes the stage as a child flow run, which the task
+in this flow polls.
 
-The id of its flow run is saved in the folder of the stage, so that a parent that is resumed after a crash follows the
-same flow run. The child flow run decides about reuse and retries, since the hardware of its machine counts; the
-manifest that it writes decides whether the stage is complete.
+The id of the child flow run is saved in the folder of the stage, so that a parent that is resumed after a crash polls
+the same child flow run. The child decides about reuse and retries, since fingerprints depend on the hardware of its
+machine. The stage is complete when the child has written its manifest.
 """
 
 import logging
@@ -46,28 +47,30 @@ _FINAL = {StateType.COMPLETED, StateType.FAILED, StateType.CANCELLED, StateType.
 
 
 class Child(Document):
-    """The child flow run that executes a stage on another work pool."""
+    """Child flow run that executes a stage on another work pool."""
 
     flow_run: str
-    """Id of the child flow run; empty if the parent requested it and died before the server responded."""
+    """Id of the child flow run; empty if the parent died after requesting it and before the server responded."""
     attempt: int
     token: str = ""
-    """Random part of the idempotency key. The number of attempts starts again at 1 if the stage folder or the run
-    directory was removed; without the token the server would then return a flow run that has ended."""
+    """Random part of the idempotency key. The number of attempts restarts at 1 if the folder of the stage or the run
+    was removed; without the random part the server would then return a flow run that has ended."""
     failures: int = 0
-    """Number of consecutive child flow runs that died without recording an error and without a new checkpoint."""
+    """Number of consecutive child flow runs that died without a recorded error and without a new checkpoint."""
     failed_at: int = 0
-    """Step of the newest checkpoint when the last such child flow run died."""
+    """Step of the newest checkpoint when the last child flow run died without a recorded error."""
 
 
 def perform_elsewhere(
     run: Run, stage: StageConfig, on_line: Callable[[str], None] = logger.info
 ) -> tuple[Result, bool]:
-    """Let the work pool of a stage produce its result, unless the result exists; return the result and whether it
-    existed. `on_line` receives messages about what the stage waits for.
+    """Run a stage on its work pool unless its result exists; return the result and whether it already existed.
+
+    Args:
+        on_line: Receives messages about the reason why the stage waits.
 
     Raises:
-        CosmosError: the error that ended the child flow run, or the deployment does not exist.
+        CosmosError: the child flow run ended with this error, or the deployment does not exist.
     """
     path, stored = run.stage_path(stage.name), StageSync(run, stage)
     if reused := existing_of_pool(run, stage):
@@ -87,7 +90,8 @@ def perform_elsewhere(
 
 
 def _follow_child(run: Run, stage: StageConfig, stored: StageSync, on_line: Callable[[str], None]) -> FlowRun:
-    """Follow the child flow run that an earlier parent started, or start a new one; return it when it has ended."""
+    """Poll the child flow run that an earlier parent started, or start a new child flow run; return it when it has
+    ended."""
     with get_client(sync_client=True) as client:
         if (child := _running_child(client, run.stage_path(stage.name))) is None:
             Budget(run, stage).check()
@@ -102,8 +106,9 @@ def _follow_child(run: Run, stage: StageConfig, stored: StageSync, on_line: Call
 
 
 def count_lost_child(path: Path) -> int:
-    """Count the failure of a child flow run that died without recording it, because its machine or its process was
-    lost; return the number of consecutive such failures. A new child does not continue the count in state.json."""
+    """Count the loss of a child flow run that recorded no error, because its machine or process was lost, and return
+    the number of consecutive losses. The number is kept in `pool.json`, because `state.json` restarts with each
+    child."""
     child, step = read_document(path / NOTE, Child), read_state(path).checkpoint_step or 0
     if child is None:
         return 1
@@ -115,7 +120,7 @@ def count_lost_child(path: Path) -> int:
 
 
 def _running_child(client: SyncPrefectClient, path: Path) -> Child | None:
-    """Return the child flow run that an earlier parent started; None if there is none or it has ended."""
+    """Return the child flow run that an earlier parent started; None if it has ended or does not exist."""
     child = read_document(path / NOTE, Child)
     try:
         run = client.read_flow_run(UUID(child.flow_run)) if child and child.flow_run else None
@@ -133,7 +138,7 @@ def _begin(run: Run, stage: StageConfig, stored: StageSync) -> Child:
     try:
         where = stored.send_run()
         path.mkdir(parents=True, exist_ok=True)
-        # Written before the request, so that a retry after a kill requests the same flow run.
+        # The file is written before the request, so that a retry after a kill requests the same flow run.
         write_json(path / NOTE, request.model_dump())
         created: Any = run_deployment(
             f"stage/{stage.work_pool}",
@@ -155,8 +160,8 @@ def _begin(run: Run, stage: StageConfig, stored: StageSync) -> Child:
 
 
 def _next_child(before: Child | None) -> Child:
-    """Return the next child flow run to request from the server, or the one that an earlier parent requested before it
-    died without a response."""
+    """Return the child flow run to request from the server: a new one, or the one that an earlier parent requested
+    before it died without a response."""
     if before is None:
         return Child(flow_run="", attempt=1, token=uuid4().hex)
     if not before.flow_run:
@@ -165,7 +170,7 @@ def _next_child(before: Child | None) -> Child:
 
 
 class WaitReporter:
-    """Reporter of the reason why a stage waits until a worker picks up its flow run, to the flow's log and to
+    """Reporter of the reason why a stage waits for a worker of its work pool; it writes to the flow's log and to
     `state.json`."""
 
     def __init__(
@@ -175,7 +180,7 @@ class WaitReporter:
         self._last_message, self._next = "", 0.0
 
     def report(self) -> None:
-        """Report the reason why the stage waits, once and whenever it changes."""
+        """Report the reason why the stage waits, once and whenever the reason changes."""
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + _WORKERS_SECONDS
@@ -215,7 +220,7 @@ def _follow(
         except ObjectNotFound as error:  # the flow run was deleted
             where = f"stage {stage.name!r} on {stage.work_pool!r}"
             raise StageFailed(f"{where}: its flow run {flow_run} is gone from the server") from error
-        except httpx.HTTPError:  # the server may be restarting; the child continues meanwhile
+        except httpx.HTTPError:  # the server may be restarting; the child flow run continues meanwhile
             if time.monotonic() - last_response > _UNHEARD_SECONDS:
                 raise
             sleep_unless_stopping(_POLL_SECONDS)
@@ -225,13 +230,13 @@ def _follow(
             mirrored = time.monotonic()
         if run.state_type in _FINAL:
             return run
-        budget.check()  # the child flow run checks too, but sees no stages of machines that share no disk with its own
+        budget.check()  # the child flow run checks the budget too, but sees only the stages on the disks of its machine
         sleep_unless_stopping(_POLL_SECONDS)
 
 
 def _end_if_lost(client: SyncPrefectClient, stage: StageConfig, run: FlowRun) -> None:
-    """Mark a flow run as crashed if a worker took it and started no process for ten minutes, because its machine was
-    lost in between. Pools of other types may wait for longer, for example for a node."""
+    """Mark a flow run as crashed if a worker picked it up but started no process for ten minutes, because the machine
+    was lost. Only work pools of type `process` are checked; others may wait longer, for example for a node."""
     taken = run.state.timestamp if run.state else datetime.now(UTC)
     is_overdue = (datetime.now(UTC) - taken).total_seconds() > _PENDING_SECONDS
     if is_overdue and client.read_work_pool(stage.work_pool).type == "process":
@@ -240,9 +245,10 @@ def _end_if_lost(client: SyncPrefectClient, stage: StageConfig, run: FlowRun) ->
 
 
 def _cancel(client: SyncPrefectClient, child: Child, grace_seconds: float) -> None:
-    """Cancel the child flow run, so that it saves a checkpoint and ends; wait at most `grace_seconds` for its end."""
+    """Cancel the child flow run, so that it saves a checkpoint and ends; wait at most `grace_seconds` seconds for its
+    end."""
     flow_run = UUID(child.flow_run)
-    with suppress(httpx.HTTPError, ObjectNotFound):  # an unreachable server must not prevent the stop of this process
+    with suppress(httpx.HTTPError, ObjectNotFound):  # an unreachable server must not prevent this process from stopping
         client.set_flow_run_state(flow_run, Cancelling())
         deadline = time.monotonic() + grace_seconds
         while time.monotonic() < deadline and client.read_flow_run(flow_run).state_type not in _FINAL:
@@ -250,8 +256,8 @@ def _cancel(client: SyncPrefectClient, child: Child, grace_seconds: float) -> No
 
 
 def _child_error(stage: StageConfig, path: Path, ended: FlowRun) -> CosmosError:
-    """Return the error that the stage recorded in `state.json` or, if its machine was lost before, an error made from
-    the state of the flow run."""
+    """Return the error that the stage recorded in `state.json`, or an error made from the state of the child flow run
+    if the stage recorded none because its machine was lost."""
     state, message = read_state(path), ended.state.message if ended.state else ""
     where = f"stage {stage.name!r} on {stage.work_pool!r}"
     if state.state == "failed" and state.error_type in BY_NAME:

@@ -1,9 +1,10 @@
-"""Allow one retraining of a schedule at a time: a file lock on this machine, and a lease on the Prefect server that all
-machines respect.
+"""Allow only one flow run of a schedule to retrain at a time, with a file lock on this machine and a lease on the
+Prefect server for all machines.
 
 The lease is a Prefect variable, whose name is unique on the server, with the id of the flow run that holds it. It
 expires when that flow run is in a final state on the server: the automation of `cosmos bootstrap` marks a flow run
-without heartbeats as crashed. Machines without a shared disk still decide separately what is new.
+without heartbeats as crashed. Machines without a shared disk still decide separately whether data or settings have
+changed.
 """
 
 from __future__ import annotations
@@ -28,26 +29,31 @@ _POLL_SECONDS = 5.0
 
 
 class RetrainLease:
-    """Exclusive right of a flow run to retrain and publish for one note; a context manager that releases the right at
-    its end."""
+    """Exclusive right of a flow run to retrain and publish for one retraining note; a context manager that releases the
+    right at its end."""
 
     def __init__(self, note: Path, flow_run: str, deployment: str = "") -> None:
-        """Create the right for a note without acquiring it. `deployment` is the id of the deployment whose schedule
-        started the flow run; empty: there is none."""
+        """Create the right for a retraining note without acquiring it.
+
+        Args:
+            note: File that records the last retraining of a pipeline.
+            flow_run: Id of the flow run that is to hold the right.
+            deployment: Id of the deployment whose schedule started the flow run; empty: no deployment.
+        """
         self._name = f"cosmos-retraining-{note.stem}-{deployment}".rstrip("-")
         self._lock = retraining_lock(note)
         self._value = {"flow_run": flow_run, "machine": this_machine(), "lock": str(self._lock.path)}
         self._lease: UUID | None = None
 
     def try_acquire(self) -> bool:
-        """Acquire the lock and the lease and return True, or return False if another flow run holds one of them."""
+        """Try to acquire the lock and the lease; return False if another flow run holds one of them."""
         return self._lock.try_acquire() and self._try_lease()
 
     def acquire(self) -> None:
-        """Wait for the lock and the lease.
+        """Wait until the lock and the lease are acquired.
 
         Raises:
-            Preempted: this process was asked to stop.
+            Preempted: this process was requested to stop.
         """
         self._lock.acquire(while_waiting=lambda: sleep_unless_stopping(0))
         while not self._try_lease():
@@ -79,8 +85,9 @@ class RetrainLease:
         return True
 
     def _has_expired(self, client: SyncPrefectClient, holder: Any) -> bool:
-        """Return True if the holder of the lease has ended, is an earlier attempt of this flow run, or needed the file
-        lock that this process holds. Workers with separate folders of runs on one machine have separate locks."""
+        """Return True if the lease may be taken from its holder: the holder has ended, is an earlier attempt of this
+        flow run, or would need the file lock that this process holds. Workers with separate run folders on one machine
+        have separate file locks."""
         needed_lock = all(holder.get(key) == self._value[key] for key in ("machine", "lock"))
         if holder["flow_run"] == self._value["flow_run"] or needed_lock:
             return True
@@ -92,9 +99,9 @@ class RetrainLease:
 
 
 def _delete(client: SyncPrefectClient, variable: UUID) -> None:
-    """Delete a Prefect variable by its id, so that a newer variable with the same name remains."""
+    """Delete a Prefect variable by its id rather than its name, so that a newer variable of the same name is kept."""
     try:
         client.request("DELETE", "/variables/{id}", path_params={"id": variable})
     except httpx.HTTPStatusError as error:
-        if error.response.status_code != httpx.codes.NOT_FOUND:  # not found: another flow run has deleted it
+        if error.response.status_code != httpx.codes.NOT_FOUND:  # 404: another flow run has deleted the variable
             raise

@@ -1,7 +1,8 @@
-"""Look up a verified result with the same fingerprint, of this run or of another run, to reuse it instead of making it
-again.
+"""Look up a verified result with the same fingerprint in this run and other runs, to reuse it instead of running the
+stage.
 
-For a stage with a work pool, a result is looked up before a worker of the pool is requested, which may start a machine.
+A result of a stage with a work pool is looked up before the flow run on that pool is requested, because the request may
+start a machine.
 """
 
 import time
@@ -27,8 +28,8 @@ def fingerprint_of(run: Run, stage: StageConfig) -> Fingerprint:
 
 
 def existing(run: Run, stage: StageConfig, expected: Fingerprint) -> Result | None:
-    """Return a verified result with this fingerprint, of this run or adopted from another run; None if there is
-    none."""
+    """Return a verified result with the fingerprint `expected`, of this run or adopted from another run; None if no
+    such result exists."""
     path = run.stage_path(stage.name)
     state = read_state(path)
     if not run.pipeline.kind_of(stage).is_reusable or (state.forced and read_result(path) is None):
@@ -55,7 +56,7 @@ def existing(run: Run, stage: StageConfig, expected: Fingerprint) -> Result | No
 
 def existing_of_pool(run: Run, stage: StageConfig) -> Result | None:
     """Return a verified result that any machine of the stage's work pool has made from the same inputs and settings;
-    None if there is none, or if an input can be read only on the machines of the pool."""
+    None if no such result exists, or if an input can be read only on the machines of the pool."""
     with stage_lock(run.path, stage.name) as lock:
         if not lock.try_acquire():
             return None

@@ -1,7 +1,8 @@
-"""Provide the reward service of a stage: started on the same machine, already running, or started on another work pool.
+"""Provide the reward service of a stage: one that already runs, one started on this machine, or one on another work
+pool.
 
-On another work pool the deployment `reward-service/POOL` serves until the stage ends. A Prefect block carries its
-address and token; the block is deleted when the stage ends, which also tells the service to end.
+On another work pool, the deployment `reward-service/POOL` serves rewards until the stage ends. A Prefect block contains
+its address and token. The block is deleted when the stage ends, which is the signal for the service to end.
 """
 
 import contextlib
@@ -37,8 +38,8 @@ _FINAL = {StateType.COMPLETED, StateType.FAILED, StateType.CANCELLED, StateType.
 
 @contextlib.contextmanager
 def reward_service(run: Run, stage: StageConfig) -> Iterator[dict[str, str]]:
-    """Provide the reward service of a stage while the body runs; yield the environment variables with its address and
-    token.
+    """Provide the reward service of a stage during the `with` block; yield the environment variables with its address
+    and token.
 
     Raises:
         RewardError: the service does not start.
@@ -53,8 +54,8 @@ def reward_service(run: Run, stage: StageConfig) -> Iterator[dict[str, str]]:
 
 
 def _environment(run: Run, stage: StageConfig) -> Mapping[str, str]:
-    """Return the environment variables of this process, which may name a reward service, if the stage uses remote
-    rewards; otherwise an empty mapping."""
+    """Return the environment of this process, which may contain the address of a reward service, if the stage uses
+    remote rewards; otherwise return an empty mapping."""
     recipe = run.pipeline.recipes[stage.name]
     asks = recipe.train.train_policy.remote_rewards or recipe.validation.remote_rewards
     return os.environ if asks and run.pipeline.kind_of(stage).scores else {}
@@ -72,7 +73,8 @@ def _elsewhere(stage: StageConfig, path: Path, check: Callable[[], None]) -> Ite
             finally:
                 note_health(path, variables)
         finally:
-            # The service ends with this flow run in any case, so an unreachable server must not fail the stage.
+            # The service polls the state of this flow run and ends with it, so an unreachable server must not fail the
+            # stage.
             with contextlib.suppress(httpx.HTTPError, ObjectNotFound):
                 forget_service(client, block)
                 if client.read_flow_run(serving).state_type not in {*_FINAL, StateType.RUNNING}:
@@ -94,11 +96,11 @@ def _begin(stage: StageConfig, block: str) -> UUID:
 
 
 def _wait(client: SyncPrefectClient, stage: StageConfig, serving: UUID, block: str) -> dict[str, str]:
-    """Wait until the service takes requests, and return the environment variables with its address and token.
+    """Wait until the service accepts requests, and return the environment variables with its address and token.
 
     Raises:
         RewardError: a reward or its configuration is wrong.
-        StageFailed: the service ended for another reason, its machine went away, or it was not ready in time.
+        StageFailed: the service ended for another reason, its machine was lost, or it was not ready in time.
     """
     where, deadline = f"the reward service on {stage.reward_service_pool!r}", time.monotonic() + _LOAD_SECONDS
     while (variables := read_service(client, block)) is None:

@@ -1,7 +1,7 @@
 """Run stages as Prefect tasks: reuse a verified result, or launch a worker, verify its output and publish the result.
 
-This module decides about reuse, not Prefect: Prefect's cache returns a result without looking at the files. Prefect's
-retries are set high, and `should_retry`, which reads `state.json`, is the only policy.
+This module decides about reuse instead of Prefect, whose cache returns a result without verifying its files. The number
+of retries in Prefect is practically unlimited: only `should_retry`, which reads `state.json`, decides about retries.
 """
 
 import logging
@@ -68,17 +68,18 @@ from tasks.store_sync import StageSync
 logger = logging.getLogger(__name__)
 
 _MAX_BACKOFF_SECONDS = 60.0
-MOST_RETRIES = 100_000  # so high that `should_retry` decides about retries instead of Prefect
+MOST_RETRIES = 100_000  # practically unlimited: `should_retry` decides about retries
 
 
 @worker.stoppable()
 def run_stages(run: Run, names: Sequence[str], *, is_here: bool = False) -> State[Any]:
-    """Bring the stages `names`, in topological order, to their results, independent stages in parallel; return the
-    final state of the flow run.
+    """Run the stages `names`, which are in topological order, until each has its result; independent stages run in
+    parallel. Return the final state of the flow run.
 
-    A stage with a work pool runs on that pool, unless this process already runs there (`is_here`).
+    If the flow run is cancelled or terminated, the workers save a checkpoint and the flow waits for them.
 
-    A flow that is cancelled or terminated asks its workers to save a checkpoint and waits for them.
+    Args:
+        is_here: Whether this process runs on the work pool of the stages; otherwise a stage runs on its work pool.
     """
     sweep()
     set_credentials(run.pipeline)
@@ -102,7 +103,7 @@ def run_stages(run: Run, names: Sequence[str], *, is_here: bool = False) -> Stat
             get_run_logger().warning("the flow run was cancelled: its stages are asked to stop")
             stop_stages(run, list(futures.values()))
     except (TerminationSignal, KeyboardInterrupt):
-        # Only the main thread receives the signal, while the tasks wait in other threads.
+        # The signal reaches only the main thread, while the tasks wait in other threads.
         stop_stages(run, list(futures.values()))
         raise
     state = flow_state(run, futures, is_cancelled=was_cancelled)
@@ -121,10 +122,11 @@ def stage_task(
     is_here: bool = False,
     slot: threading.Semaphore | None = None,
 ) -> Any:
-    """Return a Prefect task that brings the stage `name` of a run to its result; its `.submit()` first waits for the
-    futures of `upstream`, successful or not.
+    """Return a Prefect task that runs the stage `name` until it has its result. A call of `.submit()` first waits for
+    the futures of the `upstream` stages, whether they succeed or fail.
 
-    The run is not a parameter of the task: opened again by each task, it made a run quadratic in its number of stages.
+    The run is not a parameter of the task, because opening it in each task takes time quadratic in the number of
+    stages.
     """
 
     def condition(_task: object, _run: object, state: State[Any]) -> bool:
@@ -152,12 +154,14 @@ def stage_task(
 
 
 def should_retry(run: Run, name: str, error: object) -> bool:
-    """Return True if a failed stage is to be retried: always after a preemption; after a crash, until `retries`
-    consecutive attempts made no progress; never after a user error, a cancellation, a spent budget, or the same error
-    at the same step."""
+    """Return True if a failed stage is to be retried.
+
+    A preempted stage is always retried. A crashed stage is retried until `retries` consecutive attempts made no
+    progress. There is no retry after a user error, a cancellation, a spent budget, or the same error at the same step.
+    """
     if worker.is_stopping() or not isinstance(error, CosmosError) or error.exit_code in {EXIT_USAGE, EXIT_REFUSED}:
         return False
-    if isinstance(error, (Cancelled, OverBudget, DiskFull)):  # on a full disk the number of failures cannot be written
+    if isinstance(error, (Cancelled, OverBudget, DiskFull)):  # on a full disk, the number of failures cannot be saved
         return False
     if isinstance(error, Preempted):
         return True
@@ -166,11 +170,14 @@ def should_retry(run: Run, name: str, error: object) -> bool:
 
 
 def bring_to_result(run: Run, name: str, *, is_here: bool = False) -> State[Any] | Result:
-    """Bring a stage to its result, on its work pool if it has one and this process does not run there (`is_here`);
-    return the result, or the final state of its task run.
+    """Run a stage until it has its result, on its work pool if it has one; return the result, or the final state of its
+    task run.
+
+    Args:
+        is_here: Whether this process already runs on the work pool of the stage.
 
     Raises:
-        CosmosError: the attempt failed, and the stage is to be tried again.
+        CosmosError: the attempt failed, and the stage is to be retried.
     """
     return (_run_elsewhere if run.pipeline.stage(name).work_pool and not is_here else _run_stage)(run, name)
 
@@ -188,14 +195,15 @@ def _run_stage(run: Run, name: str) -> State[Any] | Result:
             artifacts.show_refusal()
         return failed_state(error)
     events.stage_completed(run, name, result, was_reused=was_reused)
-    if was_reused:  # the artifacts of this result were published by the run that made it
+    if was_reused:  # the run that made this result has published its artifacts
         return Completed(name="Reused", data=result, message=result["reused_from"] or "done in this run")
     artifacts.finish(result)
     return result
 
 
 def _run_elsewhere(run: Run, name: str) -> State[Any] | Result:
-    """Follow a stage on its work pool until it ends; an end without a recorded error counts as one failed attempt."""
+    """Run a stage on its work pool; if the child flow run ends without a recorded error, count it as a failed
+    attempt."""
     stage, path = run.pipeline.stage(name), run.stage_path(name)
     try:
         result, was_reused = perform_elsewhere(run, stage, lambda line: get_run_logger().info(line))
@@ -205,7 +213,7 @@ def _run_elsewhere(run: Run, name: str) -> State[Any] | Result:
             record_failure(path, failure)
             if not isinstance(failure, Preempted):
                 update_state(path, failures=count_lost_child(path))
-            if not should_retry(run, name, failure):  # otherwise the child flow run has emitted the event
+            if not should_retry(run, name, failure):  # a child that recorded its error has emitted the event itself
                 events.stage_failed(run, name, failure)
         if not should_retry(run, name, failure):
             return failed_state(failure)
@@ -222,10 +230,10 @@ def perform(
     on_progress: Callable[[Position], None] = lambda _: None,
     on_line: Callable[[str], None] = lambda _: None,
 ) -> tuple[Result, bool]:
-    """Bring one stage, whose inputs are complete, to its result; return the result and whether it already existed.
+    """Run one stage whose inputs are complete; return its result and whether the result already existed.
 
     Raises:
-        CosmosError: an error of `launch.worker.run`, or an input is missing.
+        CosmosError: `launch.worker.run` raised this error, or an input is missing.
     """
     stage, path = run.pipeline.stage(name), run.stage_path(name)
     stored = StageSync(run, stage)
@@ -257,7 +265,7 @@ def perform(
 
 
 def _failure(error: Exception, path: Path) -> CosmosError:
-    """Convert an error to a CosmosError, so that a bug or a broken disk counts as one failed attempt and is not retried
+    """Convert any error to a CosmosError, so that a bug or a disk error counts as a failed attempt and is not retried
     endlessly."""
     if isinstance(error, CosmosError):
         return error
@@ -276,8 +284,8 @@ def _make_exclusively(
     on_progress: Callable[[Position], None],
     on_line: Callable[[str], None],
 ) -> tuple[Result, bool]:
-    """Make the result of a stage in a worker, unless another run is making the same result: then wait for that result
-    and adopt it."""
+    """Make the result of a stage in a worker. If another run is making the same result, wait for that result and adopt
+    it instead."""
     path, stored, budget = run.stage_path(stage.name), StageSync(run, stage), Budget(run, stage)
     with Lock(fingerprint_folder(run.output_dir, expected.value) / "lock") as shared:
         has_waited = not shared.try_acquire()
@@ -311,7 +319,8 @@ def _make_exclusively(
                 services.enter_context(upload_during(path, _saves_of(run, stage)))
                 services.enter_context(stored.sync_checkpoints(expected))
                 variables = services.enter_context(reward_service(run, stage))
-                # Called first, so that GPUs are free while the last checkpoint is sent.
+                # Registered last and therefore called first, so that the GPUs are free while the last checkpoint is
+                # sent.
                 services.callback(devices.close)
                 launch.environment, launch.locks = {**visible, **variables}, (*launch.locks, *locks)
                 launch.secrets = (*launch.secrets, *variables)
@@ -320,14 +329,15 @@ def _make_exclusively(
 
 
 def _saves_of(run: Run, stage: StageConfig) -> str:
-    """Return the URL to which the checkpoints of a training are sent while it runs; empty if they are not sent."""
+    """Return the URL to which the checkpoints of a training are sent while it runs; empty if the recipe does not send
+    them."""
     ckpt = run.pipeline.recipes[stage.name].train.ckpt
     is_sent = ckpt.upload_s3 == "all" and run.pipeline.kind_of(stage).trains
     return saves_url(ckpt.s3_url(run.pipeline.config.name), stage.name, run.id) if is_sent else ""
 
 
 def _in_this_process(run: Run, stage: StageConfig, expected: Fingerprint, on_line: Callable[[str], None]) -> Result:
-    """Run a stage that needs neither a worker nor torch in the flow's process, and return its manifest."""
+    """Run a stage that needs neither a worker process nor torch in the process of the flow, and return its manifest."""
     path = run.stage_path(stage.name)
     prepared = prepare_stage_folder(run, stage, expected, on_line)
     state, began = read_state(path), time.time()
@@ -358,9 +368,10 @@ def _finish(run: Run, stage: StageConfig, expected: Fingerprint) -> Result:
 
 
 def _record_launcher(path: Path) -> None:
-    """Record that this process runs the stage. After a failed attempt of the same process, first wait 1, 2, 4 ... 60 s.
+    """Record this process as the launcher of the stage. After a failed attempt of the same process, first wait 1, 2, 4
+    ... 60 s.
 
-    A new process, which a user's resume starts, begins with the full number of retries and without a wait.
+    A new process, such as one that a user starts to resume the run, has the full number of retries and does not wait.
     """
     state = read_state(path)
     if state.launcher_pid != os.getpid():
@@ -371,8 +382,8 @@ def _record_launcher(path: Path) -> None:
 
 
 def _owner_watch(path: Path, grace_seconds: float) -> Callable[[], None]:
-    """Return a function to call while waiting for the lock of a stage. After the grace period it kills a worker whose
-    launcher has ended; it waits for a live launcher."""
+    """Return a function to call repeatedly while waiting for the lock of a stage. After `grace_seconds` seconds, the
+    function kills a worker whose launcher has ended; a worker with a live launcher is not killed."""
     began = time.monotonic()
 
     def watch() -> None:

@@ -1,7 +1,7 @@
-"""Stage kind as a Prefect task, which a Python flow calls: `model = sft("sft.toml", data=rows)`.
+"""Stage kinds as Prefect tasks that a Python flow calls: `model = sft("sft.toml", data=rows)`.
 
-A call adds a stage to the run of the flow and brings it to its result, as the flow `post-train` does with a stage of a
-TOML file: with fingerprint and reuse, lock, retries by progress, work pool, artifact store, report and lineage.
+A call adds a stage to the run of the flow and runs it, as the flow `post-train` does with a stage of a TOML file: with
+fingerprint and reuse, lock, retries, work pool, artifact store, report and lineage.
 """
 
 import inspect
@@ -37,15 +37,15 @@ from tasks.stage import MOST_RETRIES, bring_to_result, should_retry, stage_task
 
 @dataclass(frozen=True)
 class StageHandle:
-    """Result of a task: a finished stage of the run of a Python flow, to pass to later calls and for conditions in the
-    flow."""
+    """Handle of a finished stage in the run of a Python flow, returned by the task of the stage; a flow passes it to
+    later calls and uses its metrics in conditions."""
 
     name: str
     path: Path
     """Folder of the stage in the run directory."""
     metrics: dict[str, float]
     outputs: dict[str, str]
-    """Folders or addresses of the model and the data that the stage made, by `model` or `data`."""
+    """Folder or URL of the model and of the data that the stage made, with the keys `model` and `data`."""
 
 
 class StageTask(Task[Any, StageHandle]):
@@ -78,13 +78,14 @@ class StageTask(Task[Any, StageHandle]):
         self.kind = kind
 
     def submit(self, *arguments: Any, name: str = "", **settings: Any) -> Any:
-        """Run the stage in parallel, and return a Prefect future of its handle."""
+        """Run the stage in parallel to the flow, and return a Prefect future of its `StageHandle`."""
         flow = current_flow()
         with tags(*flow.tags):
             return super().submit(*arguments, name=flow.reserve_name(self.kind.name, name), **settings)
 
     def __call__(self, *arguments: Any, return_state: bool = False, **settings: Any) -> Any:
-        """Run the stage to its end and return its handle, or the state of its task run."""
+        """Run the stage until it ends and return its `StageHandle`, or the state of its task run if `return_state` is
+        true."""
         future: PrefectConcurrentFuture[StageHandle] = self.submit(*arguments, **settings)
         try:
             was_cancelled = wait_unless_cancelled([future.wrapped_future])
@@ -133,7 +134,7 @@ def _function_of(kind: StageKind) -> Callable[..., Any]:
 
 
 def _first_key(kind: StageKind) -> str:
-    """Return the key that the first positional argument of a call sets."""
+    """Return the key that the first positional argument of a call sets, depending on the stage kind."""
     for key in ("entry", "after"):
         if key in kind.required_keys:
             return key
@@ -143,11 +144,11 @@ def _first_key(kind: StageKind) -> str:
 
 
 def _bring_to_handle(run: Run, name: str, stages: Sequence[str]) -> State[Any] | StageHandle:
-    """Bring a stage and the stages that it implies, which have separate tasks, to their results in topological order.
-    Return the handle of the stage, or the final state of the first stage without a result.
+    """Run `stages` in topological order: the stage `name`, and the stages that a call added implicitly, as separate
+    tasks. Return the handle of the stage `name`, or the final state of the first stage without a result.
 
     Raises:
-        CosmosError: an attempt of the stage failed, and it is to be tried again.
+        CosmosError: an attempt of the stage failed, and the stage is to be retried.
     """
     if is_cancelled():
         raise Cancelled("the flow run was cancelled")
@@ -173,7 +174,7 @@ def _handle(run: Run, name: str) -> StageHandle:
 def _call_of(
     flow: FlowInPython, kind: StageKind, name: str, keys: dict[str, Any], overrides: Mapping[str, Any]
 ) -> tuple[Call, Path]:
-    """Return a call with plain JSON values, and the file from whose folder relative paths in its recipe start."""
+    """Return a call of a task with plain JSON values, and the file to which relative paths in its recipe refer."""
     recipe, after_argument = keys.pop("recipe", None), keys.pop("after", ())
     if "sweep" in keys:
         raise ConfigError(f"stage {name!r}: sweep is no argument of a task; a sweep is a loop of the flow")
@@ -213,7 +214,8 @@ def _call_of(
 
 
 def _start_of(flow: FlowInPython, name: str) -> tuple[str, Values]:
-    """Return the model that a stage of the flow's run started from, empty for that of its recipe, and the recipe."""
+    """Return the recipe of a stage of the flow's run, and the model from which that stage started; the model is empty
+    if the recipe names it."""
     assert flow.run is not None
     pipeline = flow.run.pipeline
     recipe = pipeline.recipes[name].model_dump(mode="json", exclude_none=True)
@@ -227,7 +229,7 @@ def _nested(key: str, value: Any) -> Values:
 
 
 def _entry(entry: Any) -> Any:
-    """Return the import path `FILE.py:FUNCTION` of a function; return any other value unchanged."""
+    """Return the import path `FILE.py:FUNCTION` of a function, or any other entry unchanged."""
     return f"{inspect.getsourcefile(entry)}:{entry.__qualname__}" if callable(entry) else entry
 
 
@@ -241,10 +243,10 @@ def _recipe_file(flow: FlowInPython, name: str, recipe: str | Path) -> Path:
 
 
 def _stage_of(flow: FlowInPython, name: str, key: str, handle: StageHandle | str) -> str:
-    """Return the name of the stage that a handle or a reference names.
+    """Return the name of the stage to which a handle, a name or a reference `stage:NAME` refers.
 
     Raises:
-        ConfigError: it is a stage of another run.
+        ConfigError: the handle belongs to a stage of another run.
     """
     if isinstance(handle, str):
         return handle.removeprefix(STAGE_PREFIX)

@@ -1,6 +1,6 @@
 """Exchange the inputs, outputs and checkpoints of a stage with the artifact store of its pipeline.
 
-Without an `artifact_store` the methods do nothing: the machines share the folder of runs.
+Without an `artifact_store` the methods do nothing, because all machines share the folder of runs.
 """
 
 import logging
@@ -31,8 +31,8 @@ from tasks.layout import supersede_if_changed
 logger = logging.getLogger(__name__)
 
 OUTPUT_DIR = "COSMOS_OUTPUT_DIR"
-"""Name of the environment variable with the folder of runs, on a machine that executes a stage of a run from an
-artifact store."""
+"""Name of the environment variable with the folder of runs, for machines that execute stages of runs from an artifact
+store."""
 _RECORD_SECONDS = 10.0
 _CHECKPOINT_SECONDS = 1.0
 
@@ -51,7 +51,7 @@ class StageSync:
         reads.
 
         Raises:
-            ConfigError, UploadError: the store refuses, is not reached, or has lost something.
+            ConfigError, UploadError: the store refuses access, cannot be reached, or has lost a file.
         """
         stages_read = self._read()
         for name in self._stage.after:
@@ -66,8 +66,8 @@ class StageSync:
                 _write(path, result)
 
     def existing(self, expected: Fingerprint) -> Result | None:
-        """Adopt the result of a fingerprint, which any machine may have stored, as the result of this stage; return
-        None if there is none."""
+        """Adopt a result with the fingerprint `expected`, which any machine may have stored, as the result of this
+        stage, and return it; return None if the store has no such result."""
         stored = self._store.made(expected.value) if self._store else None
         if stored is None:
             return None
@@ -79,11 +79,11 @@ class StageSync:
 
     @contextmanager
     def lease(self, expected: Fingerprint) -> Iterator[bool]:
-        """Hold the exclusive right among all machines to make the result of a fingerprint during the block; yield True
-        if another machine held it in the meantime.
+        """Hold the exclusive right among all machines to make the result with the fingerprint `expected` during the
+        block. Yield True if this machine had to wait for another machine that held the right.
 
         Raises:
-            Preempted: this process was asked to stop while waiting.
+            Preempted: this process was requested to stop while it waited.
         """
         if self._store is None:
             yield False
@@ -102,13 +102,15 @@ class StageSync:
             self._lease.release()
 
     def loss(self) -> str:
-        """Return the reason why this machine must no longer work on the stage; empty if it may continue."""
+        """Return the reason why this machine has lost the lease and must stop working on the stage; empty if it may
+        continue."""
         return self._lease.loss if self._lease else ""
 
     @contextmanager
     def sync_checkpoints(self, expected: Fingerprint) -> Iterator[None]:
-        """Fetch the newest checkpoint that any machine has stored; then, while the block runs, store each new
-        checkpoint and the record of progress. A failure of the store within the block costs a warning."""
+        """Fetch the newest checkpoint that any machine has stored. Then, while the block runs, store each new
+        checkpoint and the progress of the stage. A failure of the store within the block is only logged as a
+        warning."""
         if self._store is None:
             yield
             return
@@ -136,15 +138,16 @@ class StageSync:
                 for loop in loops:
                     loop.join()
         except BaseException:
-            # Send the checkpoint that the worker saved when it was stopped, for the machine that continues.
+            # The worker saved a checkpoint when it was stopped: send it for the machine that continues.
             _once(partial(self._push, checkpoints, threading.Event()), self._path)
             raise
 
     def send(self, result: Result) -> Result:
-        """Store a result of this stage, its manifest last, which makes the stage complete for every machine.
+        """Store a result of this stage and return it. The manifest is stored last, which makes the stage complete for
+        all machines.
 
         Raises:
-            ConfigError, UploadError: the store refuses, or is not reached.
+            ConfigError, UploadError: the store refuses access or cannot be reached.
             StageFailed: another machine has taken over the stage.
         """
         if self._store is None:
@@ -152,7 +155,7 @@ class StageSync:
         if self._lease:
             self._lease.check()
         if result.get(STORED) != self._store.url:
-            self._fetched(result, self._path)  # fetch outputs that only another store has
+            self._fetched(result, self._path)  # fetch outputs that exist only in another store
             self._store.put_outputs(self._path, result)
             if self._run.pipeline.kind_of(self._stage).is_reusable:
                 self._store.put_made(result)
@@ -168,8 +171,8 @@ class StageSync:
             _once(lambda: self._record().push(is_last=True), self._path)
 
     def send_run(self) -> str:
-        """Store the files that another machine needs to run this stage; return the address of the run to pass to that
-        machine: the directory of the run, or its URL in the store."""
+        """Store the files that another machine needs to run this stage. Return the address of the run for that machine:
+        the directory of the run, or its URL in the store."""
         if self._store is None:
             return str(self._run.path)
         record = self._record()
@@ -180,17 +183,17 @@ class StageSync:
         return self._store.put_run(self._run.path, has_grown=True)
 
     def mirror(self) -> Callable[[], None]:
-        """Return a function that copies the record of the stage from the machine that executes it to this machine, to
-        show its progress."""
+        """Return a function that copies state and progress of the stage from the machine that executes it, for display
+        here."""
         if self._store is None:
             return lambda: None
         return partial(_once, lambda: self._record().pull(), self._path)
 
     def receive_result(self) -> Result | None:
-        """Return the manifest of this stage, whichever machine made it; None if the stage is not complete.
+        """Return the manifest of this stage from any machine; None if the stage is not complete.
 
         Raises:
-            ConfigError, UploadError: the store refuses, or is not reached.
+            ConfigError, UploadError: the store refuses access or cannot be reached.
         """
         if self._store is None:
             return read_result(self._path)
@@ -201,7 +204,7 @@ class StageSync:
         return result
 
     def receive_state(self) -> None:
-        """Fetch the state of the stage from the store, if another machine has worked on the stage since."""
+        """Fetch the state of the stage from the store if another machine has worked on the stage in the meantime."""
         if self._store is None:
             return
         local, record = read_state(self._path), self._record()
@@ -215,7 +218,7 @@ class StageSync:
             record.pull()
 
     def _fetched(self, result: Result, path: Path) -> bool:
-        """Fetch outputs that are missing or damaged on this machine from the store that has them; return True if any
+        """Fetch outputs that are missing or damaged on this machine from the store that has them; return True if files
         were fetched."""
         url, is_here = result.get(STORED), all((path / record["path"]).is_file() for record in result["outputs"])
         if not url or (is_here and problem(path, result) is None):
@@ -238,13 +241,13 @@ class StageSync:
 
     @cached_property
     def _name(self) -> str:
-        """Return the name of the run in the store, which differs from its id if the store already has a run of that
-        id."""
+        """Return the name of the run in the store, which differs from the id of the run if the store has another run of
+        that id."""
         assert self._store is not None
         return self._store.put_run(self._run.path).rpartition("/")[2]
 
     def _read(self) -> set[str]:
-        """Return the names of the stages whose output files, rather than only their metrics, this stage reads."""
+        """Return the names of the stages of which this stage reads output files rather than only metrics."""
         if self._stage.entry:
             return set(self._stage.after)
         return {name for each in self._run.pipeline.inputs(self._stage) if (name := source_of(each.location))}
@@ -261,11 +264,14 @@ class StageSync:
 
 
 def open_received_run(url: str, name: str) -> Run:
-    """Open the run at a URL in an artifact store, on a machine that may have no files of the run; `name` is the stage
-    to execute.
+    """Open the run at a URL in an artifact store, on a machine that may not have its files yet.
+
+    Args:
+        url: Address of the run in the artifact store.
+        name: Name of the stage to execute, whose state is fetched.
 
     Raises:
-        ConfigError, UploadError: the store refuses, is not reached, or has no such run.
+        ConfigError, UploadError: the store refuses access, cannot be reached, or has no such run.
     """
     path = open_stored_run(url, os.environ.get(OUTPUT_DIR, ""), partial(sleep_unless_stopping, 0))
     run = open_run(path, all_kinds())

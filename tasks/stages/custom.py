@@ -1,4 +1,4 @@
-"""Stage kind `custom`: a user's function, `entry = "module:function"`, called with the stage and `arguments`."""
+"""Stage kind `custom`: call a user's function, `entry = "module:function"`, with the stage and its `arguments`."""
 
 from cosmos_core.run.libraries import USER_CODE
 from cosmos_core.types import StageKind

@@ -1,4 +1,4 @@
-"""Kind `evaluate`: run public benchmarks, the tasks of lm-eval, on one model."""
+"""Stage kind `evaluate`: run public benchmarks, the tasks of lm-eval, on one model."""
 
 from cosmos_core.run.libraries import EVALUATION
 from cosmos_core.types import StageKind

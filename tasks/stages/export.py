@@ -1,5 +1,5 @@
-"""Kind `export`: write the model in the form in which it is published, in `train.param_dtype` and in quantised formats,
-with model cards, and verify that it loads."""
+"""Stage kind `export`: write the model for publication, in `train.param_dtype` and in quantised formats, with model
+cards, and verify that it loads."""
 
 from cosmos_core.run.libraries import WEIGHTS
 from cosmos_core.types import StageKind

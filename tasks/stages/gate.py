@@ -1,4 +1,5 @@
-"""Kind `gate`: continue only if metrics are good enough, compared with a number or with the published model."""
+"""Stage kind `gate`: stop the run unless metrics are good enough, compared with a number or with the published
+model."""
 
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,10 @@ KIND = StageKind(
 
 
 def run(stage: Stage) -> Outcome:
-    """Check every condition against the metrics of the stages in `after`.
+    """Check every condition of the gate against the metrics of the stages in `after`.
 
     Raises:
-        GateFailed: a condition does not hold; the message has the value.
+        GateFailed: a condition does not hold; the message contains the measured value.
         ConfigError: a condition names a metric that no stage in `after` reported.
     """
     metrics = {key: value for result in stage.inputs.values() for key, value in result["metrics"].items()}
@@ -47,21 +48,23 @@ def run(stage: Stage) -> Outcome:
         _correct(report[first:])
         failed += [_refusal(condition, entry) for entry in report[first:] if not entry["passed"]]
     stage.path.mkdir(parents=True, exist_ok=True)
-    write_json(stage.path / CONDITIONS, report)  # written here because a gate that refuses writes no manifest
+    write_json(stage.path / CONDITIONS, report)  # written here because a gate that refuses has no manifest
     if failed:
         raise GateFailed(f"gate {stage.name!r}: {'; '.join(failed)}")
     return Outcome(metrics=metrics, info={"conditions": [*report]})
 
 
 def _entry(condition: Condition, name: str, value: float, limit: float | None, noise: float) -> dict[str, Any]:
-    """Return the report of a condition: its text, the measured value, the bound and whether it holds."""
+    """Return the report of a condition of a gate: its text, the measured value, the bound and whether the condition
+    holds."""
     entry: dict[str, Any] = {"condition": condition.text, "value": value, "bound": limit}
     entry["passed"] = condition.holds(value, limit, noise)
     return entry | ({"metric": name} if "*" in condition.metric else {}) | ({"noise": noise} if noise else {})
 
 
 def _compare_items(condition: Condition, paired: Paired, confidence: float) -> dict[str, JsonValue]:
-    """Return whether a comparison per benchmark item passes, and its statistics, for the report of a condition."""
+    """Return the result of a comparison per benchmark item for the report of a gate: whether it passes, and its
+    statistics."""
     is_higher = condition.comparison.startswith(">")
     p_value = paired.p_value(condition.offset) if is_higher else paired.reversed.p_value(-condition.offset)
     found = paired.describe(confidence)
@@ -71,8 +74,8 @@ def _compare_items(condition: Condition, paired: Paired, confidence: float) -> d
 
 
 def _correct(entries: list[dict[str, Any]]) -> None:
-    """Add p-values with Holm's correction to the comparisons of the benchmarks that one condition names. They say which
-    benchmarks differ; the gate needs none, because every benchmark has to pass."""
+    """Add p-values with Holm's correction to the comparisons of all benchmarks that match one condition. The report
+    shows with them which benchmarks differ; the gate does not use them, because every benchmark has to pass."""
     compared = [entry["paired"] for entry in entries if "paired" in entry]
     if len(compared) > 1:
         for pair, adjusted in zip(compared, holm([pair["p_value"] for pair in compared]), strict=True):
@@ -80,7 +83,7 @@ def _correct(entries: list[dict[str, Any]]) -> None:
 
 
 def _refusal(condition: Condition, entry: dict[str, Any]) -> str:
-    """Return a message about a condition that does not hold."""
+    """Return the error message for a condition that does not hold."""
     bound = "" if entry["bound"] is None else f", bound {entry['bound']:.6g}"
     noise = f", noise {entry['noise']:.3g}" if "noise" in entry else ""
     if pair := entry.get("paired"):
@@ -99,16 +102,16 @@ def _refusal(condition: Condition, entry: dict[str, Any]) -> str:
 def _paired_comparison(
     stage: Stage, condition: Condition, name: str, measured: dict[str, float], record: dict[str, Any]
 ) -> Paired | None:
-    """Return the comparison with the published model per item of a benchmark. None if the run of the published model is
-    not on this machine, if it measured other items, or if the metric is not the mean of the items (the log-likelihoods
-    of a perplexity are better where they are higher)."""
+    """Return the comparison with the published model per item of a benchmark. Return None if the run of the published
+    model is not on this machine, if it measured other items, or if the metric is not the mean over the items: of a
+    perplexity, for example, the items are log-likelihoods."""
     if not (stage.config.confidence and condition.needs_published) or condition.comparison == "==":
         return None
     new = next((result.get("path") for result in stage.inputs.values() if result["metrics"] is measured), None)
     published = record["metrics"][name]
     for old in published_items(record, name):
         if new and (paired := compare_items(name, Path(new), old)):
-            # The condition is true for NaN as well.
+            # The negated comparison is also true for NaN.
             is_mean = not abs(paired.mean - (measured[name] - published)) > 1e-6
             return paired if is_mean else None
     return None
@@ -117,7 +120,7 @@ def _paired_comparison(
 def _noise_margin(
     stage: Stage, condition: Condition, name: str, measured: dict[str, float], published: dict[str, float]
 ) -> float:
-    """Return the margin by which a comparison with the published model has to hold at the configured confidence."""
+    """Return the margin by which a metric must differ from that of the published model at the configured confidence."""
     if not (stage.config.confidence and condition.needs_published):
         return 0.0
     noise = margin(name, stage.config.confidence, measured, published)
@@ -132,9 +135,9 @@ def _noise_margin(
 def _measured_metrics(
     condition: Condition, stage: Stage, published: dict[str, float] | None
 ) -> list[tuple[str, dict[str, float]]]:
-    """Return the name of each metric of a condition, and all metrics of the stage that reported it; `STAGE.METRIC`
-    selects one of several stages that report the same metric. With `*`, metrics that what is `published` does not have
-    are left out of a comparison with it."""
+    """Return each metric that a condition matches: its name, and all metrics of the stage that reported it.
+    `STAGE.METRIC` selects one of several stages that report the same metric. In a comparison with the published model,
+    metrics that the published model does not have are left out."""
     metrics: dict[str, tuple[str, dict[str, float]]] = {}
     for name, result in stage.inputs.items():
         for key in result["metrics"]:

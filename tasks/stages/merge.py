@@ -1,4 +1,4 @@
-"""Kind `merge`: average the models of several stages, or add their differences from a base (TIES, DARE)."""
+"""Stage kind `merge`: average the models of several stages, or add their differences from a base model (TIES, DARE)."""
 
 from cosmos_core.run.libraries import WEIGHTS
 from cosmos_core.types import StageKind

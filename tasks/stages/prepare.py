@@ -1,4 +1,5 @@
-"""Kind `prepare`: read the rows, check every row and tokenise once; training ranks only read the prepared rows."""
+"""Stage kind `prepare`: read the rows, check each row and tokenise it once; training ranks only read the prepared
+rows."""
 
 from cosmos_core.run.libraries import ROWS
 from cosmos_core.types import StageKind
@@ -7,9 +8,9 @@ OF_SOURCES = (
     "name", "label", "weight", "arguments", "subset", "revision", "split", "test_size", "max_skipped_fraction",
     "columns", "system_prompt", "keep", "pass_rates",
 )  # fmt: skip
-"""Keys of `train.train_policy.datasets` that determine the rows."""
+"""Keys of `train.train_policy.datasets` that determine the rows of the data sets."""
 DATA_TERM_KEYS = ("name", "subset", "revision", "split", "max_skipped_fraction", "conversation_column_name")
-"""Keys of `train.train_policy.data_term` that determine its supervised rows."""
+"""Keys of `train.train_policy.data_term` that determine the rows of the supervised loss."""
 ROW_KEYS = (
     "train.train_policy.dataset",
     "train.train_policy.clean",
@@ -26,7 +27,7 @@ ROW_KEYS = (
     "validation.dataset",
     "validation.max_rows",
 )
-"""Recipe keys that only the kind `prepare` reads; later stages read the rows that it wrote."""
+"""Recipe keys that only stages of kind `prepare` read; later stages read the prepared rows."""
 RENDER_PROMPTS = (
     "enable",
     "enable_tools",
@@ -56,7 +57,7 @@ KIND = StageKind(
     reads_model="tokenizer",
     reads_data="source",
     is_numeric=False,
-    # Only keys that determine the rows are listed, so that a changed learning rate does not tokenise them again.
+    # Only keys that determine the rows are listed, so that a changed learning rate does not repeat the tokenisation.
     recipe_tables=(
         "train.seed",
         "train.train_policy.type",

@@ -1,4 +1,4 @@
-"""Kind `report`: write the run as one HTML page, in the flow's process, from the files of the run."""
+"""Stage kind `report`: write the run as one HTML page, in the process of the flow."""
 
 from cosmos_core.types import StageKind
 

@@ -1,4 +1,4 @@
-"""Kind `rl`: the loop of rollout and policy update of GRPO, resumable from its newest checkpoint."""
+"""Stage kind `rl`: train a policy with rollouts and updates, such as GRPO, resumable from the newest checkpoint."""
 
 from cosmos_core.run.libraries import TRAINING
 from cosmos_core.types import StageKind

@@ -1,4 +1,4 @@
-"""Kind `sample`: complete prompts, score the completions and keep the best ones as rows for SFT or DPO."""
+"""Stage kind `sample`: complete prompts, score the completions and keep the best ones as rows for SFT or DPO."""
 
 from cosmos_core.run.libraries import TRAINING
 from cosmos_core.types import StageKind

@@ -1,4 +1,4 @@
-"""Kind `select`: choose the branch with the best metric, and pass on its model and metrics."""
+"""Stage kind `select`: choose the branch of a sweep with the best metric, and pass on its model and metrics."""
 
 import math
 from pathlib import Path
@@ -21,19 +21,19 @@ KIND = StageKind(
     is_numeric=False,
     forwards_metrics=True,
 )
-_OF_ONE_STAGE = ("data",)  # keys of `info` that are folders of the chosen stage, and are not passed on
+_OF_ONE_STAGE = ("data",)  # keys of `info` that refer to folders of the chosen stage, which are not linked
 
 
 def run(stage: Stage) -> Outcome:
-    """Compare the branches and link the model of the best one into the folder of this stage, so that the model stays
-    when the branches are removed.
+    """Compare the branches of a sweep, and link the model of the best branch into the folder of this stage, so that the
+    model is kept when the branches are removed.
 
-    The result does not mention the other branches: later stages keep their fingerprints as long as the best branch is
-    the same.
+    The result does not mention the other branches, so that later stages keep their fingerprints while the best branch
+    stays the same.
 
     Raises:
         ConfigError: a branch did not report the metric.
-        GateFailed: the metric is not a number in any branch.
+        GateFailed: the metric is NaN in all branches.
     """
     sweep = stage.config.sweep
     assert sweep is not None  # the kind has `sweep` in its `required_keys`

@@ -1,4 +1,5 @@
-"""Kind `sft`: supervised fine-tuning, resumable from its newest checkpoint; writes a verified full-precision model."""
+"""Stage kind `sft`: supervised fine-tuning, resumable from the newest checkpoint; writes a verified full-precision
+model."""
 
 from cosmos_core.run.libraries import TRAINING
 from cosmos_core.types import StageKind
@@ -15,7 +16,7 @@ KIND = StageKind(
     allowed_keys=("reward_service", "reward_service_pool"),
     reads_model="weights",
     reads_data="prepared",
-    # `rollout` and `custom` are read because held-out completions may be generated and scored during training.
+    # The tables `rollout` and `custom` are read because completions of held-out rows may be generated and scored.
     recipe_tables=("train", "policy", "validation", "rollout", "custom", "judge"),
     unread=ROW_KEYS,
     libraries=TRAINING,

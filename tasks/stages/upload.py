@@ -1,5 +1,5 @@
-"""Stage kind `upload`: publish a model. The source is hashed again before the upload, the copy is verified, and the
-pointer to the current version moves last."""
+"""Stage kind `upload`: publish a model. The model is verified by its hashes before the upload and the copy afterwards;
+the pointer to the current version is moved last."""
 
 import logging
 from pathlib import Path
@@ -17,8 +17,8 @@ from cosmos_core.upload.checkpoint_upload import CheckpointUploader, saves_url
 logger = logging.getLogger(__name__)
 
 _PUBLICATION = "publication.json"
-"""Name of the file in the folder of an upload stage that records what it has published; written after the pointer has
-moved."""
+"""Name of the file in the folder of an upload stage with the record of its publication. It is written after the pointer
+to the current version was moved."""
 
 KIND = StageKind(
     name="upload",
@@ -34,13 +34,13 @@ KIND = StageKind(
 
 
 def run(stage: Stage) -> Outcome:
-    """Publish the folder `stage.model` to `stage.config.target`.
+    """Publish the model folder `stage.model` to the publication target `stage.config.target`.
 
     Raises:
-        ConfigError: there is no model to publish.
-        UploadError: the model was altered since it was made, or the target failed.
+        ConfigError: the model folder does not exist.
+        UploadError: the model has changed since it was made, or the publication target failed.
     """
-    from tasks.cancellation import publication_check  # a lazy import, because this module imports Prefect
+    from tasks.cancellation import publication_check  # lazy, because `tasks.cancellation` imports Prefect
 
     folder = Path(stage.model)
     if not folder.is_dir():
@@ -54,7 +54,7 @@ def run(stage: Stage) -> Outcome:
             raise UploadError(f"stage {stage.name!r} publishes nothing: stage {name!r}: {damage}")
     metrics = {key: value for result in stage.inputs.values() for key, value in result["metrics"].items()}
     version = f"{stage.run_path.name}-{stage.fingerprint[:8]}"
-    # The record of an earlier publication is not part of the model.
+    # The file with the record of an earlier publication is not part of the model.
     files = [file for file in files_below(folder) if file != folder / RECORD]
     record = {
         "version": version,
@@ -77,7 +77,7 @@ def run(stage: Stage) -> Outcome:
 
 
 def _there_already(stage: Stage, target: Target, folder: Path, record: dict[str, Any]) -> str:
-    """Return the address of the model if it is already published, so that nothing has to be sent; otherwise an empty
+    """Return the address of the model if it is already published, so that no upload is needed; otherwise an empty
     string."""
     if not (hasattr(target, "where") and hasattr(target, "damage")):
         return ""
@@ -92,9 +92,9 @@ def _there_already(stage: Stage, target: Target, folder: Path, record: dict[str,
 
 
 def _left_behind(stage: Stage, target: Any, folder: Path, record: dict[str, Any], current: dict[str, Any]) -> str:
-    """Return the address at which this stage has published the same weights before, if they are intact and the pointer
-    was moved to another version since; otherwise an empty string. A resumed run then undoes neither a rollback nor a
-    newer publication, unless this stage is forced to run again."""
+    """Return the address at which this stage has published the same weights before, if these are intact and the pointer
+    was since moved to another version; otherwise an empty string. Thereby a resumed run undoes neither a rollback nor a
+    newer publication, unless the stage is forced to run again."""
     folders = [stage.path, *(stage.run_path / "superseded").glob(f"{stage.name}.*")]
     notes = [note for note in (read_object(each / _PUBLICATION) for each in folders) if "files" in note]
     weights = _weights(record)
@@ -114,8 +114,8 @@ def _left_behind(stage: Stage, target: Any, folder: Path, record: dict[str, Any]
 
 
 def _same_weights(target: Any, folder: Path, record: dict[str, Any], current: dict[str, Any]) -> str:
-    """Return the address of the current version if another run published it with the same files, except for the model
-    card, and they are undamaged; otherwise an empty string."""
+    """Return the address of the current version if another run published it with the same undamaged files, except for
+    the model card; otherwise an empty string."""
     version, weights = str(current["version"]), _weights(record)
     if _weights(current) != weights:
         return ""
@@ -131,7 +131,7 @@ def _weights(record: dict[str, Any]) -> dict[str, str]:
 
 
 def _send_saves(stage: Stage) -> None:
-    """Send the checkpoints of the training that were not sent during the training."""
+    """Send the checkpoints of the training that were not sent while it ran."""
     ckpt, parent = stage.recipe.train.ckpt, stage.config.target.rpartition("/")[0]
     if ckpt.upload_s3 == "all" and parent and parent.startswith(ckpt.s3_url()):
         for name, result in stage.inputs.items():

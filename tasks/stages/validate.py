@@ -1,4 +1,4 @@
-"""Kind `validate`: measure one exported model on held-out rows, in a stage separate from training."""
+"""Stage kind `validate`: measure one exported model on held-out rows, in a stage separate from training."""
 
 from cosmos_core.run.libraries import TRAINING
 from cosmos_core.types import StageKind
@@ -30,7 +30,8 @@ KIND = StageKind(
         "custom",
         "judge",
     ),
-    # Validation reads its rows in order: shuffling and the schedule of validation during training have no effect.
+    # Validation reads its rows in order and once, so settings of shuffling and of the validation schedule have no
+    # effect.
     unread=(
         *ROW_KEYS,
         "train.train_policy.dataloader_shuffle",
