@@ -1,6 +1,6 @@
 """Selection of the best step by validation metrics.
 
-The file `best.json` names the best step, and the limit `max_keep` never deletes its checkpoint.
+The file `best.json` names the best step. Its checkpoint is kept even beyond the limit `max_keep` of checkpoints.
 """
 
 import math

@@ -97,7 +97,7 @@ def _export(stage: Stage, step: int) -> Outcome:
 
 
 def loading_of(stage: Stage, loader: str) -> Loading:
-    """Return the text about loading the model of a stage; `loader` is the name of its auto class in transformers."""
+    """Return the instructions for loading a stage's model; `loader` names the model's auto class in transformers."""
     reader = "Processor" if processor_files(stage.model, stage.recipe.policy.model_revision) else "Tokenizer"
     return Loading(
         "transformers",
@@ -111,7 +111,7 @@ def loading_of(stage: Stage, loader: str) -> Loading:
 
 
 def model_card(stage: Stage, loading: Loading) -> str:
-    """Return the text of the README.md of an export: origin of the weights, metrics of upstream stages, how to load."""
+    """Return the README.md of an exported model: origin of the weights, loading code, metrics of upstream stages."""
     origin, base = stage.origin, public_name(stage.origin.get("base_model", ""))
     revision = origin.get("revision", "")
     metadata = [f"library_name: {loading.library}", *([f"base_model: {base}"] if revision else [])]
@@ -147,7 +147,7 @@ def _describe_input(name: str, result: Mapping[str, Any]) -> list[str]:
 
 
 def trained_step(stage: Stage) -> int:
-    """Return the number of training steps of the upstream model, as its stage reports; 0 for a base model."""
+    """Return the number of steps that the upstream stage trained the model to export; 0 for a base model."""
     return int(_upstream_info(stage).get("step", 0))
 
 
@@ -180,10 +180,10 @@ def _base_of_adapter(stage: Stage) -> str:
 
 
 def prove_copy(files: Mapping[str, bytes], target: Path) -> str:
-    """Check that the copies of `files` below `target` have the same content; return the name of the check.
+    """Check that the files below `target` equal `files`, which has their content by path; return the check's name.
 
     Raises:
-        StageFailed: a copy differs.
+        StageFailed: a file below `target` has other content.
     """
     if wrong := [name for name, content in files.items() if (target / name).read_bytes() != content]:
         raise StageFailed(f"export {target}: {wrong[0]} is not what was copied; check the disk and run the stage again")

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 def run(stage: Stage) -> Outcome:
     """Export the upstream pipeline, or the pipeline of a checkpoint of the upstream training.
 
-    The counterpart for language models is `export.export_causal_lm`, which lists the errors that both raise.
+    The function raises the same errors as `export.export_causal_lm`, its counterpart for language models.
     """
     stage.progress.phase("load")
     policy, dtype_name = stage.recipe.policy, stage.recipe.train.param_dtype

@@ -22,10 +22,10 @@ from cosmos_core.run.stage import Stage, load_stage
 
 
 def pinned_step(stage: Stage) -> int:
-    """Return the step of the upstream training's checkpoint that `stage.config.checkpoint` names: `best` or a number.
+    """Return the step of the upstream checkpoint that a stage's setting `checkpoint` (a number or `best`) selects.
 
     Raises:
-        ModelError: the training has no best step because it was not validated, or no complete checkpoint of the step.
+        ModelError: the upstream training has no complete checkpoint of the step, or, without validation, no best step.
     """
     which, name = stage.config.checkpoint, source_of(stage.config.model)
     key = f"checkpoint = {which!r} of stage {name!r}"
@@ -53,16 +53,16 @@ def pinned_model(stage: Stage, step: int, start: Callable[[Stage], Any] | None =
     If the training kept a moving average of the weights, the model has the average instead of the weights.
 
     Args:
-        stage: stage that names the checkpoint.
-        step: step of the checkpoint.
-        start: function that loads the initial model of the training; None: load a causal language model.
+        stage: stage whose setting `checkpoint` selects the checkpoint.
+        step: training step of the checkpoint.
+        start: function that loads the initial model of the training stage; None: load a causal language model.
 
     Raises:
         ModelError: the initial model of the training cannot be loaded, or has changed.
     """
     training = training_of(stage)
     train = training.recipe.train
-    torch.manual_seed(training.seed)  # gives adapters the same initial weights as in the training
+    torch.manual_seed(training.seed)  # so that LoRA adapters have the same initial weights as in the training
     model = (start or _causal_lm)(training)
     folder = step_folder(training.path / "checkpoints", step) / "policy"
     reader = dcp.HuggingFaceStorageReader(str(folder))

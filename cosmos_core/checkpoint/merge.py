@@ -35,7 +35,7 @@ _METHODS: Mapping[str, Callable[..., Tensor]] = {"ties": ties, "dare_linear": da
 
 
 def run(stage: Stage) -> Outcome:
-    """Combine the models of the stages in `after`, and check that transformers knows each tensor of the merged model.
+    """Merge the models of the upstream stages, and check that transformers knows each tensor of the merged model.
 
     Raises:
         ConfigError: `after` names fewer than two models, or the number of weights is not the number of models.
@@ -69,7 +69,7 @@ def run(stage: Stage) -> Outcome:
             if other_file.is_file() and other_file.suffix != ".safetensors" and other_file.name != "README.md":
                 shutil.copyfile(other_file, building / other_file.name)
     stage.progress.phase("load")
-    # Raises an error if tensors of the merged model and of its transformers class differ in name or shape.
+    # init_on_meta raises an error if tensors of the merged model and of its transformers class differ in name or shape.
     init_on_meta(str(target), dtype=torch.float32, device=torch.device("cpu"))
     size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
     info: dict[str, Any] = {
@@ -116,11 +116,11 @@ def combine(
 ) -> Tensor:
     """Return the combination of the tensor `name` of all models, computed in float32, in the dtype of the first model.
 
-    An integer tensor is copied from the first model. Random choices depend on `seed` and `name` only. `base` is the
-    base model, whose differences to the models are combined (TIES, DARE); None: the tensors are summed with `weights`.
+    An integer tensor is copied from the first model. The random choices of DARE depend on `seed` and `name` only. TIES
+    and DARE combine the differences of the models from `base`; `base` None: the tensors are summed with `weights`.
 
     Raises:
-        ModelError: the combination has a value that is not finite.
+        ModelError: the combined tensor has a value that is not finite.
     """
     first = models[0][name]
     if not first.is_floating_point():
@@ -140,10 +140,10 @@ def combine(
 
 
 def _models(stage: Stage) -> list[dict[str, Any]]:
-    """Return the results of the stages to merge: all stages in `after` that make a model, except the base model's.
+    """Return the results of the stages to merge: all stages in `after` with a model, except that of the base model.
 
     Raises:
-        ConfigError: fewer than two such stages exist.
+        ConfigError: fewer than two stages can be merged.
     """
     base = source_of(stage.config.model)
     names = [name for name in stage.config.after if name != base and stage.inputs[name]["info"].get("model")]

@@ -1,6 +1,6 @@
 """Files that each rank writes for a checkpoint: a safetensors file with its local tensors, and a JSON file.
 
-Of replicated tensors only one rank writes a copy. The layout is that of torch's distributed checkpoint (DCP),
+Only one rank writes a replicated tensor. The layout is that of torch's distributed checkpoint (DCP),
 `HuggingFaceStorageWriter` with `save_distributed`, and DCP reads it on any mesh. DCP's writer is not used because it
 builds a file in memory first, needs collectives and computes no digests; this module hashes the bytes while writing, so
 that no file is read again.
@@ -36,7 +36,7 @@ class LocalTensor(NamedTuple):
 
 
 def own_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, LocalTensor]:
-    """Return the local tensors that this rank writes, by name: of equal replicas, the lowest rank writes its own.
+    """Return the local tensors that this rank writes, by name; only the lowest of the ranks with a replica writes it.
 
     The function is collective: every rank calls it.
     """
@@ -98,7 +98,7 @@ def _write(file: Path, blocks: Iterable[memoryview | bytes]) -> dict[str, object
         for block in blocks:
             for start in range(0, len(block), _CHUNK):
                 chunk = block[start : start + _CHUNK]
-                hashing = hasher.submit(digest.update, chunk)  # hashes the chunk while the kernel copies it
+                hashing = hasher.submit(digest.update, chunk)  # a thread hashes the chunk while it is written
                 size += out.write(chunk)
                 hashing.result()
         out.flush()

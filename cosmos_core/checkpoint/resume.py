@@ -34,7 +34,7 @@ OTHER_CONFIGURATION = "it belongs to another configuration"
 _STEP = re.compile(r"step_(\d+)")
 
 logger = logging.getLogger(__name__)
-# DCP warns at each load with `no_dist=True`, which is intended: each rank reads its own tensors.
+# With `no_dist=True`, so that each rank reads its own tensors without collectives, DCP logs this warning at each load.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
@@ -50,13 +50,13 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 def resume_obstacle(folder: Path, step: int, fingerprint: str | None, *, is_hashed: bool = False) -> str | None:
-    """Return the reason why training cannot resume from the checkpoint of a step; None: every byte is intact.
+    """Return the reason why training cannot resume from the checkpoint of a step; None: the checkpoint is intact.
 
     Args:
         folder: folder of all checkpoints.
         step: step of the checkpoint to check.
-        fingerprint: fingerprint that the checkpoint must have; None: the checkpoint may be of any configuration.
-        is_hashed: whether to compare only sizes of files, because this process hashed the files while writing.
+        fingerprint: configuration fingerprint that the checkpoint must have; None: any fingerprint is accepted.
+        is_hashed: whether to compare only sizes of files and no digests, because this process wrote the files.
     """
     policy = step_folder(folder, step) / "policy"
     manifest = read_manifest(policy)
@@ -105,11 +105,11 @@ def newest_complete_step(folder: Path, fingerprint: str, hashed: Container[int] 
 def load_latest(
     folder: Path, state: TrainState, fingerprint: str, beat: Callable[[], None] = lambda: None
 ) -> int | None:
-    """Load the newest complete checkpoint into `state` and return its step; None: no checkpoint. It is collective.
+    """Load the newest complete checkpoint into `state` and return its step; None: no checkpoint. Every rank calls it.
 
     `state.extra` becomes the values that this rank saved, or, if the number of ranks has changed, the values of the
     first rank with `rng` set to None. The random generators are not changed: call `restore_rng` after everything that
-    reseeds them, such as the start of a rollout engine. `beat` is called before each file is hashed.
+    reseeds them, such as the start of a rollout engine. `beat` is called before each file is hashed, as a heartbeat.
 
     Raises:
         ModelError: the checkpoint is of another model, or was written by Cosmos-RL.
@@ -141,9 +141,9 @@ def _newest_complete_step_on_ranks(folder: Path, fingerprint: str, beat: Callabl
 
 
 def find_damaged_file(policy: Path, rank: int, num_ranks: int, beat: Callable[[], None] = lambda: None) -> str | None:
-    """Return a description of the first damaged file of a checkpoint, by digest; None: no file is damaged.
+    """Return what is wrong with the first file of a checkpoint that differs from its digest; None: no file differs.
 
-    Only every `num_ranks`-th file is checked, from number `rank` on. `beat` is called before each file.
+    Rank `rank` checks only its share, every `num_ranks`-th file. `beat` is called before each file, as a heartbeat.
     """
     for name, record in sorted(read_manifest(policy)["files"].items())[rank::num_ranks]:
         beat()
@@ -155,7 +155,7 @@ def find_damaged_file(policy: Path, rank: int, num_ranks: int, beat: Callable[[]
 def load_from(policy: Path, state: TrainState) -> int:
     """Load the checkpoint in the folder `policy` (`.../step_N/policy`) into `state`, and return its step N.
 
-    The checkpoint may be of any configuration.
+    The configuration fingerprint of the checkpoint is not compared.
 
     Raises:
         ModelError: the checkpoint is damaged, of another model, or was written by Cosmos-RL.
@@ -185,12 +185,12 @@ def _fill(state: TrainState, policy: Path) -> None:
 
 
 def _extra(policy: Path) -> dict[str, Any]:
-    """Return the JSON values that this rank saved; those of the first rank without `rng` if the number of ranks has
-    changed."""
+    """Return the JSON values that this rank saved. If the number of ranks has changed, return the first rank's values
+    without the states of its random generators."""
     saved = read_manifest(policy).get("ranks", 1)
     is_alike = saved == num_ranks()
     extra = read_json(policy / (extra_name(rank_number()) if is_alike else EXTRA))
-    assert isinstance(extra, dict)  # the caller has checked the digest of the file
+    assert isinstance(extra, dict)  # true, because the digest of the file was compared before
     if not is_alike:
         logger.info("%s was saved by %d ranks, here are %d: random numbers begin anew", policy, saved, num_ranks())
         extra["rng"] = None
@@ -212,7 +212,7 @@ def refuse_pickled_shards(policy: Path) -> None:
 
 
 def _file_problem(file: Path, record: dict[str, Any], is_hashed: bool) -> str | None:
-    if not os.path.isfile(file):  # unlike Path.is_file, returns False for an invalid file name
+    if not os.path.isfile(file):  # Path.is_file would raise an error for an invalid file name
         return f"{file.name} is gone"
     size = file.stat().st_size
     if size != record["size"]:

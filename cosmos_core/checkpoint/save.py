@@ -42,9 +42,9 @@ logger = logging.getLogger(__name__)
 
 
 class Checkpointer:
-    """Writer and reader of the checkpoints of a training, all in one folder that has no other writer.
+    """Writer and reader of all checkpoints of a training, in a folder to which no other process writes.
 
-    Its methods are collective: every rank calls them.
+    All public methods are collective: every rank calls them.
     """
 
     def __init__(
@@ -57,15 +57,15 @@ class Checkpointer:
         on_saved: Callable[[int], None] | None = None,
         beat: Callable[[], None] = lambda: None,
     ) -> None:
-        """Prepare the folder, and clean up after a killed writer.
+        """Create the folder, and clean up files that a killed process left in it.
 
         Args:
             folder: folder of all checkpoints.
             fingerprint: fingerprint of the configuration, recorded in each manifest.
-            max_keep: number of checkpoints to keep; -1: all.
-            asynchronous: whether a thread writes checkpoints while the training goes on.
+            max_keep: maximum number of checkpoints; -1: no limit.
+            asynchronous: whether a background thread writes the checkpoints.
             on_saved: function that the first rank calls with the step after a checkpoint is complete.
-            beat: function that is called before each file is hashed, to show that the process is alive.
+            beat: heartbeat of the process, called before each file is hashed.
         """
         self._folder = folder
         self._fingerprint = fingerprint
@@ -73,10 +73,10 @@ class Checkpointer:
         self._on_saved, self._beat = on_saved, beat
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
         self._pending: Future[None] | None = None
-        self._hashed: set[int] = set()  # steps whose checkpoints this object wrote, so that their digests are certain
+        self._hashed: set[int] = set()  # steps whose checkpoint files need not be hashed again: this process wrote them
         pins = asynchronous and torch.cuda.is_available()
         self._stager = DefaultStager(StagingOptions(use_shared_memory=False)) if pins else None
-        # The writer threads need their own process group, because they communicate while the training does.
+        # Collectives of the writer threads overlap with those of the training, so they need a separate process group.
         self._group = None if is_single_rank() else dist.new_group(backend="gloo", timeout=_SLOWEST_RANK)
         if is_first():
             folder.mkdir(parents=True, exist_ok=True)
@@ -109,7 +109,7 @@ class Checkpointer:
             StageFailed: the last asynchronous save failed.
         """
         self._drain()
-        broadcast_object(None)  # a barrier: when one rank exits, all others are ended, even if they still write
+        broadcast_object(None)  # a barrier: if one rank exited now, ranks that are still writing files would be killed
 
     def latest(self) -> int | None:
         """Return the step of the newest complete checkpoint, from which training can resume; None: no checkpoint."""
@@ -162,8 +162,8 @@ class Checkpointer:
         except StageFailed as error:
             problem = str(error)
         value = (written, problem)
-        of_all = [value] if self._group is None else exchange.all_gather(value, self._group)
-        problem = next((each for _, each in of_all if each), "")
+        results = [value] if self._group is None else exchange.all_gather(value, self._group)
+        problem = next((each for _, each in results if each), "")
         if not is_first():
             if problem:
                 raise StageFailed(problem)
@@ -172,7 +172,7 @@ class Checkpointer:
             if problem:
                 raise StageFailed(problem)
             with translate_disk_errors(self._name(step), self._describe_rest):
-                self._commit(step, [files for files, _ in of_all])
+                self._commit(step, [files for files, _ in results])
         finally:
             shutil.rmtree(self._temporary_folder(step), ignore_errors=True)
         with translate_disk_errors(f"{BEST} in {self._folder.parent}", self._describe_rest):
@@ -190,7 +190,7 @@ class Checkpointer:
         if self._stager is None:
             copies = {name: tensor.to("cpu", copy=True) for name, tensor in live.items()}
         else:
-            torch.cuda.current_stream().synchronize()  # the stager copies on a stream that does not wait for this one
+            torch.cuda.current_stream().synchronize()  # the stager's CUDA stream does not wait for the current one
             staged: Any = self._stager.stage(live)
             copies = staged.result()
         return {name: LocalTensor(copies[name], local.offsets) for name, local in tensors.items()}
@@ -224,10 +224,10 @@ class Checkpointer:
         return f"checkpoint step_{step} in {self._folder}"
 
     def _prune(self, newest: int, best: Best | None) -> None:
-        """Delete the oldest checkpoints beyond `max_keep`, except that of the best step.
+        """Delete the oldest checkpoints beyond `max_keep`, except the checkpoint of the best step.
 
         Nothing is deleted unless the checkpoint of step `newest`, just written, is complete. Checkpoints of later
-        steps, which resuming skipped, and of other configurations are neither counted nor deleted.
+        steps and of other configurations are neither counted nor deleted.
         """
         if self._max_keep == -1:
             return
@@ -235,7 +235,7 @@ class Checkpointer:
         too_many = [step for step in own_steps[: -self._max_keep] if best is None or step != best.step]
         if too_many and resume.resume_obstacle(self._folder, newest, self._fingerprint, is_hashed=True) is None:
             for step in too_many:
-                # The folder is renamed first, so that a kill does not leave a partially deleted checkpoint.
+                # The rename is atomic, so a killed process leaves no partially deleted checkpoint.
                 trash = self._folder / f".step_{step}.{os.getpid()}.tmp"
                 os.rename(step_folder(self._folder, step), trash)
                 shutil.rmtree(trash)
@@ -248,8 +248,8 @@ class Checkpointer:
         return resume.newest_complete_step(self._folder, self._fingerprint, self._hashed)
 
     def _describe_rest(self) -> str:
-        whole = self._newest_whole()
-        return "there is no earlier checkpoint" if whole is None else f"the checkpoint of step {whole} is intact"
+        step = self._newest_whole()
+        return "there is no earlier checkpoint" if step is None else f"the checkpoint of step {step} is intact"
 
 
 def _settle_unfinished(folder: Path) -> None:

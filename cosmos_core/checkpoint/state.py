@@ -28,7 +28,7 @@ _MODEL = "model."
 _OPTIMIZER = "optimizer."
 _TABLES = ("feed", "algorithm")
 COPIES_OF_POLICY = ("ema", "old")
-"""Names of the weight sets that follow the policy and start as a copy of its weights if a checkpoint lacks them.
+"""Names of the weight sets (moving average, old policy) that are copied from the policy if a checkpoint lacks them.
 
 Other weight sets, such as `reference`, keep the weights that the stage loaded.
 """
@@ -38,7 +38,7 @@ _TENSOR = "__tensor__"
 
 @dataclass
 class TrainState:
-    """Objects of a running training whose state a checkpoint saves and loads."""
+    """State of a training that a checkpoint saves and loads."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
@@ -87,16 +87,16 @@ def adopt_json_values(state: TrainState, values: dict[str, Any], tensors: Mappin
 def empty_tensors(state: TrainState, saved: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
     """Return the tensors into which this rank loads a checkpoint, by name.
 
-    These are the existing tensors of the model and of the named weights, and new tensors for optimizer, feed and
-    algorithm. `saved` has shape and dtype of each tensor in the checkpoint. The function is collective.
+    Tensors of the model and of the named weights are the existing ones; those of optimizer, feed and algorithm are new.
+    `saved` has shape and dtype of each tensor in the checkpoint. The function is collective: every rank calls it.
 
     Raises:
         ModelError: the tensors of checkpoint and model differ in name or shape.
     """
     targets = model_tensors(state.model)
     parameters = dict(state.model.named_parameters())
-    stages = all_gather_object({name: tensor.shape for name, tensor in targets.items()})
-    expected_shapes = {name: shape for stage in stages for name, shape in stage.items()}
+    rank_shapes = all_gather_object({name: tensor.shape for name, tensor in targets.items()})
+    expected_shapes = {name: shape for shapes in rank_shapes for name, shape in shapes.items()}
     saved_shapes = {name: shape for name, (shape, _) in saved.items() if name.startswith(_MODEL)}
     if expected_shapes != saved_shapes:
         differing = sorted(
@@ -161,7 +161,7 @@ def capture_rng() -> dict[str, JsonValue]:
 def restore_rng(captured: Mapping[str, Any]) -> None:
     """Restore the random generators from a result of `capture_rng`.
 
-    If the number of GPUs has changed, only generators of GPUs that existed then and exist now are restored.
+    If the number of GPUs has changed, only generators of GPUs that were also present at capture are restored.
     """
     version, words, gauss = captured["python"]
     random.setstate((version, tuple(words), gauss))
@@ -201,7 +201,7 @@ def model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def _named_weights(state: TrainState) -> dict[str, Tensor]:
-    # Tensors of a weight set with one of these names would overwrite those of the model, optimizer, feed or algorithm.
+    # A weight set named "model" or "optimizer" would overwrite the tensors of the model or optimizer in the checkpoint.
     assert not state.named_weights.keys() & {"model", "optimizer", *_TABLES}
     return {f"{which}.{name}": tensor for which, each in state.named_weights.items() for name, tensor in each.items()}
 
@@ -224,7 +224,7 @@ def _take_tensors(value: Any, name: str, tensors: dict[str, Tensor]) -> JsonValu
 
 
 def _put_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return JSON from `_take_tensors` with each object that names a tensor replaced by the tensor."""
+    """Return a result of `_take_tensors` in which the tensors are put back, from `tensors`, for the JSON objects."""
     if isinstance(value, dict):
         if value.keys() == {_TENSOR}:
             return tensors[value[_TENSOR]]
@@ -233,7 +233,7 @@ def _put_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _parts(value: Tensor) -> dict[str, Tensor]:
-    """Return the plain tensors of which a tensor of optimizer state consists, by suffix of its slot name.
+    """Return the plain tensors that represent a tensor of optimizer state, by suffix of its slot name.
 
     An 8-bit state of torchao consists of three tensors; any other tensor is returned itself with an empty suffix.
     """
@@ -243,7 +243,7 @@ def _parts(value: Tensor) -> dict[str, Tensor]:
 
 
 def _merge_slots(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the optimizer slots of one parameter; 8-bit states are assembled from the tensors of `_parts`."""
+    """Return the optimizer state of one parameter by slot; 8-bit states are assembled from the tensors of `_parts`."""
     slots = {slot: tensor for slot, tensor in parts.items() if ":" not in slot}
     for slot in [slot.removesuffix(":codes") for slot in parts if slot.endswith(":codes")]:
         eight_bit = importlib.import_module("torchao.optim.subclass_8bit").OptimState8bit
