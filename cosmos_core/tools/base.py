@@ -1,4 +1,4 @@
-"""Interface of tools: user functions with a decorator that the policy may call, and the text format of a call.
+"""Tools: user functions marked with `@tool` that the policy may call, and the text format of a tool call.
 
     @tool
     def add(a: int, b: int) -> int:
@@ -12,7 +12,7 @@
 
 The policy's prompt describes a tool by its signature and docstring, in the format of transformers' `get_json_schema`.
 The policy writes calls in Hermes' format: `<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>`.
-Processes and deadlines of calls are in `runner.py`.
+The module `runner.py` makes the calls, in worker processes with deadlines.
 """
 
 import json
@@ -40,13 +40,13 @@ def tool(function: FunctionT) -> FunctionT:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """Tool call as the policy wrote it."""
+    """Tool call, parsed from a completion of the policy."""
 
     name: str
     """Name of the called function; empty: the call has no readable name."""
     arguments: dict[str, Any] = field(default_factory=dict)
     error: str = ""
-    """Reason, on one line, why the call cannot be made; empty: the call is valid so far."""
+    """Reason why the tool cannot be called, as one line; empty: the text of the call is valid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +88,9 @@ def tool_names(paths: Iterable[str]) -> dict[str, str]:
 
 
 def parse_calls(text: str) -> list[ToolCall]:
-    """Return the tool calls of an assistant's turn in order, without calls inside the turn's thoughts.
+    """Return the tool calls of an assistant's turn in order, without calls inside the reasoning before `</think>`.
 
-    A call that cannot be read is in the list with its error, so that the policy receives the error as a result.
+    A call that cannot be parsed is in the list with its error, so that the policy receives the error as a result.
     """
     calls = []
     position = max(0, text.rfind(_THOUGHT))
@@ -124,7 +124,7 @@ def _call(value: Any) -> ToolCall:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return ToolCall("", error='a tool call is {"name": "...", "arguments": {...}}')
     name, arguments = value["name"][:_LONGEST_NAME], value.get("arguments")
-    if isinstance(arguments, str):  # JSON text, as in OpenAI's format
+    if isinstance(arguments, str):  # OpenAI's format has the arguments as JSON text
         arguments = _DECODER.decode(arguments) if arguments.strip() else {}
     if arguments is None:
         arguments = {}

@@ -30,9 +30,9 @@ log = logging.getLogger(__name__)
 
 _LONGEST_RESULT = 1 << 16
 """Maximum number of characters of a tool's result that the policy receives."""
-_LONGEST_SECRET = 4096  # characters kept beyond the maximum while secrets are masked, so that none is cut in two
+_LONGEST_SECRET = 4096  # characters after the maximum that are masked too, so that truncation cuts no secret in two
 _MOST_PROCESSES = 16
-_MOST_BREAKS = 3  # maximum number of pools that may break during one call of `results`, because idle processes died
+_MOST_BREAKS = 3  # maximum number of process pools in one call of `results`; a pool breaks if an idle process dies
 
 
 class ToolRunner(Workers):
@@ -55,7 +55,7 @@ class ToolRunner(Workers):
         num_workers: int | None = None,
         beat: Callable[[], None] = lambda: None,
     ) -> None:
-        """Set up the runner; `num_workers` None: one process per core, at most 16; `beat` is called during waits."""
+        """Set up the runner; `num_workers` None: one process per core, at most 16; `beat`: heartbeat during waits."""
         self._paths = tool_names(paths)
         self._timeout, self._env, self._beat = timeout_seconds, tuple(env), beat
         self._num_workers = min(num_workers or len(os.sched_getaffinity(0)), _MOST_PROCESSES)
@@ -82,7 +82,7 @@ class ToolRunner(Workers):
                 for i in waiting
             ]
             if not wait_for(futures, self._timeout + START_SECONDS, self._beat):
-                self.close()  # a call was lost with its process, or no process started
+                self.close()  # the pool is unusable: a call was lost with its process, or no process started
             for i, future in zip(waiting, futures, strict=True):
                 results[i] = self._finished_result(calls[i].name, future)
             waiting = [i for i in waiting if results[i] is None]
@@ -99,7 +99,7 @@ class ToolRunner(Workers):
         return None
 
     def _finished_result(self, name: str, future: Future[ToolResult]) -> ToolResult | None:
-        """Return the result of a call that has ended; None: the pool broke before the call began."""
+        """Return the result of a tool call that has ended; None: the process pool broke before the call began."""
         try:
             return future.result(timeout=0)
         except BrokenProcessPool:
@@ -108,7 +108,7 @@ class ToolRunner(Workers):
             reason = f"not done in {self._timeout:g} s" if isinstance(error, TimeoutError) else ending(error)
             log.warning("tool %s: %s", name, reason)
             return _error(reason)
-        except Exception as error:  # noqa: BLE001 - arguments that cannot be pickled; the policy receives the error
+        except Exception as error:  # noqa: BLE001 - the policy receives the error, such as of unpicklable arguments
             return _error(one_line(error))
 
     def _open(self) -> ProcessPool:
@@ -139,7 +139,7 @@ def _error(text: str) -> ToolResult:
 
 
 def _start(paths: Sequence[str], env: Sequence[str], parent_pid: int) -> None:
-    """Prepare a worker process and load the tools; errors of user modules are reported by the later call of `_load`."""
+    """Prepare a worker process and load the tools; the later call of `_load` reports errors in the user's modules."""
     begin(env, parent_pid)
     with suppress(ConfigError):
         _load(paths)
@@ -156,16 +156,16 @@ def _tool(path: str) -> Callable[..., Any]:
 
 
 def _schemas(paths: Sequence[str]) -> list[dict[str, Any]]:
-    # Imported here, because the import takes half a second and only one process needs it.
+    # transformers is imported here, because the import takes half a second and only one worker process needs it.
     from transformers.utils import chat_template_utils
 
-    # transformers imports torch to know its tensors; a tool that takes one has imported torch already.
+    # transformers would import torch to recognise tensor parameters; a tool with one has imported torch already.
     chat_template_utils.is_torch_available = lambda: "torch" in sys.modules
     schemas = []
     for path in paths:
         try:
             schemas.append(chat_template_utils.get_json_schema(_tool(path)))
-        except Exception as error:  # the error names the missing type or description
+        except Exception as error:  # transformers raises it for a missing type hint or description
             raise ConfigError(f"{KEY}: {path!r} cannot be described: {one_line(error)}") from error
     return schemas
 
@@ -177,9 +177,9 @@ def _result(path: str, arguments: dict[str, Any]) -> ToolResult:
             value = asyncio.run(value)
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
         is_error = False
-    except BaseException as error:  # noqa: BLE001 - user code may raise anything; the policy gets the error
+    except BaseException as error:  # noqa: BLE001 - the user's tool may raise any error; the policy receives its text
         text, is_error = f"Error: {one_line(error)}", True
     is_cut = len(text) > _LONGEST_RESULT
     text = masked(text[: _LONGEST_RESULT + _LONGEST_SECRET]) if is_cut else masked(text)
-    text = text.encode(errors="replace").decode()  # tokenizers refuse a lone surrogate, half a character
+    text = text.encode(errors="replace").decode()  # tokenizers refuse a lone surrogate, half of a UTF-16 pair
     return ToolResult(text[:_LONGEST_RESULT] + "..." * is_cut, is_error)
