@@ -34,9 +34,9 @@ def advantages(
 
     Args:
         groups: rewards of the completions of each group.
-        algo: rule, a key of `ADVANTAGE_RULES`.
+        algo: name of the advantage rule, a key of `ADVANTAGE_RULES`.
         normalise_std: whether the rule `grpo` divides by the standard deviation; False: it only subtracts the mean.
-        num_tokens: trained tokens of each completion, over which REINFORCE++ whitens; None: one per completion.
+        num_tokens: number of trained tokens of each completion, its weight in REINFORCE++; None: 1 per completion.
 
     The counts are `groups`, `constant_groups` (two or more equal rewards), `single_groups` (one valid reward),
     `empty_groups` (no valid reward), and `invalid` completions.

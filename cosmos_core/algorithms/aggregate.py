@@ -1,8 +1,8 @@
 """Aggregation of token losses into one number, with a denominator that is fixed before the first backward pass.
 
 `denominator` is computed once over all sequences of an optimizer step; `weighted_sum` is then called for each
-micro-batch. The micro-batch losses add up to the loss of the step, independently of the micro-batches. Not here: the
-division by the number of ranks when FSDP averages gradients (`train/`).
+micro-batch. The micro-batch losses add up to the loss of the step, independently of the micro-batches. This module does
+not correct for FSDP, which averages gradients over ranks; `train/` does.
 
 Shapes: B sequences (a sequence is never split between micro-batches), T tokens.
 """
@@ -47,7 +47,7 @@ def weighted_sum(
 ) -> Tensor:
     """Return the contribution of a micro-batch to the loss of the optimizer step.
 
-    `denominator` is the result of the function of that name, called with the same `loss_type` and `max_tokens`.
+    `denominator` is the result of the function `denominator` for the same `loss_type` and `max_tokens`.
     """
     kept_BT = apply_mask(values_BT, mask_BT)
     if loss_type == "seq-mean-token-mean" and max_tokens is None:

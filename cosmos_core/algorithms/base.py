@@ -1,9 +1,8 @@
 """Interface between the training loop and an algorithm; the loop is independent of the algorithm.
 
-A feed (the source of training samples) returns samples, an algorithm groups the samples into `Update`s of one
-optimizer step each, and the trainer runs the micro-batches of an update through the model and through the function
-`Update.loss`. A user-defined algorithm is a subclass of
-`Algorithm` in a file that `train.train_policy.trainer_type = "file.py:Class"` names.
+A feed (the source of training samples) returns samples, an algorithm groups the samples into `Update`s of one optimizer
+step each, and the trainer runs the micro-batches of an update through the model and through the function `Update.loss`.
+A user-defined algorithm is a subclass of `Algorithm`; `train.train_policy.trainer_type = "file.py:Class"` selects it.
 
 Shapes: B samples, S predicted tokens.
 """
@@ -59,7 +58,7 @@ class Update:
     The denominator of the loss is computed over all samples of the optimizer step, before the first backward pass.
     """
     wants: AnyWants = None
-    """Outputs that the model computes for the loss, as the `Wants` class of the model's adapter.
+    """Model outputs that the loss needs, as an instance of the `Wants` class of the model's adapter.
 
     None: log-probabilities for a token model, the velocity for a diffusion model.
     """
@@ -71,10 +70,10 @@ class Update:
     extra_weights: tuple[str, ...] = ()
     """Names of further weight sets, such as `old`, under which the model's outputs are computed without gradient.
 
-    They are computed before the outputs of the policy. A micro-batch has them as `NAME/OUTPUT`, such as `old/velocity`.
+    A micro-batch has the outputs as `NAME/OUTPUT`, such as `old/velocity`; they precede the outputs of the policy.
     """
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Metrics that do not depend on the model's outputs."""
+    """Metrics of the optimizer step that do not depend on the model's outputs."""
     data: Update | None = None
     """Supervised loss on data rows in the same optimizer step (the data term), as an update; None: no such loss."""
 
@@ -110,21 +109,21 @@ class TrainerView(Protocol):
 class Algorithm:
     """Base class of algorithms, which compute the advantages of rollouts and the losses of optimizer steps.
 
-    What else an algorithm needs, such as a reference policy, its parameter class (an `AlgorithmConfig`) declares.
+    The parameter class of an algorithm, an `AlgorithmConfig`, declares its other needs, such as a reference policy.
     """
 
     teacher: DistillationConfig | None = None
-    """Settings of the teacher model of a distillation, which `View.evaluate` runs as `teacher`; None: no teacher."""
+    """Settings of distillation from a teacher model, the weight set `teacher`; None: no distillation."""
 
     max_tokens: int
     """Maximum number of tokens in a sequence (`policy.model_max_length`)."""
     diffusers: DiffusersConfig = DiffusersConfig()
     """Settings for sampling from and training a diffusion model."""
     has_separate_gradients: bool = False
-    """Whether the gradient of a sample depends on no other sample of the update and on no random number, so that a
-    sample without a gradient may be left out; False with dropout, or if the model adds a loss of its own (routers)."""
+    """Whether the gradient of a sample depends neither on other samples nor on random numbers, so that samples with a
+    gradient of 0 may be skipped; False with dropout, or if the model has an auxiliary loss (mixture of experts)."""
     null_text: Mapping[str, Tensor] | None = None
-    """Embedding of the empty prompt, as tensors by name, for guidance of a diffusion model; None for text models."""
+    """Embedding of the empty prompt, tensors by name, for classifier-free guidance; None for text models."""
     data_term: Callable[[int, int], Update] | None = None
     """Function that returns the supervised loss on data rows that a diffusion model adds to an optimizer step.
 
@@ -150,7 +149,7 @@ class Algorithm:
     def updates(self, samples: Sequence[Any], view: TrainerView) -> Iterator[Update]:
         """Yield the optimizer steps of one train step.
 
-        `view` computes outputs with the weights at the time of the call, that is after the steps already yielded.
+        `view` computes outputs with the current weights, those after the optimizer steps that were already yielded.
         """
         raise AssertionError(f"{type(self).__name__} has no updates")
 
@@ -160,14 +159,14 @@ class Algorithm:
         `chunks`: lists of samples that are evaluated together; `size`: number of samples in a forward pass.
         """
         loss_sum, num_top, num_tokens = 0.0, 0.0, 0
-        of_sources: dict[str, list[float]] = {}
+        source_sums: dict[str, list[float]] = {}
         for samples in chunks:
             rows = view.evaluate(samples, Wants(is_top=True), size=size)
             losses = [-row["logprobs"].sum(dtype=torch.float64).item() for row in rows]
             loss_sum += sum(losses)
             for sample, value in zip(samples, losses, strict=True):
                 if source := getattr(sample, "source", ""):
-                    entry = of_sources.setdefault(source, [0.0, 0.0])
+                    entry = source_sums.setdefault(source, [0.0, 0.0])
                     entry[:] = entry[0] + value, entry[1] + sample.num_learned
             num_top += sum(row["is_top"].sum().item() for row in rows)
             num_tokens += sum(sample.num_learned for sample in samples)
@@ -177,7 +176,7 @@ class Algorithm:
             "perplexity": math.exp(min(loss, 700.0)),
             "token_accuracy": num_top / max(1, num_tokens),
             "tokens": float(num_tokens),
-            **{f"loss/{source}": value / max(1.0, count) for source, (value, count) in of_sources.items()},
+            **{f"loss/{source}": value / max(1.0, count) for source, (value, count) in source_sums.items()},
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -191,8 +190,8 @@ class Algorithm:
 def equal_batches(num_samples: int, size: int | None) -> list[slice]:
     """Return the slices of samples of each optimizer step of a train step.
 
-    Slices are as few as possible with at most `size` samples each; `size` None: one slice. Their sizes differ by at
-    most 1, because a small remainder would get a whole optimizer step for a few samples.
+    There are as few slices as possible with at most `size` samples each; `size` None: one slice. Their sizes differ by
+    at most 1, because otherwise a few remaining samples could get a whole optimizer step.
     """
     count = -(-num_samples // (size or max(1, num_samples)))
     bounds = [-(-i * num_samples // count) for i in range(count + 1)] if count else []

@@ -51,17 +51,17 @@ class Correction:
     low: float = 0.0
     high: float = CAP
     geometric: tuple[float, float] | None = None
-    """Range such as (0.99, 1.01) of the geometric mean of w over a sequence; sequences outside it get weight 0.
+    """Accepted range of the geometric mean of w over a sequence, such as (0.99, 1.01); None: any mean.
 
-    None: no such rule.
+    Sequences outside the range get weight 0.
     """
     mean_k3: float | None = None
     """Upper bound of the mean of w - 1 - log w, the k3 estimate of KL(mu || pi_old), over a sequence.
 
-    Sequences above the bound get weight 0. None: no such rule.
+    Sequences above the bound get weight 0. None: no bound.
     """
     max_k3: float | None = None
-    """Upper bound of the maximum of w - 1 - log w over a sequence; sequences above it get weight 0; None: no rule."""
+    """Upper bound of the maximum of w - 1 - log w in a sequence; None: no bound. Above it the weight is 0."""
     scale: float = 1.0
     """Divisor of all weights: the mean weight if weights are self-normalised, else 1."""
 
@@ -115,7 +115,7 @@ def importance_weights(
 
 
 def self_normalise(correction: Correction, rows: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Correction:
-    """Return `correction` with a scale that makes the mean weight over the trained tokens of a step 1.
+    """Return `correction` with the `scale` for which the weights of all trained tokens of a step have the mean 1.
 
     With sequence rules the mean is over sequences. The mean includes sequences that are rejected later. Each of `rows`
     has the log-probabilities of a sample under the old policy, those under the rollout policy, and the loss mask, shape

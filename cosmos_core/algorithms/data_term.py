@@ -1,7 +1,7 @@
 """Data term for text models: the SFT loss on rows of a dataset, added to every optimizer step of an RL algorithm.
 
-The rows of an optimizer step are a function of the step's number, which is the only state in a checkpoint. The data
-term of diffusion models is `train.diffusion_setup.data_term`.
+The number of an optimizer step determines its data rows, so that a checkpoint only stores the number. The data term of
+diffusion models is `train.diffusion_setup.data_term`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -59,7 +59,7 @@ class WithDataTerm(Algorithm):
         return {"algorithm": self._algorithm.state_dict(), "num_updates": self._num_updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state that `state_dict` returned, or the state of the wrapped algorithm alone, from a training
-        without a data term."""
+        """Restore a result of `state_dict`, or the state of the wrapped algorithm, which a training without a data term
+        saved."""
         self._algorithm.load_state_dict(state.get("algorithm", state))
         self._num_updates = int(state.get("num_updates", 0))

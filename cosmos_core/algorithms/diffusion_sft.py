@@ -32,8 +32,8 @@ def flow_error(predicted: Tensor, target: Tensor, mask: Tensor) -> Tensor:
 def flow_loss(micro: MicroBatch, num_samples: int) -> Loss:
     """Return the weighted sum of the velocity errors of a micro-batch, divided by `num_samples`.
 
-    `num_samples` is the number of samples of the whole optimizer step. This is the loss of SFT and of the data term
-    that RL algorithms add.
+    `num_samples` is the number of samples of the whole optimizer step. SFT has this loss, and RL algorithms can add it
+    as data term, a supervised loss on data rows.
     """
     error_B = flow_error(
         micro.outputs["velocity"], velocity(micro.outputs["latents"], micro.outputs["noise"]), micro.mask

@@ -58,7 +58,7 @@ def teacher_loss(
             log-probabilities of the selected token ids, shape BSK, with gradient.
         teacher_BS: the teacher's log-probabilities, of the same shape as `policy_BS`.
         mask_BS: 1 at trained tokens.
-        drawn_BS: 1 where the policy sampled the token; other tokens get no penalties of later tokens.
+        sampled_BS: 1 where the policy sampled the token; other tokens get no penalties of later tokens.
     """
     if not config.top_k:
         penalty_BS = apply_mask(policy_BS.detach() - teacher_BS, mask_BS)
@@ -79,7 +79,7 @@ def teacher_loss(
 def discounted_sums(values_BS: Tensor, discount: float) -> Tensor:
     """Return for each token the sum over n = 1, 2, ... of discount^n times the value n tokens later."""
     total_BS, reach = values_BS, 1
-    while discount and reach < values_BS.shape[1]:  # `total_BS` sums over `reach` tokens, which each round doubles
+    while discount and reach < values_BS.shape[1]:  # `total_BS` has sums over `reach` tokens; an iteration doubles it
         total_BS = total_BS + discount**reach * pad(total_BS[:, reach:], (0, reach))
         reach *= 2
     return discount * pad(total_BS[:, 1:], (0, 1))

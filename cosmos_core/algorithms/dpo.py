@@ -33,7 +33,7 @@ class PairLogprobs:
     chosen: Tensor
     rejected: Tensor
     reference_chosen: Tensor
-    """Log-probabilities of the chosen responses under the reference policy; zeros without a reference."""
+    """Log-probabilities of the chosen responses under the reference policy; 0 without a reference policy."""
     reference_rejected: Tensor
     chosen_tokens: Tensor
     """Number of trained tokens of each chosen response."""
@@ -42,7 +42,7 @@ class PairLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Denominators:
-    """Denominators of the loss of an optimizer step."""
+    """Denominators of the loss of an optimizer step: the numbers of pairs and of tokens of chosen responses."""
 
     pairs: float
     chosen_tokens: float
@@ -146,9 +146,9 @@ class Dpo(Algorithm):
             logps_B = apply_mask(micro.logprobs_BS, micro.mask_BS).sum(-1, dtype=torch.float64)
             reference_B = logps_B.new_tensor([sample.reference_logprob for sample in micro.samples])
             chosen_P, rejected_P = [rows[i] for i in chosen], [rows[i + 1] for i in chosen]
-            each = (logps_B, reference_B, micro.mask_BS.sum(-1).to(logps_B))
+            columns = (logps_B, reference_B, micro.mask_BS.sum(-1).to(logps_B))
             pairs = PairLogprobs(
-                *(values_B[rows_of_side] for values_B in each for rows_of_side in (chosen_P, rejected_P))
+                *(values_B[rows_of_side] for values_B in columns for rows_of_side in (chosen_P, rejected_P))
             )
             return Loss(*preference_loss(pairs, self.config.dpo, total))
 
@@ -166,8 +166,8 @@ class Dpo(Algorithm):
             logps.append(torch.stack([row["logprobs"].sum(dtype=torch.float64) for row in rows]).cpu())
             references += [sample.reference_logprob for sample in samples]
             tokens += [sample.num_learned for sample in samples]
-        each = (torch.cat(logps), *(torch.tensor(values, dtype=torch.float64) for values in (references, tokens)))
-        pairs = PairLogprobs(*(values[start::2] for values in each for start in (0, 1)))
+        columns = (torch.cat(logps), *(torch.tensor(values, dtype=torch.float64) for values in (references, tokens)))
+        pairs = PairLogprobs(*(values[start::2] for values in columns for start in (0, 1)))
         total = Denominators(len(pairs.chosen), float(sum(tokens[::2])))
         loss, metrics = preference_loss(pairs, self.config.dpo, total)
         return {"loss": loss.item(), **means(metrics), "pairs": float(len(pairs.chosen))}

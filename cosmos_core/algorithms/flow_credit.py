@@ -43,7 +43,7 @@ class FlowRollout:
 
 @dataclass(frozen=True, slots=True)
 class CreditSettings:
-    """Settings of the normalization of rewards."""
+    """Settings of how the rewards of a group are normalized to advantages."""
 
     over: Literal["batch", "group"] = "batch"
     """Whether the standard deviation is taken over all rewards of the train step or over each group."""
@@ -63,7 +63,7 @@ def flow_advantages(
 ) -> tuple[list[list[float | None]], dict[str, float]]:
     """Return the advantage of each completion, (reward - mean of its group) / (std + 1e-4), and metrics of the rewards.
 
-    It is None if the reward is invalid, or if all rewards of the group are equal and `keeps_constant` is False.
+    The advantage is None if the reward is invalid, or if the group's rewards are all equal without `keeps_constant`.
     """
     totals = [[score.value for score in scores] for scores in groups]
     valid = [[value for value in values if value is not None and math.isfinite(value)] for values in totals]
@@ -129,7 +129,7 @@ def diversity(groups: Sequence[ScoredGroup]) -> float:
 
 
 class RewardMonitor:
-    """Monitor that detects reward hacking: diversity falls, or the reward rises while a monitored reward falls.
+    """Monitor for reward hacking: diversity of the samples falls, or a monitored reward falls while the reward rises.
 
     Monitored rewards are the reward functions with weight 0, named `watched`. The baseline of each value is its mean
     over the first `num_first` train steps; a fall below the fraction `least_fraction` of the baseline raises the alarm,

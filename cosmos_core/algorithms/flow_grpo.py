@@ -1,8 +1,8 @@
 """FlowGRPO (arXiv 2505.05470): the stochastic steps of a sampler are actions, trained as GRPO trains tokens.
 
 Rollouts record the latents before and after each trained step, in float32. The policy's velocity is computed for the
-latents before the step, at the sampler's noise level. From the velocity `flow_steps.transition`, which the sampler uses
-too, returns the distribution of the step. The loss is in `flow_objectives`, advantages are in `flow_credit`.
+latents before the step, at the sampler's noise level. `flow_steps.transition`, which the sampler also uses, turns the
+velocity into the distribution of the step. The loss is in `flow_objectives`, advantages are in `flow_credit`.
 """
 
 from collections.abc import Sequence

@@ -31,7 +31,7 @@ ADVANTAGE_TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {
 def optimality(advantages_B: Tensor, low: float, high: float, mode: str = "all") -> Tensor:
     """Return the probability r that a sample is optimal: 0.5 for an advantage of 0, 1 for an advantage of `high`.
 
-    Advantages are clipped to `low` and `high` and transformed by `MODES[mode]`. Source: arXiv 2509.16117, equation 12.
+    Advantages are clipped to `low` and `high` and transformed by `ADVANTAGE_TRANSFORMS[mode]` (arXiv 2509.16117).
     """
     clipped_B = ADVANTAGE_TRANSFORMS[mode](advantages_B.clamp(low, high))
     return (clipped_B / high / 2 + 0.5).clamp(0, 1)
@@ -104,7 +104,7 @@ class RatioSettings:
 
     epsilon_low: float
     epsilon_high: float
-    """Clip range above 1: ratios are clipped to 1 - epsilon_low and 1 + epsilon_high; negative: no clipping there."""
+    """Width of the clip range [1 - epsilon_low, 1 + epsilon_high] above 1; a negative width disables the bound."""
     is_guarded: bool = False
     """Whether to normalize the log-ratio as in GRPO-Guard (arXiv 2510.22319)."""
 

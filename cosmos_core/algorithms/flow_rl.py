@@ -1,4 +1,4 @@
-"""Base class of DiffusionNFT and FlowGRPO: credit with per-prompt statistics, monitoring, and optimizer batches.
+"""Base class of DiffusionNFT and FlowGRPO: advantages, monitoring of rewards, and batches of optimizer steps.
 
 All random numbers of training are functions of the run's seed, the train step, the prompt and the completion, so that
 they depend neither on the parallel layout nor on resuming.
@@ -30,9 +30,9 @@ from cosmos_core.rollout.base import request_seed
 from cosmos_core.types import Group, Sampling, ScoredGroup
 
 _TRAINING = 1 << 20
-"""Offset of the number of a completion in its training seed, so that training seeds differ from rollout seeds."""
+"""Offset of the index of a completion in its training seed, so that training seeds differ from rollout seeds."""
 _MOST = 100.0
-"""Upper bound of the exponent in `exp_reward`, against overflow; advantages are clipped at about 5 afterwards."""
+"""Upper bound of the exponent with `exp_reward`, against overflow; the loss clips advantages at about 5."""
 
 
 @dataclass(frozen=True, slots=True)

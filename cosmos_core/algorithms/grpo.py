@@ -46,7 +46,7 @@ class _UpdateInputs:
 
     samples: Sequence[Sample]
     whole: Sequence[Sample]
-    """All samples of the optimizer step, with those that are not run, for the denominators of the loss."""
+    """All samples of the optimizer step, also those without a gradient that are not run; they set its denominators."""
     old: Sequence[Tensor] | None
     """Log-probabilities before the first update of the train step; None if there is only one update."""
     reference: Sequence[Tensor] | None
@@ -64,12 +64,12 @@ class _UpdateInputs:
 
 
 class _ReferenceLogprobs(NamedTuple):
-    """Log-probabilities that the current ones of a micro-batch are compared with."""
+    """Log-probabilities of a micro-batch that the loss compares with those under the current policy."""
 
     old_BS: Tensor | None
     """Log-probabilities before the first update of the train step; None if there is only one update."""
     before_BS: Tensor
-    """`old_BS`, or the current log-probabilities if `old_BS` is None; without gradient."""
+    """Log-probabilities before the update, without gradient: `old_BS`, or the current ones if `old_BS` is None."""
     rollout_BS: Tensor | None
     """Log-probabilities under the rollout distribution, `before_BS` for tokens that were not sampled; None: unknown."""
     sampled_BS: Tensor
@@ -161,13 +161,13 @@ class Grpo(Algorithm):
 
     def updates(self, samples: Sequence[Sample], view: TrainerView) -> Iterator[Update]:
         """Yield the optimizer steps of `mu_iterations` passes over the samples."""
-        whole = [samples[batch] for batch in equal_batches(len(samples), self.config.batch_size_per_optimize)]
+        all_samples = [samples[batch] for batch in equal_batches(len(samples), self.config.batch_size_per_optimize)]
         may_be_idle = (
             self.has_separate_gradients and not self.teacher and follows_advantage(self.config, self._settings)
         )
-        samples, batches, metrics = without_idle(whole, may_be_idle=may_be_idle)
+        samples, batches, metrics = without_idle(all_samples, may_be_idle=may_be_idle)
         samples = within_budget(samples, self.config.max_token_len_per_mini_batch)
-        # In the only update of a train step pi equals pi_old, so pi_old needs no forward pass of its own.
+        # If a train step has a single update, pi_old is the current policy and needs no separate forward pass.
         is_single = len(batches) == 1 and self.config.mu_iterations == 1 and not self.config.self_normalised_weights
         old = None
         if self.config.use_rollout_logprobs_for_loss:
@@ -186,10 +186,10 @@ class Grpo(Algorithm):
         teacher = None
         if self.teacher is not None:
             samples, teacher = score_with_teacher(self.teacher, samples, view, self._wants)
-        for number, (batch, of_step) in enumerate([*zip(batches, whole, strict=True)] * self.config.mu_iterations):
+        for number, (batch, whole) in enumerate([*zip(batches, all_samples, strict=True)] * self.config.mu_iterations):
             inputs = (old and old[batch], reference and reference[batch], teacher and teacher[batch])
             further = (returns and returns[batch], self._high_entropy(samples[batch], view), correction)
-            update = self._update(_UpdateInputs(samples[batch], of_step, *inputs, *further, is_first=number == 0))
+            update = self._update(_UpdateInputs(samples[batch], whole, *inputs, *further, is_first=number == 0))
             yield replace(update, metrics=metrics)
         self._num_steps += 1
         if self.config.reference_reset_interval and self._num_steps % self.config.reference_reset_interval == 0:
@@ -222,8 +222,7 @@ class Grpo(Algorithm):
                     micro.logprobs_BS, micro.mask_BS, rewards_B, positive_tokens
                 )
             if config.use_rollout_logprobs_for_loss:
-                # Only in the first update the current policy is the trainer's old policy, which is compared with the
-                # engine.
+                # The engine is compared with the old policy, which is the current policy only in the first update.
                 if not inputs.is_first:
                     return Loss(value, metrics)
                 references = references._replace(before_BS=micro.logprobs_BS.detach())
@@ -365,7 +364,7 @@ def _correction_rows(sample: Sample, old_S: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def _reference_logprobs(micro: MicroBatch, old: Sequence[Tensor] | None) -> _ReferenceLogprobs:
-    """Return the log-probabilities that the current ones of a micro-batch are compared with."""
+    """Return the log-probabilities of a micro-batch that the loss compares with those under the current policy."""
     old_BS = _rows(old, micro)
     before_BS = micro.logprobs_BS.detach() if old_BS is None else old_BS
     mask_BS = micro.mask_BS.bool()
@@ -381,7 +380,7 @@ def _reference_logprobs(micro: MicroBatch, old: Sequence[Tensor] | None) -> _Ref
 
 
 def _engine_difference(references: _ReferenceLogprobs, low: float, high: float) -> tuple[dict[str, Tensor], Metrics]:
-    """Return |log pi_old - log mu| of each sampled token, trainer (pi_old) against engine (mu), and metrics of it.
+    """Return |log pi_old - log mu| of each sampled token, of trainer (pi_old) and engine (mu), and metrics.
 
     The metrics of the ratio pi_old / mu are its mean, its mean square, and the fraction outside `low` to `high`.
     """

@@ -1,7 +1,7 @@
-"""Completions whose loss has a gradient of exactly 0, such as those of groups with equal rewards, are not run.
+"""Exclusion of idle completions from training: their loss has a gradient of exactly 0, as in groups of equal rewards.
 
-They still count in the denominators of the loss. A few are run, so that engine and trainer are compared in every step,
-and so that the same weights have a gradient, which may be 0: optimizers treat a missing gradient differently.
+Idle completions still count in the denominators of the loss. A few are run, so that engine and trainer are compared in
+every step, and so that every weight has a gradient, even of 0: optimizers treat a missing gradient differently.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,8 +21,8 @@ NUM_COMPARED = 4
 def follows_advantage(config: GrpoConfig, settings: PolicySettings) -> bool:
     """Return whether a completion with an advantage of 0 has no gradient and changes the loss of no other completion.
 
-    Terms of the loss without the advantage have a gradient. A reference adds such a term or changes the advantages of
-    tokens; quantiles of the entropy and normalised weights are computed over the completions of the whole step.
+    A loss term without the advantage always has a gradient. A reference policy adds such a term or changes the
+    advantages of tokens; entropy quantiles and normalised weights depend on all completions of the step.
     """
     return (
         scales_with_advantage(settings)
@@ -51,8 +51,8 @@ def without_idle(
 
 
 def _kept(samples: Sequence[Sample], is_idle: Callable[[Sample], bool]) -> list[Sample]:
-    """Return the samples with a gradient, and idle ones until `NUM_COMPARED` samples with images, and as many without
-    images, are kept; fewer if there are not so many."""
+    """Return the samples with a gradient, and as many idle samples as needed to have `NUM_COMPARED` samples with images
+    and `NUM_COMPARED` without images, where available."""
     kept = {i for i, sample in enumerate(samples) if not is_idle(sample)}
     for has_images in (False, True):
         same_kind = [i for i, sample in enumerate(samples) if bool(sample.images) == has_images]

@@ -23,17 +23,17 @@ class PolicyInputs:
     """Inputs of the policy loss; values at tokens where `mask_BT` is 0 are ignored."""
 
     logprobs_BT: Tensor
-    """log pi of the sampled tokens, with gradient."""
+    """Log-probabilities (log pi) of the sampled tokens under the current policy, with gradient."""
     advantages_B: Tensor
     mask_BT: Tensor
-    """1 where the policy sampled the token; 0 in rows whose completion has no valid reward."""
+    """Loss mask: 1 where the policy sampled the token; 0 in rows whose completion has no valid reward."""
     old_logprobs_BT: Tensor | None = None
-    """Log-probabilities under the policy before the first update on these samples.
+    """Log-probabilities under the old policy, the policy before the first update on the samples.
 
     None: the current policy is the old policy, so that the probability ratio is 1.
     """
     ref_logprobs_BT: Tensor | None = None
-    """Log-probabilities under the reference policy; required if `kl_beta` > 0, otherwise only for the metric `kl`."""
+    """Log-probabilities under the reference policy; required if `kl_beta` > 0, otherwise used for the metric `kl`."""
     entropy_BT: Tensor | None = None
     """Entropy of the policy at each token, for the metric `entropy` and, with gradient, for the entropy bonus."""
     weights_BT: Tensor | None = None

@@ -1,6 +1,6 @@
 """Detection of token prefixes that completions of a group share although their rewards differ.
 
-Such a prefix is excluded from the loss, because it does not explain the difference of the rewards.
+A shared prefix is excluded from the loss, because it does not explain the difference of the rewards.
 """
 
 from collections.abc import Sequence

@@ -14,7 +14,7 @@ _KEY = "train.train_policy.trainer_type"
 def make_algorithm(recipe: Recipe, sampling: Sampling | None = None) -> Algorithm:
     """Return the algorithm that `train.train_policy.trainer_type` names, with its settings.
 
-    `sampling`: sampling settings of the completions that it trains on; None: no rollouts.
+    `sampling`: sampling settings of the completions to train on; None: the training has no rollouts.
 
     Raises:
         ConfigError: the import path of a user-defined algorithm does not name a subclass of `Algorithm`.

@@ -1,4 +1,4 @@
-"""Returns of tokens with the KL penalty in the reward, as in REINFORCE++ (arXiv 2501.03262).
+"""Returns of tokens if the KL penalty is part of the reward, as in REINFORCE++ (arXiv 2501.03262).
 
 Shapes: S predicted tokens of a sample.
 """
@@ -18,9 +18,9 @@ def whitened_returns(
 ) -> list[Tensor]:
     """Return the advantage of each token, S per sample, in float64; 0 for tokens that are not trained.
 
-    The reward of a trained token is -`kl_beta` * (log pi_old - log pi_reference); the reward of the completion is added
-    to that of the last token. The return of a token is the sum of rewards from this token to the end. The advantages
-    are the returns, normalized by `whiten` over the trained tokens of all `samples`.
+    The reward of a trained token is -`kl_beta` * (log pi_old - log pi_reference), plus the completion's reward for the
+    last token. The return of a token is the sum of rewards from this token to the end. The advantages are the returns,
+    normalized by `whiten` over the trained tokens of all `samples`.
     """
     masks = [torch.as_tensor(sample.loss_mask[1:]).bool() for sample in samples]
     returns = []

@@ -11,7 +11,7 @@ SCALES_WITH_ADVANTAGE = True
 
 
 def dppo_tv(terms: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, Metrics]:
-    """Return `within_region` with the trust region of tokens whose probability has changed by at most epsilon.
+    """Return the DPPO loss per token with a trust region, the tokens whose probability has changed within a bound.
 
     For an advantage above 0 the probability must not have risen by more than epsilon_high; otherwise it must not have
     fallen by more than epsilon_low.

@@ -12,8 +12,8 @@ SCALES_WITH_ADVANTAGE = True
 def sapo(terms: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, Metrics]:
     """Return the SAPO loss per token, -(4 / t) sigmoid(t (rho - 1)) A, with rho = pi / pi_old and advantage A.
 
-    The temperature t is `sapo_temperature_pos` if A > 0, else `sapo_temperature_neg`. The mean over the tokens of each
-    sequence and then over sequences is the loss of the paper.
+    The temperature t is `sapo_temperature_pos` if A > 0, else `sapo_temperature_neg`. The loss of the paper is the mean
+    over the tokens of each sequence and then over sequences (`loss_type = "seq-mean-token-mean"`).
     """
     positive, negative = settings.sapo_temperature_pos, settings.sapo_temperature_neg
     temperature_B1 = negative + (positive - negative) * (terms.advantages_B1 > 0).to(terms.advantages_B1)
