@@ -87,7 +87,7 @@ class Lease:
 
     @property
     def loss(self) -> str:
-        """Return an error message if another machine is known to have taken over the lease, otherwise an empty string."""
+        """Return an error message if another machine is known to have taken over the lease, else an empty string."""
         if not self.is_lost:
             return ""
         return f"{self._url}: another machine has taken the work over: this one was silent for too long"
