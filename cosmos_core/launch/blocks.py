@@ -53,7 +53,7 @@ def service_in_block(name: str) -> dict[str, str]:
     try:
         with get_client(sync_client=True) as client:
             variables = read_service(client, block_name)
-    except Exception as error:  # the client raises errors of many types, some wrapped in RuntimeError
+    except Exception as error:  # Prefect's client raises errors of many types, some wrapped in RuntimeError
         cause = error.__cause__ if isinstance(error, RuntimeError) else error
         is_refusal = isinstance(cause, httpx.HTTPStatusError) and cause.response.is_client_error
         kind = StageFailed if isinstance(cause, httpx.HTTPError) and not is_refusal else ConfigError

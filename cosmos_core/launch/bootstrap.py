@@ -1,8 +1,8 @@
 """Set up a Prefect server: work pools, an automation that detects dead flow runs, and the block types of pipelines.
 
 Existing objects are kept, and objects of an older version are updated. The concurrency limit of a work pool limits the
-GPUs in use, because it only delays the start of runs; a limit that a run holds as a lease would end a training that
-cannot renew it.
+GPUs in use: it only delays the start of runs. A limit that a run holds as a lease would end a training that cannot
+renew the lease.
 """
 
 import json
@@ -44,7 +44,8 @@ class Pool:
 
 
 def bootstrap(pools: Sequence[Pool], channels: Mapping[str, str] = MappingProxyType({})) -> Iterator[str]:
-    """Create missing objects on the Prefect server and update outdated ones; yield one line of text per object.
+    """Create or update work pools, automations and block types on the Prefect server; yield one line of text per
+    object.
 
     Args:
         channels: addresses to which notifications are sent, by channel; see `launch.notify`.
@@ -84,7 +85,7 @@ def _check_name(name: str) -> None:
 
 
 def _check_type(client: Any, pool: Pool) -> None:
-    """Check that Prefect knows the type of a pool without its own template."""
+    """Check that Prefect knows the type of a work pool that has no template file."""
     if pool.type == Pool.type:
         return  # the default type is part of Prefect; other types need a lookup
     collections = client.read_worker_metadata().values()
@@ -139,7 +140,7 @@ def _limit(limit: int | None) -> str:
 
 
 def _automation_of_dead_flow_runs() -> Any:
-    """Return the automation that detects dead flow runs."""
+    """Return the automation that marks flow runs without a heartbeat as crashed."""
     from prefect.events.actions import ChangeFlowRunState
     from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 
@@ -161,7 +162,8 @@ def _automation_of_dead_flow_runs() -> Any:
 
 
 def _put(client: Any, automation: Any) -> str:
-    """Create an automation, or update the one of that name; whether it is enabled does not change."""
+    """Create an automation, or update the automation of that name; an update does not enable or disable the
+    automation."""
     existing = client.read_automations_by_name(automation.name)
     if not existing:
         client.create_automation(automation)
@@ -169,7 +171,7 @@ def _put(client: Any, automation: Any) -> str:
     if all(getattr(existing[0], key) == getattr(automation, key) for key in ("description", "trigger", "actions")):
         return f"automation {automation.name!r}: there"
     automation = automation.model_copy(update={"enabled": existing[0].enabled})
-    # The client's method for updates omits types.
+    # The update method of Prefect's client omits the types of triggers and actions.
     content = automation.model_dump(mode="json", exclude={"owner_resource"})
     client.request("PUT", "/automations/{id}", path_params={"id": existing[0].id}, json=content).raise_for_status()
     return f"automation {automation.name!r}: changed"

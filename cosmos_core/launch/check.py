@@ -75,7 +75,8 @@ def check_in_worker(pipeline: Pipeline, num_shown: int = 0) -> Iterator[str]:
 
 
 def check_readers(pipeline: Pipeline, name: str, info: dict[str, JsonValue]) -> None:
-    """Check that downstream stages can start from the rows of a data stage, given its check result `info`.
+    """Check that downstream stages can start from the rows of the data stage `name`; `info` is the check result of that
+    stage.
 
     Raises:
         DataError: the rows do not fill a train step, or none are held out for validation.
@@ -96,7 +97,7 @@ def check_first_rows(pipeline: Pipeline) -> None:
     second or two.
 
     Raises:
-        DataError: preparing them would fail; the message names the stage.
+        DataError: preparing the rows of a stage would fail; the message names the stage.
     """
     for stage in pipeline.stages:
         if pipeline.kind_of(stage).reads_data != "source" or source_of(stage.data) is not None:
@@ -113,13 +114,13 @@ def check_first_rows(pipeline: Pipeline) -> None:
             run_check(pipeline, stage, _FIRST_ROWS, data=stage.data)
         except DataError as error:
             raise DataError(f"{pipeline.source}: stage {stage.name!r}: {error}") from error
-        except StageFailed:  # the check itself crashed, which is no error of the rows
+        except StageFailed:  # the check crashed, which is no error in the rows
             continue
 
 
 def _is_made(pipeline: Pipeline, stage: StageConfig) -> bool:
-    """Return True if a stage has already run on the same rows; False if it depends on other stages, whose results its
-    fingerprint would need."""
+    """Return True if a stage has already run on the same rows. A stage that depends on other stages returns False,
+    because its fingerprint needs their results."""
     output_dir = pipeline.output_dir.expanduser().absolute()
     if stage.after:
         return False
@@ -141,11 +142,11 @@ def run_check(  # noqa: PLR0913 - a stage, and the inputs that differ between ca
     recipe: Recipe | None = None,
     prompts: JsonValue = None,
 ) -> Result:
-    """Run a check program for a stage in a worker with a temporary folder, and return its result. `prompts` are the
-    first prompts of the rows that another stage prepares.
+    """Run a check program for a stage in a worker with a temporary folder, and return its result. `prompts` holds the
+    first prompts of the rows if another stage prepares these rows.
 
     Raises:
-        ConfigError, DataError, ModelError, RewardError: the first mistake.
+        ConfigError, DataError, ModelError, RewardError: the first error in the input.
         StageFailed: the program crashed.
     """
     stage, stage_recipe = download_inputs(pipeline, stage, lambda: None)
@@ -184,9 +185,9 @@ def run_check(  # noqa: PLR0913 - a stage, and the inputs that differ between ca
 
 
 def _base(pipeline: Pipeline, stage: StageConfig) -> StageConfig | None:
-    """Return the first upstream stage from whose external model the stage descends (the stage itself if it has no
-    upstream model), because training keeps architecture and tokenizer. None if the model may have another architecture
-    or is not in one local folder."""
+    """Return the stage whose external model has the architecture and tokenizer of the model of `stage`: the first stage
+    of the chain of trainings before it, or `stage` itself. Return None if the architecture may differ, or if the model
+    of the first stage is not in one local folder."""
     first = stage
     while name := source_of(stage.model):
         stage = pipeline.stage(name)

@@ -18,7 +18,7 @@ class Child:
     """Command under a supervisor in a separate session, with its output in a file and with a folder for temporary
     files.
 
-    It ends by itself, after `stop` or `kill`, or when this process ends for any reason.
+    The command ends by itself, after `stop` or `kill`, or when this process ends for any reason.
     """
 
     def __init__(
@@ -31,7 +31,8 @@ class Child:
         inherited: Mapping[str, str] = os.environ,
         inherit: Sequence[int] = (),
     ) -> None:
-        """Start the command; its environment is `inherited` with `environment` added."""
+        """Start the command with the environment `inherited` plus `environment`, and with the file descriptors
+        `inherit` open."""
         self.attempt = uuid.uuid4().hex
         log.parent.mkdir(parents=True, exist_ok=True)
         self._scratch_lock = make_scratch(self.attempt)
@@ -70,7 +71,7 @@ class Child:
         return code if code is None or code >= 0 else 128 - code
 
     def stop(self, grace_seconds: float | None = None) -> None:
-        """Send SIGTERM to the command, then SIGKILL after the grace period; None: the initial grace period."""
+        """Send SIGTERM to the command, and SIGKILL after the grace period; None selects the initial grace period."""
         if self._process.poll() is None:
             if grace_seconds is not None and self._writer >= 0:
                 with suppress(OSError):  # the supervisor and its command have ended

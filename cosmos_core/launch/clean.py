@@ -32,7 +32,7 @@ _READ_BY_PEOPLE = ("run.json", PIPELINE)
 
 @dataclass(frozen=True)
 class Verdict:
-    """Decision whether to keep a run, with the age and size of the run."""
+    """Decision whether `cosmos clean` keeps a run, with the age and size of the run."""
 
     path: Path
     pipeline: str
@@ -41,11 +41,11 @@ class Verdict:
     size: int
     """Total size of the files of the run in bytes."""
     kept_because: str
-    """Reason to keep the run; empty: the run can be removed."""
+    """Reason to keep the run; an empty string if the run can be removed."""
 
 
 def verdicts(output_dir: Path, *, keep: int, older_than_seconds: float) -> list[Verdict]:
-    """Return a verdict for each run in a folder, the oldest first, without changing anything.
+    """Return the decision for each run in a folder, the oldest run first, without changing anything.
 
     The newest `keep` runs of each pipeline are kept, and runs with activity in the last `older_than_seconds`.
     """
@@ -72,7 +72,7 @@ def verdicts(output_dir: Path, *, keep: int, older_than_seconds: float) -> list[
 
 
 def remove(output_dir: Path, found: Iterable[Verdict]) -> Iterator[Verdict]:
-    """Remove the runs without a reason to keep them, unless they were started meanwhile; yield the verdict of each
+    """Remove the runs without a reason to keep them, except runs that have started since; yield the verdict of each
     removed run."""
     trash = output_dir / SHARED / _REMOVED
     trash.mkdir(parents=True, exist_ok=True)
@@ -93,8 +93,8 @@ def remove(output_dir: Path, found: Iterable[Verdict]) -> Iterator[Verdict]:
 
 
 def _put_aside_fetched(output_dir: Path, aside: Path) -> None:
-    """Move downloads from stores that no remaining run names to the trash folder `aside`, because each retraining may
-    download a new model."""
+    """Move downloaded inputs that no remaining run names to the trash folder `aside`: each retraining may have
+    downloaded a model."""
     fetched = output_dir / SHARED / FETCHED
     for folder in fetched.iterdir() if fetched.is_dir() else ():
         if not folder.is_dir():
@@ -118,7 +118,8 @@ def _last_sign(path: Path) -> float:
 
 
 def _may_run(path: Path, *, is_claimed: bool = False) -> bool:
-    """Return True if a process on this machine holds the run or a stage, or a process on another machine may."""
+    """Return True if a process on this machine holds the lock of the run or of a stage, or if a process on another
+    machine may run a stage. With `is_claimed`, the caller itself holds the lock of the run."""
     files = [*(path / "locks").glob("*.lock"), *([] if is_claimed else [path / "locks" / ".run"])]
     for file in files:
         if not file.exists():
@@ -135,8 +136,8 @@ def _may_run(path: Path, *, is_claimed: bool = False) -> bool:
 
 
 def _continued_or_published(output_dir: Path, paths: list[Path]) -> Iterator[tuple[Path, str]]:
-    """Yield runs that the next retraining continues, and runs whose model is currently published, each with the reason
-    to keep it."""
+    """Yield each run that the next retraining continues or whose model is published, with the reason to keep the
+    run."""
     for note in sorted((output_dir / SHARED / "retraining").glob("*.json")):
         note_content = read_object(note)
         if not note_content.get("outcome"):
@@ -165,8 +166,8 @@ def _targets(paths: list[Path]) -> dict[str, list[Path]]:
 
 
 def _versions(target: str) -> list[dict[str, Any]]:
-    """Return the records of the published version of a target and of the version before, to which a rollback would
-    return."""
+    """Return the records of the current version of a publication target and of the previous version, to which a
+    rollback would return."""
     store: Any = open_target(target)
     records = [store.published() or {}]
     history = getattr(store, "history", None)
@@ -185,7 +186,8 @@ def _stages_of(path: Path) -> list[dict[str, Any]]:
 
 
 def _keep_what_is_referred_to(paths: list[Path], reasons: dict[Path, str]) -> None:
-    """Add reasons to keep the runs that are named in settings and manifests of kept runs, transitively."""
+    """Add reasons to keep the runs to which settings and manifests of kept runs refer, directly or through other
+    runs."""
     waiting = [path for path in paths if path in reasons]
     while waiting:
         keeper = waiting.pop()
@@ -205,7 +207,7 @@ def _spellings(path: Path) -> set[str]:
 
 
 def _forget(output_dir: Path, gone: set[str]) -> None:
-    """Remove the notes about removed runs from the folder that all runs share."""
+    """Remove the entries about removed runs, whose ids are in `gone`, from the folder that all runs share."""
     shared = output_dir / SHARED
     for entry in shared.glob("fingerprints/*/*.json"):
         if str(read_object(entry).get("stage", "")).partition("/")[0] in gone:

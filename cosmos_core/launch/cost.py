@@ -24,7 +24,7 @@ from cosmos_core.run.plan import Decision
 _GIB = 2**30
 _TERA = 1e12
 _MOST_RUNS = 20
-_FORWARD, _FOR_INPUTS, _FOR_WEIGHTS = 2, 2, 2  # FLOPs per parameter and token, as in 6 N D
+_FORWARD, _FOR_INPUTS, _FOR_WEIGHTS = 2, 2, 2  # FLOPs per parameter and token; their sum is 6
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,8 @@ class Cost:
     seconds: float | None
     gpus: int
     fits: str
-    """Whether the peak memory is below that of the GPU, or of the host: `yes`, `no: N GiB` or `?`; empty: unknown."""
+    """Whether the peak memory fits into the memory of the GPU, or of the host: `yes`, `no: N GiB` or `?`; empty if it
+    was not estimated."""
     known_from: str
     disk: int | None = None
     """Bytes that the stage leaves on disk; None: unknown."""
@@ -61,8 +62,8 @@ def costs(
     output_dir: Path,
     machine: Machine | None,
 ) -> list[Cost]:
-    """Return the estimated cost of each stage; `found` has the estimates of trainings, `gpus` the number of GPUs, by
-    stage."""
+    """Return the estimated cost of each stage. `found` holds the estimates of trainings, and `gpus` the number of GPUs,
+    by stage name."""
     ids = [facts.run_id for facts in runs_in(output_dir) if facts.pipeline == pipeline.config.name]
     earlier = [read_run(output_dir / run_id) for run_id in reversed(ids[-_MOST_RUNS:])]
     costs = []
@@ -82,8 +83,7 @@ def costs(
 
 
 def cost_table(pipeline: Pipeline, found: Sequence[Cost], machine: Machine | None) -> Table:
-    """Return the costs of all stages as a table with totals; the total duration is that of the longest chain of
-    stages."""
+    """Return the costs of all stages as a table with totals; the total time is that of the longest chain of stages."""
     price = pipeline.config.price_per_gpu_hour
     table = Table("stage", title="time and cost")
     for column in ("GPUs", "time", "GPU hours", *(["cost"] if price is not None else [])):

@@ -26,7 +26,7 @@ _LEAST_ROOM = 20 * 2**30
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check: its name, a message, and whether the checked property is healthy."""
+    """Result of one diagnosis: name of the check, message, and whether the checked property is healthy."""
 
     name: str
     message: str
@@ -44,7 +44,7 @@ def findings(output_dir: Path, client: Any) -> Iterator[Finding]:
     for name, check in checks.items():
         try:
             yield from check(client)
-        except Exception as error:  # noqa: BLE001 - any error of a request is the finding
+        except Exception as error:  # noqa: BLE001 - an error of any type is a result of the check
             yield Finding(name, masked(f"{type(error).__name__}: {' '.join(str(error).split())}")[:300], is_ok=False)
     yield from _ray()
     yield from _rewards()
@@ -56,7 +56,7 @@ def _server(client: Any) -> Iterator[Finding]:
     from prefect import __version__
 
     response = client.hello()
-    server_version = client.api_version()  # unlike `hello`, this request needs credentials
+    server_version = client.api_version()  # a request with credentials; `hello` needs none
     is_same = server_version.split(".")[:2] == __version__.split(".")[:2]
     yield Finding("server", f"Prefect {server_version} there, {__version__} here", is_same)
     if "Date" in response.headers:

@@ -33,7 +33,7 @@ def estimate_in_worker(pipeline: Pipeline, decisions: Mapping[str, Decision]) ->
 
     Raises:
         ConfigError, DataError, ModelError: the first error in the input.
-        StageFailed: an estimate crashed.
+        StageFailed: the worker of an estimate crashed.
     """
     for stage in pipeline.stages:
         if not pipeline.kind_of(stage).trains:
@@ -55,7 +55,8 @@ def estimate_in_worker(pipeline: Pipeline, decisions: Mapping[str, Decision]) ->
 
 
 def estimate_table(found: Sequence[tuple[str, StageEstimate]], gpus: Mapping[str, int], gpus_per_node: int) -> Table:
-    """Return the estimates as a table with notes about unknown values; `gpus` is the number of GPUs by stage."""
+    """Return the estimates `found` as a table with notes about unknown values; `gpus` is the number of GPUs by stage
+    name."""
     title = "per GPU in GiB, at the peak of a train step"
     table = Table("stage", "parameters", "trained", title=title, caption_justify="left")
     for column in ("weights", "gradients", "optimizer", "activations", "peak", "rollout"):
@@ -122,8 +123,8 @@ def _model(pipeline: Pipeline, stage: StageConfig, decisions: Mapping[str, Decis
 
 
 def _made(reference: str, key: str, decisions: Mapping[str, Decision]) -> str:
-    """Return the output `key` of the stage in a reference `stage:NAME`, as a path; return any other path unchanged.
-    Empty if that stage has not run."""
+    """Return the path of the output `key` of the stage in a reference `stage:NAME`, or an empty string if the stage has
+    not run; return any other path unchanged."""
     name = source_of(reference)
     if name is None:
         return reference
@@ -133,7 +134,7 @@ def _made(reference: str, key: str, decisions: Mapping[str, Decision]) -> str:
 
 
 def _with_rows(pipeline: Pipeline, stage: StageConfig, decisions: Mapping[str, Decision]) -> Recipe:
-    """Return the recipe of the stage with the data set of its `prepare` stage, which may have another recipe."""
+    """Return the recipe of a stage with the data set of the `prepare` stage from which it reads rows."""
     recipe = pipeline.recipes[stage.name]
     prepare = pipeline.stage(source_of(stage.data) or stage.name)
     source = pipeline.recipes[prepare.name]

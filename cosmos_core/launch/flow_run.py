@@ -1,6 +1,6 @@
 """Restart flow runs that died before their run had a directory, so that only the Prefect server knows them.
 
-This happens to a process that starts while the server restarts.
+A flow run dies this early if its process starts while the server restarts.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def find_failed_start(run_id: str) -> FlowRun | None:
 
 
 def reschedule(flow_run: FlowRun) -> Iterator[str]:
-    """Schedule a flow run again on its work pool and wait for its end; yield lines of text about it.
+    """Schedule a flow run again on its work pool and wait for its end; yield lines of text about its progress.
 
     Raises:
         CosmosError: the flow run did not complete or was deleted, or the server stopped responding.
@@ -84,7 +84,7 @@ def reschedule(flow_run: FlowRun) -> Iterator[str]:
 
 
 def _followed(client: SyncPrefectClient, flow_run: FlowRun) -> Iterator[FlowRun]:
-    """Yield the state of a flow run on the server once per second until it has ended; tolerate a restart of the
+    """Yield the flow run as read from the server once per second until it has ended; tolerate a restart of the
     server."""
     last_response, is_over = time.monotonic(), False
     while not is_over:

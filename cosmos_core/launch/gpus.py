@@ -44,8 +44,8 @@ def num_placed(kind: StageKind, recipe: Recipe) -> int:
 def of_stage(
     kind: StageKind, recipe: Recipe, path: Path
 ) -> AbstractContextManager[tuple[dict[str, str], Sequence[int]]]:
-    """Return a context manager that holds the GPUs of a stage; while it waits, the reason is in the state of the stage.
-    See `hold_gpus`.
+    """Return a context manager that holds the GPUs of a stage, as `hold_gpus`; while it waits for GPUs, the state of
+    the stage in `path` has the reason.
 
     Raises:
         Preempted: the run was stopped while waiting.
@@ -55,7 +55,7 @@ def of_stage(
         update_state(path, state="waiting", error=reason)
         sleep_unless_stopping(1)
 
-    # `cosmos scale` may start engines on the other free GPUs.
+    # A disaggregated stage takes all free GPUs, so that `cosmos scale` can start more engines.
     more = kind.feed == "rollouts" and recipe.mode == "disaggregated"
     return hold_gpus(num_gpus(kind, recipe), wait, takes_more=more)
 
@@ -106,7 +106,7 @@ def _locks(entries: Mapping[str, str], least: int, most: int) -> dict[str, Lock]
 
 
 def _refusal() -> str:
-    """Return the reason why this user cannot lock files in the cache folder; empty if locks work."""
+    """Return the error that prevents this user from locking files in the cache folder; empty if locks work."""
     try:
         with Lock(user_cache() / "gpus" / "tried.lock") as lock:
             lock.try_acquire()

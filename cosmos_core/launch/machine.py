@@ -8,7 +8,7 @@ from typing import Any
 from cosmos_core.config.schema.pipeline import PipelineConfig
 from cosmos_core.errors import ConfigError
 
-# By type of GPU, from the vendors' data sheets: rate of dense matrix products in bfloat16 in TFLOP/s, memory in GiB.
+# Rate of dense matrix products in bfloat16 (TFLOP/s) and memory (GiB) by type of GPU, from the vendors' data sheets.
 _CARDS = {
     "a100": (312.0, 80.0), "b200": (2250.0, 179.0), "gh200": (989.0, 95.0), "h100": (989.0, 80.0),
     "h20": (148.0, 96.0), "h200": (989.0, 140.0), "l4": (121.0, 22.5), "l40s": (362.0, 45.0), "mi300x": (1307.0, 192.0),
@@ -16,22 +16,22 @@ _CARDS = {
 }  # fmt: skip
 _SHARE_OF_CARD = 0.4
 _SHARE_OF_MEASURED = 0.5
-"""Fraction of the measured rate of large matrix products, in which a train step spends about half of its time."""
+"""Fraction of the measured rate of large matrix products that a training reaches."""
 _TERA, _GIB = 1e12, 2**30
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Compute rate and memory of a rank."""
+    """Compute rate and memory per rank of the machine for which costs are estimated."""
 
     name: str
-    """Name of the machine, as in "counted at 0.1 TFLOP/s on NAME"; empty if the pipeline sets the rate."""
+    """Name of the machine, as in the text "counted at 0.1 TFLOP/s on NAME"; empty if the pipeline sets the rate."""
     tflops: float
     """Sustained rate of a training in TFLOP/s."""
     memory: float | None
     """Memory of a GPU, or of the host if there is no GPU, in GiB; None: unknown."""
     is_shared: bool = False
-    """Whether all ranks share one device, the CPU of this machine."""
+    """True if all ranks share one device, the CPU of this machine."""
     card: str = ""
     """Type of GPU that `--on` names, in lower case; empty if `--on` is not used."""
 
@@ -43,11 +43,11 @@ class Machine:
 
 
 def machine_of(config: PipelineConfig, on: str, estimates: Iterable[Any]) -> Machine | None:
-    """Return the machine for which costs are estimated: the GPU `on`, otherwise the machine that was measured with the
-    estimates; settings of the pipeline take precedence. None: unknown.
+    """Return the machine for which costs are estimated: the GPU type `on` or, if it is empty, the machine measured with
+    the estimates. Settings of the pipeline take precedence. Return None if no rate is known.
 
     Raises:
-        ConfigError: `on` is not a known GPU.
+        ConfigError: `on` is not a known type of GPU.
     """
     machine = None
     if on:

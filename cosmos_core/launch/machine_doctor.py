@@ -54,7 +54,7 @@ def machine_findings(output_dir: Path) -> Iterator[Finding]:
 def package_findings(requirements: Iterable[str]) -> Iterator[Finding]:
     """Compare installed packages with requirements in the form of PEP 508.
 
-    A package of an extra may be missing; any installed package must have an allowed version.
+    A missing package of an extra is no error; each installed package must have an allowed version.
     """
     problems, count = [], 0
     for requirement in map(Requirement, requirements):
@@ -69,16 +69,16 @@ def package_findings(requirements: Iterable[str]) -> Iterator[Finding]:
             continue
         count += 1
         if not requirement.specifier.contains(installed, prereleases=True):
-            wanted = f"{requirement.name}{requirement.specifier}"
+            pinned = f"{requirement.name}{requirement.specifier}"
             problems.append(
-                f"{requirement.name} {installed} is outside of {requirement.specifier}: pip install '{wanted}'"
+                f"{requirement.name} {installed} is outside of {requirement.specifier}: pip install '{pinned}'"
             )
     yield Finding("packages", "; ".join(dict.fromkeys(problems)) or f"{count} fit their requirements", not problems)
 
 
 def gpu_findings(facts: MachineProperties, cuda_of_torch: str) -> Iterator[Finding]:
-    """Report the GPUs, and if torch can use them. `cuda_of_torch` has three words: the CUDA version that torch was made
-    for, which is empty for a CPU build, `True` or `False` for a usable GPU, the version of torch."""
+    """Report the GPUs, and whether torch can use them. `cuda_of_torch` holds the CUDA version of the torch build
+    (missing in a CPU build), `True` or `False` for a usable GPU, and the version of torch, separated by spaces."""
     if not facts.gpus:
         yield Finding("GPU", "no NVIDIA GPU is visible: stages run on the CPU")
         return
@@ -108,13 +108,13 @@ def vllm_finding(facts: MachineProperties) -> Finding:
 
 
 def shared_memory_finding(free: int) -> Finding:
-    """Report whether `free` bytes of shared memory are enough for weights on their way to an engine."""
+    """Report whether `free` bytes of shared memory are enough to pass weights to a rollout engine."""
     remedy = "" if free >= _MIN_SHARED_BYTES else "; start the container with --shm-size=16g or --ipc=host"
     return Finding("shared memory", f"{free / 2**30:.1f} GiB are free{remedy}", free >= _MIN_SHARED_BYTES)
 
 
 def lock_finding(folder: Path) -> Finding:
-    """Report whether a lock that one process holds on a file of the folder keeps others out."""
+    """Report whether file locks work in a folder: a file that one process has locked cannot be locked by another."""
     remedy = "set pipeline.output_dir to a folder with locks, such as one on a local disk or NFS 4"
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".cosmos-lock-") as first, open(first.name) as second:
@@ -154,7 +154,8 @@ def _driver() -> str:
 
 
 def _output_of(code: str, *, wants_error: bool = False) -> str:
-    """Return what a Python program prints or, with `wants_error`, the last line of its error, empty without one."""
+    """Return the standard output of a Python program; with `wants_error`, the last line of its error output, or an
+    empty string if the program succeeds."""
     command = [sys.executable, "-c", code]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_SECONDS, env=dict(os.environ))

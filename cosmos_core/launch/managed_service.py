@@ -1,8 +1,8 @@
-"""Reward service that is managed with a stage: started before it on a free port with a random token, stopped after it.
+"""Reward service that is started for one stage, on a free port with a random token, and stopped after the stage.
 
-A service that dies is restarted at the same address, and the stage retries its requests; the service always ends with
-its launcher. Alternatively, a Prefect block or the environment names a service that is already running. The health of
-the service is recorded at the end. The service itself is in `rewards/service`.
+A service that dies is restarted at the same address, and the stage retries its requests. The service ends with its
+launcher in any case. Alternatively, a Prefect block or the environment names a service that is already running. The
+health of the service is recorded at the end of the stage. The service itself is in `rewards/service`.
 """
 
 import contextlib
@@ -40,12 +40,12 @@ def managed_service(
     environment: Mapping[str, str] = {},
     host: str = "127.0.0.1",
 ) -> Iterator[dict[str, str]]:
-    """Run the reward service of a configuration file during the block; yield the environment variables that tell
-    clients its address and token.
+    """Run the reward service of the configuration file `config` during the block; yield the environment variables that
+    tell clients the address and token of the service.
 
-    `check` is called while the service loads, and may raise. A configuration `block:NAME` names a service that is
-    already running. Without a configuration, `environment` may name the service that the stage uses. `host` is the
-    address on which a started service listens.
+    `check` is called while the service loads, and may raise an error to give up. If `config` is `block:NAME`, the
+    Prefect block names a service that is already running. If `config` is empty, `environment` may name the service that
+    the stage uses. `host` is the address on which a started service listens.
 
     Raises:
         RewardError: the service does not start.
@@ -75,8 +75,8 @@ def managed_service(
 
 
 def service_named(config: str) -> dict[str, str]:
-    """Return the environment variables for clients of the reward service in a Prefect block; empty if the configuration
-    is not a block.
+    """Return the environment variables for clients of the reward service in the Prefect block `config`; empty if
+    `config` has not the form `block:NAME`.
 
     Raises:
         ConfigError: the block does not exist.
@@ -95,7 +95,7 @@ class _Service:
         self._config, self._python, self._host = config, python, host
         self._log, self._ready = folder / "logs" / "reward_service.log", folder / "reward_service.url"
         self.token = secrets.token_hex(32)
-        self._queue = uuid.uuid4().hex  # id of the request queue, which a restarted service continues
+        self._queue = uuid.uuid4().hex  # id of the request queue; the same after a restart, so that no request is lost
         self.restarts = 0
         self._port = "0"
         self._is_ending = threading.Event()
@@ -165,7 +165,7 @@ class _Service:
 
     def _token_name(self) -> str:
         """Return the name of the environment variable from which the service reads its token. An invalid configuration
-        file is ignored here, because the service reports it."""
+        file is not reported here, because the service reports it."""
         with contextlib.suppress(ConfigError):
             return str(read_toml(self._config).get("token_env", TOKEN))
         return TOKEN

@@ -1,7 +1,7 @@
 """Notifications for `cosmos bootstrap --notify`: a block with the address, and an automation for each kind of event.
 
-The Prefect server sends them, so they also arrive when the machine of the run is gone. The addresses are stored in the
-blocks, encrypted.
+The Prefect server sends the notifications, so they also arrive when the machine of the run has failed. The addresses
+are stored in Prefect blocks, encrypted.
 """
 
 import json
@@ -18,28 +18,28 @@ EVENTS = {
     "published": "cosmos.model.published",
     "over budget": "cosmos.run.over_budget",
 }
-"""Event of `tasks.events` for each kind of notification."""
+"""Name of the Prefect event that `tasks.events` emits for each kind of notification."""
 _TEXT = (
     'event.payload.pipeline ~ ", run " ~ event.payload.run ~ (", stage " ~ event.payload.stage if event.payload.stage '
     'else "") ~ ": {what}" ~ (": " ~ event.payload.error if event.payload.error else "") ~ (": " ~ '
     'event.payload.published if event.payload.published else "") ~ "\\n" ~ event.payload.report ~ (" " ~ '
     'event.payload.card if event.payload.card else "")'
 )
-"""Jinja expression of the message, with the path of the report and the address of the run's card."""
+"""Jinja expression of the notification text, with the path of the report and the address of the run's card."""
 
 
 def parsed_channels(texts: Sequence[str]) -> dict[str, str]:
-    """Return the address of each channel from options `CHANNEL=ADDRESS`.
+    """Return the address of each notification channel from command-line options `CHANNEL=ADDRESS`.
 
     Raises:
-        ConfigError: an option has another form, an address is no URL, or a channel is given twice.
+        ConfigError: an option has another form, an address is no URL, or two options name one channel.
     """
     addresses: dict[str, str] = {}
     for text in texts:
         channel, _, address = text.partition("=")
         scheme = "mailto" if channel == "email" else "http"
         if channel not in CHANNELS or not address.startswith(scheme) or "://" not in address:
-            shown = channel if channel in CHANNELS else "CHANNEL=URL"  # an address without a channel is a secret too
+            shown = channel if channel in CHANNELS else "CHANNEL=URL"  # other text may be a secret address
             raise ConfigError(
                 f"--notify {shown}: write slack=https://hooks.slack.com/..., webhook=http://HOST/PATH or "
                 "email=mailtos://USER:PASSWORD@SMTP_HOST?to=ADDRESS"
@@ -51,7 +51,7 @@ def parsed_channels(texts: Sequence[str]) -> dict[str, str]:
 
 
 def automations(channel: str, address: str) -> Iterator[Any]:
-    """Save the block of a channel, and yield an automation for each kind of event."""
+    """Save the Prefect block with the address of a channel, and yield an automation for each kind of notification."""
     from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 
     block = _block(channel, address).save(f"cosmos-notify-{channel}", overwrite=True)

@@ -14,7 +14,8 @@ def measured_seconds(
     """Return the duration of a stage in seconds for `steps` steps, from the newest run that recorded it, with a
     description of the source; None if no earlier run recorded it.
 
-    A training that was stopped or killed counts if it completed a step. `card`: the GPU that its ranks must have used.
+    A training that was stopped or killed counts if it completed a step. `card` is the type of GPU that the ranks of the
+    training must have used; empty: any.
     """
     for run in earlier:
         record = next((each for each in run.stages if each.name == stage.name and each.kind.name == stage.kind), None)
@@ -29,14 +30,14 @@ def measured_seconds(
 
 @dataclass(frozen=True)
 class _Pace:
-    """Time per step, per validation and for the rest of a training, in seconds."""
+    """Time per step, per validation and for the rest of an earlier training, in seconds."""
 
     steps: int
     step: float
     validations: int
     validation: float
     rest: float
-    """Time in seconds for loading, compiling, checkpoints and export in one attempt."""
+    """Seconds per attempt outside of steps and validations: loading, compiling, checkpoints and export."""
 
     def total(self, steps: int) -> float:
         """Return the duration of a training with this number of steps."""
@@ -48,8 +49,8 @@ class _Pace:
 
 
 def _pace(record: StageRecord) -> _Pace | None:
-    """Return the time per step, per validation and for the rest of a recorded training; None if it has not completed a
-    step or did not record step times."""
+    """Return the time per step, per validation and for the rest of a recorded training; None if no step time was
+    recorded."""
     steps, checks = _times(record, "time/step"), _times(record, "time/validate")
     if not steps:
         return None

@@ -1,5 +1,5 @@
-"""Faster start of Prefect's command line: `python -m cosmos_core.launch.prefect server start` runs `prefect server
-start`. A worker that it starts outlasts its server."""
+"""Entry point of Prefect's command line with a faster start: `python -m cosmos_core.launch.prefect server start` runs
+`prefect server start`. A worker that is started this way survives an outage of its server."""
 
 import importlib
 import runpy
@@ -9,12 +9,13 @@ from functools import partial
 from cosmos_core.imports import without_collection
 
 _POLLING = ("prefect._internal.observers", "prefect.workers.base", "prefect.workers.process")
-"""Modules in which a worker polls its server: for cancelled flow runs, for new flow runs, and for heartbeats."""
+"""Modules with the loops in which a worker polls its server: for cancelled flow runs, for new flow runs, for
+heartbeats."""
 
 
 def keep_polling() -> None:
-    """Let the polling loops of a worker outlast a failure of its server. Prefect ends the loop for cancelled flow runs
-    after three consecutive failures, while the worker continues, and the other loops and the worker after twelve."""
+    """Let the polling loops of a worker continue after any number of failed requests to its server. Prefect ends the
+    loop for cancelled flow runs after three failures in a row, and the other loops and the worker after twelve."""
     for name in _POLLING:
         module = importlib.import_module(name)
         module.critical_service_loop = partial(module.critical_service_loop, backoff=sys.maxsize)  # type: ignore[attr-defined]

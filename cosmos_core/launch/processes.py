@@ -1,4 +1,5 @@
-"""Find and kill the processes of an attempt on this machine, and remove their temporary files. Linux only."""
+"""Find and kill the processes of one attempt of a stage on this machine, and remove their temporary files. Linux
+only."""
 
 import fcntl
 import os
@@ -22,7 +23,8 @@ _SCRATCH_NAME = re.compile(rf"{_SCRATCH}[0-9a-f]{{12}}")
 
 
 def marked(attempt: str) -> list[psutil.Process]:
-    """Return the live processes, except this one, whose environment has an attempt mark that begins with `attempt`."""
+    """Return the live processes, except this one, with an environment variable COSMOS_ATTEMPT that begins with
+    `attempt`."""
     assert attempt, "any mark begins with nothing"
     processes = []
     for process in psutil.process_iter():
@@ -35,12 +37,12 @@ def marked(attempt: str) -> list[psutil.Process]:
 
 
 def kill_marked(attempt: str) -> list[int]:
-    """Send SIGKILL to every process of an attempt until none is left; return the pids."""
+    """Send SIGKILL to every process of an attempt until none is left; return the ids of the killed processes."""
     return _kill(lambda: marked(attempt))
 
 
 def kill_below() -> list[int]:
-    """Send SIGKILL to all descendants of this process until none is left; return the pids."""
+    """Send SIGKILL to all descendants of this process until none is left; return the ids of the killed processes."""
     return _kill(lambda: [each for each in psutil.Process().children(recursive=True) if is_running(each)])
 
 

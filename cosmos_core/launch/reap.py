@@ -1,5 +1,5 @@
-"""Run `cosmos reap`: clean up after flows that died on this machine. Their remaining processes are killed and states
-are corrected."""
+"""Run `cosmos reap`: kill the remaining processes of flows that died on this machine, and correct the recorded
+states."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _CANCELLED = ("CANCELLING", "CANCELLED")
 
 
 def reap(output_dir: Path) -> Iterator[str]:
-    """Kill the processes of stages whose flow has ended, and correct their state in files and on the Prefect server;
-    yield a line of text about each."""
+    """Kill the processes of stages whose flow has ended, and correct the state of these stages in files and on the
+    Prefect server; yield a line of text about each stage and flow run."""
     sweep()
     abandoned = [file.parent for file in sorted(output_dir.glob(f"*/{PIPELINE}")) if _is_abandoned(file.parent)]
     for run in abandoned:
@@ -48,8 +48,8 @@ def reap(output_dir: Path) -> Iterator[str]:
 
 
 def cancelled_flow_run(output_dir: Path, run_id: str) -> str:
-    """Return the name of the newest flow run of a run if it was cancelled on the server; otherwise, or if no server
-    responds, an empty string."""
+    """Return the name of the newest flow run of a run if it was cancelled on the Prefect server. Return an empty string
+    if it was not, or if no server responds."""
     import httpx
 
     newest = _newest(output_dir, run_id)
@@ -61,7 +61,7 @@ def cancelled_flow_run(output_dir: Path, run_id: str) -> str:
 
 
 def _is_abandoned(run: Path) -> bool:
-    """Return True if no live process has claimed the run."""
+    """Return True if no live process holds the lock of the run."""
     with Lock(run / "locks" / ".run") as lock:
         return lock.try_acquire()
 
@@ -86,7 +86,7 @@ def _on_the_server(output_dir: Path, abandoned: set[str]) -> Iterator[str]:
 
 
 def _stop(run: Path, flow_run: str) -> Iterator[str]:
-    """Send SIGTERM to the process of a run on this machine, so that it saves and ends."""
+    """Send SIGTERM to the process of a run on this machine, so that it saves a checkpoint and ends."""
     holder = read_holder(run)
     if holder and is_here(holder.launcher_machine, holder.launcher_host):
         if not holder.launcher_pid or not is_alive(holder.launcher_pid, holder.launcher_started):
@@ -107,7 +107,7 @@ def _newest(output_dir: Path, run: str) -> UUID | None:
 
 
 def _flow_runs(output_dir: Path) -> Iterator[tuple[str, Any]]:
-    """Yield (run id, flow run) for each flow run of this output folder that the server has."""
+    """Yield (run id, flow run) for each flow run of this output folder that exists on the Prefect server."""
     from prefect.client.orchestration import get_client
     from prefect.exceptions import ObjectNotFound
 

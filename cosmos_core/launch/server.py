@@ -1,6 +1,7 @@
-"""Prefect server for a run without one: a supervised child that ends with this process and is restarted if it dies.
+"""Prefect server for a run, if `PREFECT_API_URL` is unset: a supervised child that ends with this process and is
+restarted if it dies.
 
-It replaces Prefect's ephemeral server, which can outlive its flow and hold its standard output open.
+This server replaces Prefect's ephemeral server, which can outlive its flow and hold its standard output open.
 """
 
 import logging
@@ -38,8 +39,8 @@ _MAX_CHECK_SECONDS = 30.0
 def prefect_server(folder: Path) -> Iterator[Callable[[], None]]:
     """Set `PREFECT_API_URL` inside the block; if it is unset, start a server below `folder`.
 
-    The block receives a function that waits until the server responds, so that it can do other work first. It must run
-    before the first import of Prefect, which reads the environment once.
+    The context manager yields a function that waits until the server responds, so that the caller can do other work
+    first. It must be entered before the first import of Prefect, which reads the environment once.
 
     Raises:
         ConfigError: no server responds at `PREFECT_API_URL`.
@@ -73,7 +74,7 @@ def _expect_server(url: str) -> None:
             urllib.request.urlopen(f"{url}/health", timeout=5).close()
             return
         except urllib.error.HTTPError:
-            return  # a server responds; Prefect reports errors of authentication
+            return  # a server responds; Prefect itself reports an error of authentication
         except (OSError, ValueError) as error:
             is_busy = isinstance(error, TimeoutError) or isinstance(getattr(error, "reason", None), TimeoutError)
             wait = _BUSY_SECONDS if is_busy else _RESPONSE_SECONDS
@@ -86,8 +87,8 @@ def _expect_server(url: str) -> None:
 
 
 def _own_home(folder: Path) -> tuple[Path, Lock]:
-    """Return a `PREFECT_HOME` that no other server uses, with its lock, because SQLite allows one writer. Homes are
-    numbered; the first free one is used, whose database is likely to exist."""
+    """Return a `PREFECT_HOME` that no other server uses, and its lock: SQLite allows one writer. The first free one of
+    the numbered folders is used, because it is likely to have a database."""
     number = 1
     while True:
         home = folder / f"server-{number}"
@@ -137,8 +138,8 @@ class _Server:
     def __init__(self, home: Path) -> None:
         home.chmod(0o700)  # the database holds parameters and states
         self._log = home / "server.log"
-        # Prefect uses a single connection if the URL contains this word. With several, the second of two writers blocks
-        # the interpreter for the first one, until SQLite times out after a minute.
+        # Prefect uses a single connection if the URL contains `:memory:`. With several connections, the second of two
+        # writers blocks the interpreter, and with it the first writer, until SQLite times out after a minute.
         self._database = home.absolute() / ":memory:" / "prefect.db"
         auth = f"cosmos:{secrets.token_urlsafe(24)}"
         (home / "auth").unlink(missing_ok=True)
@@ -156,14 +157,14 @@ class _Server:
             "PREFECT_PROFILES_PATH": str(home.absolute() / "profiles.toml"),
             "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
             "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
-            # HTTP status of a server without disk space; with it in this list, clients retry for a minute.
+            # A server without disk space responds with status 500; a client retries for a minute if this list has it.
             "PREFECT_CLIENT_RETRY_EXTRA_CODES": "500",
             # This server has no schedules, and the run directory determines which runs are late or lost.
             "PREFECT_SERVER_SERVICES_SCHEDULER_ENABLED": "false",
             "PREFECT_SERVER_SERVICES_LATE_RUNS_ENABLED": "false",
             "PREFECT_SERVER_SERVICES_FOREMAN_ENABLED": "false",
             "PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED": "false",
-            # No other user has the password, so the history that these services would write is never read.
+            # The history that these two services write is never read, because no other user has the password.
             "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_ENABLED": "false",
             "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_ENABLED": "false",
         }
@@ -174,7 +175,7 @@ class _Server:
 
     def start(self) -> None:
         database, template = self._database, _template()
-        # A damaged database may be replaced: the run directory has the same information.
+        # A damaged database is replaced: the run directory has the same information.
         if database.exists() and not _is_whole(database):
             logger.warning("%s is damaged and is made anew", database)
             for file in database.parent.glob("prefect.db*"):
@@ -205,7 +206,7 @@ class _Server:
         if self._watcher.is_alive():
             self._watcher.join()
         if self._child is not None:
-            self._child.kill()  # the database only repeats the content of the run directory
+            self._child.kill()  # no clean stop is needed: the run directory has the content of the database
 
     def _spawn(self) -> Child:
         command = [sys.executable, "-m", "cosmos_core.launch.prefect", "server", "start"]

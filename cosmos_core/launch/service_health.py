@@ -1,7 +1,8 @@
 """Record the health of a reward service at the end of a stage, from its `/health` and `/metrics`, for the report of the
 run.
 
-A service of Cosmos-RL has neither endpoint, and is reported as such. Errors here never fail a stage.
+A reward service of Cosmos-RL has neither endpoint, and is reported as such. An error of these requests never fails a
+stage.
 """
 
 import json
@@ -26,7 +27,8 @@ _RESPONSE = re.compile(r'^reward_responses_total\{path="([^"]+)",status="(\d+)"\
 
 
 def note_health(folder: Path, environment: Mapping[str, str], restarts: int = 0) -> None:
-    """Write the health of the services that `environment` names into the folder of a stage."""
+    """Write the health of the reward services whose URLs are in `environment`, and the number of restarts, to the
+    folder of a stage."""
     services = health_of(environment.get(ENQUEUE_URL, ""), environment.get(TOKEN, ""))
     if services:
         text = json.dumps({"services": services, "restarts": restarts}, indent=1)
@@ -37,7 +39,7 @@ def note_health(folder: Path, environment: Mapping[str, str], restarts: int = 0)
 
 
 def health_of(enqueue_urls: str, token: str) -> list[dict[str, Any]]:
-    """Return the health of each service in a comma-separated list of URLs."""
+    """Return the health of each reward service in a comma-separated list of URLs."""
     urls = [url.strip().rstrip("/") for url in enqueue_urls.split(",") if url.strip()]
     return [_health(url.removesuffix(_PATH), token) for url in urls]
 

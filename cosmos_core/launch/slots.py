@@ -11,8 +11,8 @@ _POLL_SECONDS = 0.2
 
 
 def branch_slots(pipeline: Pipeline) -> dict[str, threading.Semaphore]:
-    """Return the semaphore that each stage in a branch acquires while it runs, by stage name; stages without a limit
-    are left out."""
+    """Return the semaphore that each stage in a branch of a sweep acquires while it runs, by stage name; stages without
+    a limit are left out."""
     slots: dict[str, threading.Semaphore] = {}
     for choice in pipeline.stages:
         if choice.sweep is None:

@@ -26,11 +26,11 @@ import time
 from cosmos_core.parent import adopt_orphans, die_with_parent
 
 _POLL_SECONDS = 0.05
-_ORPHAN_GRACE_SECONDS = 10.0  # shorter than the normal grace period, because the next attempt needs the machine
+_ORPHAN_GRACE_SECONDS = 10.0  # if the launcher has ended: the next attempt needs the machine soon
 
 
 class Supervisor:
-    """Supervisor of one command until its end."""
+    """Parent of one command that ends all processes of the command when the command or the launcher ends."""
 
     def __init__(self, pipe: int, grace_seconds: float) -> None:
         self.pipe = pipe
@@ -40,10 +40,11 @@ class Supervisor:
         self.child: subprocess.Popen[bytes] | None = None
 
     def run(self, command: list[str], inherited: list[int]) -> int:
-        """Start the command, wait for its end, then kill its descendants and remove its temporary files."""
+        """Start the command, wait for its end, then kill its descendants and remove its temporary files; return its
+        exit code."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: self.stop())
-        # Schedulers send these signals as a warning, and the worker handles them.
+        # Cluster schedulers send SIGUSR1 or SIGUSR2 before they end a job, and the worker handles these signals.
         for number in (signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, lambda number, _: self.pass_on(number))
         me = os.getpid()
@@ -67,7 +68,8 @@ class Supervisor:
         return code if code >= 0 else 128 - code
 
     def stop(self) -> None:
-        """Send SIGTERM to the command once; a second call may shorten the grace period, as for an orphan."""
+        """Send SIGTERM to the command on the first call and start the grace period; a later call can only shorten the
+        period."""
         grace = min(self.grace_seconds, _ORPHAN_GRACE_SECONDS) if self.is_orphaned else self.grace_seconds
         if self.kill_at is None and self.child is not None:
             self.child.terminate()

@@ -35,7 +35,7 @@ _MAX_LINES_PER_SECOND = 10
 
 
 class _Live:
-    """Registry of the workers of this process, so that the main thread can stop workers that other threads follow."""
+    """Registry of the worker processes that threads of this process follow, so that the main thread can stop them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -45,9 +45,10 @@ class _Live:
 
     @contextmanager
     def stoppable(self) -> Iterator[None]:
-        """Mark the duration of one run: `stop_all` stays in effect until the next run of this process begins."""
+        """Enclose one run: a call of `stop_all` stays in effect until the next run of this process begins."""
         with self._lock:
-            # Cleared only while no other run is active, so that threads of a cancelled run still see the stop.
+            # A stop request is cleared only while no other run is active, so that threads of a cancelled run still see
+            # it.
             if self._num_runs == 0:
                 self.stopping.clear()
             self._num_runs += 1
@@ -72,19 +73,19 @@ class _Live:
                 del self._children[child]
 
     def stop_all(self) -> None:
-        """Ask every worker of this process to save and end; the current run starts no new workers."""
+        """Ask every worker of this process to save a checkpoint and end; the current run starts no new workers."""
         with self._lock:
             self.stopping.set()
             for child, grace in self._children.items():
                 child.stop(grace())
 
     def grace_seconds(self) -> float:
-        """Return the longest grace period of the workers of this process; 0 if there is none."""
+        """Return the longest grace period of the running workers in seconds; 0 if there is no worker."""
         with self._lock:
             return max((grace() for grace in self._children.values()), default=0.0)
 
     def sleep_unless_stopping(self, seconds: float) -> None:
-        """Sleep for some seconds; raise `Preempted` if a stop is requested meanwhile."""
+        """Sleep for `seconds`; raise `Preempted` if a stop is requested before or during the sleep."""
         if self.stopping.wait(seconds):
             raise Preempted("asked to stop")
 
@@ -97,7 +98,7 @@ is_stopping = _live.stopping.is_set
 
 @dataclass
 class Launch:
-    """Settings of one attempt of a stage."""
+    """Settings of one attempt to run a stage in a worker."""
 
     stage_path: Path
     python: str = ""
@@ -109,11 +110,10 @@ class Launch:
     on_progress: Callable[[Position], None] = lambda progress: None
     on_line: Callable[[str], None] = lambda line: None
     must_end: Callable[[], str] = lambda: ""
-    """Function that is polled for a reason to end the worker; an empty string means none. The worker is killed for the
-    first reason."""
+    """Function that is polled and returns a reason to kill the worker, or an empty string."""
     must_stop: Callable[[], Preempted | None] = lambda: None
-    """Function that is polled for an error with which the attempt ends after the worker has saved a checkpoint; None
-    means that the worker may continue."""
+    """Function that is polled and returns the error with which the attempt ends once the worker has saved a checkpoint,
+    or None."""
     environment: Mapping[str, str] = field(default_factory=dict)
     inherited: Mapping[str, str] = field(default_factory=lambda: os.environ)
     """Environment variables that the worker inherits, by default those of this process."""
@@ -122,11 +122,12 @@ class Launch:
 
 
 def run(launch: Launch) -> Result:
-    """Run one attempt to its end; return the manifest that the worker committed.
+    """Run one attempt of a stage to its end; return the manifest that the worker committed.
 
     Raises:
         ConfigError, DataError, ModelError, RewardError: the worker refused its input (exit 64).
-        Preempted: the worker was asked to stop and saved its state (exit 75); if `must_stop` asked, its error.
+        Preempted: a stop was requested and the worker saved its state (exit 75), or the error that `must_stop`
+            returned.
         StageFailed: the worker crashed, hung, or exceeded its timeout.
     """
     sleep_unless_stopping(0)
@@ -166,8 +167,8 @@ def run(launch: Launch) -> Result:
 
 
 def grace_of(stage_path: Path, grace_seconds: float) -> float:
-    """Return the grace period of a worker: the configured time for a checkpoint plus the longest step seen, for the
-    current step."""
+    """Return the seconds between SIGTERM and SIGKILL of a worker: the configured time for a checkpoint plus the time of
+    the longest step, because a step is finished first."""
     progress = read_progress(stage_path) or Position()
     return grace_seconds + max(progress.longest_step_seconds, read_state(stage_path).longest_step_seconds)
 
@@ -192,11 +193,10 @@ def _environment(launch: Launch) -> dict[str, str]:
         "MKL_NUM_THREADS": threads,
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONHASHSEED": "0",
-        # Compiled kernels are kept for other attempts and runs, unlike files in TMPDIR.
+        # Compiled kernels are cached for other attempts and runs, unlike files in TMPDIR.
         "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(compiled)),
-        **dict.fromkeys(
-            ("PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING"), ""
-        ),  # empty, so that user code cannot read these passwords
+        # Passwords of the Prefect server are emptied, so that user code cannot read them.
+        **dict.fromkeys(("PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING"), ""),
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # torch requires this for deterministic matrix products on a GPU
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -206,8 +206,8 @@ def _environment(launch: Launch) -> dict[str, str]:
 
 
 def _follow(launch: Launch, child: Child, log: Path) -> tuple[int, str, Preempted | None]:
-    """Wait for the end of the worker; return its exit code, the reason for which the launcher ended it, which is empty
-    if the worker ended by itself, and the error of `must_stop` if it stopped the worker."""
+    """Wait for the end of the worker. Return its exit code, the reason for which this process ended it (empty if the
+    worker ended by itself), and the error of `must_stop` (None if it requested no stop)."""
     reason, stop = "", None
     began = time.monotonic()
     lines, pulse = _LogLines(log), _ProgressWatch()
@@ -240,7 +240,7 @@ def _follow(launch: Launch, child: Child, log: Path) -> tuple[int, str, Preempte
 
 
 class Refusal(Document):
-    """Content of `error.json`: the error with which a worker ended."""
+    """Content of `error.json`: the error with which a worker of a stage ended."""
 
     type: str
     """Name of the error class in `cosmos_core.errors`."""
@@ -276,10 +276,10 @@ class _ProgressWatch:
 
 
 def _tell(receiver: Callable[[Any], object], value: Any) -> None:
-    """Pass a value to a callback; log an error of the callback instead of failing the training."""
+    """Pass a value to a callback; log an error of the callback, which must not fail the training."""
     try:
         receiver(value)
-    except Exception as error:  # noqa: BLE001 - any error of a callback
+    except Exception as error:  # noqa: BLE001 - a callback may raise any error
         logger.warning("progress could not be shown: %s", error)
 
 

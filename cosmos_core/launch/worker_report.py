@@ -1,7 +1,7 @@
-"""Report what only the machine of a worker knows to the Prefect server, for `cosmos doctor --cluster`: versions, clock,
-disk room, and whether the folders of its deployments exist.
+"""Report properties of a worker's machine to the Prefect server, for `cosmos doctor --cluster`: versions, clock, free
+disk space, and whether the folders of its deployments exist.
 
-A thread of `cosmos worker` renews the report, a variable of the server with one name for each pool and host.
+A thread of `cosmos worker` renews the report, which is a Prefect variable with one name per work pool and host.
 """
 
 import os
@@ -26,8 +26,8 @@ _FRESH_SECONDS = 5 * _SECONDS
 
 
 def start_reporting(pool: str) -> None:
-    """Start the thread that reports the properties of this machine as those of a worker of `pool`."""
-    from prefect.client.orchestration import get_client  # imported here, not by two threads at once
+    """Start the thread that reports the properties of this machine, on which a worker of the work pool `pool` runs."""
+    from prefect.client.orchestration import get_client  # two threads must not import Prefect at once
 
     def report_forever() -> None:
         while True:
@@ -39,7 +39,8 @@ def start_reporting(pool: str) -> None:
 
 
 def report(client: Any, pool: str) -> None:
-    """Write the variable with the properties of this machine; `client` is a synchronous client of the server."""
+    """Write the Prefect variable with the properties of this machine; `client` is a synchronous client of the
+    server."""
     from prefect.client.schemas.actions import VariableCreate, VariableUpdate
     from prefect.exceptions import ObjectAlreadyExists
 
@@ -52,8 +53,8 @@ def report(client: Any, pool: str) -> None:
 
 
 def fresh_reports(client: Any) -> Iterator[tuple[dict[str, Any], float]]:
-    """Yield each report of the last five minutes, with the seconds by which the clock of its machine is ahead of the
-    server's."""
+    """Yield each report of the last five minutes, with the seconds by which the clock of the reporting machine is ahead
+    of the server's clock."""
     for variable in client.read_variables(limit=200):
         updated = variable.updated
         if not variable.name.startswith(PREFIX) or not isinstance(variable.value, dict) or updated is None:
@@ -63,7 +64,8 @@ def fresh_reports(client: Any) -> Iterator[tuple[dict[str, Any], float]]:
 
 
 def versions() -> dict[str, str]:
-    """Return the git commit of this clone (empty: there is no clone, as in an image) and the version of Prefect."""
+    """Return the git commit of this clone and the version of Prefect; the commit is empty without a clone, as in an
+    image."""
     from prefect import __version__
 
     return {"commit": git_commit(), "prefect": __version__}
