@@ -1,9 +1,9 @@
 """Validation on disaggregated engines while the trainer continues.
 
-Held-out prompts are ordinary requests, but only for engines with the weights of the validated step. These engines get
-no newer weights until all requests are done, so the training continues only as far as `allowed_outdated_steps` permits
-with completions of those weights. The seeds equal those of every other validation, so the metrics equal those of a
-trainer that waits.
+Held-out prompts are sent as ordinary requests, but only to engines with the weights of the validated step. These
+engines get no newer weights until all held-out completions are done. Meanwhile, the training uses completions of the
+validated weights, for at most `allowed_outdated_steps` steps. The random seeds are those of a synchronous validation,
+so an asynchronous validation returns the same metrics.
 """
 
 import logging
@@ -58,7 +58,7 @@ class AsyncValidation:
         """Class name and message of the error of a failed validation, in a form that can be broadcast."""
 
     def begin(self, step: int) -> None:
-        """Start the validation of the policy after `step` train steps, whose weights the engines hold."""
+        """Start the validation of the weights after `step` train steps, which the engines already have."""
         assert self.step is None, "one validation at a time"
         self.step = step
         self._done.clear()

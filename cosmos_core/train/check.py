@@ -50,7 +50,7 @@ _MOST_COLUMNS = 20  # maximum number of unused dataset columns that the report l
 
 
 def run(stage: Stage) -> Outcome:
-    """Check everything that the stage will need, and return the findings as `info`.
+    """Check the model, tokenizer, rows and rewards of the stage, and return the findings as the outcome's `info`.
 
     Raises:
         ConfigError, DataError, ModelError, RewardError: the first problem.
@@ -95,15 +95,15 @@ def run(stage: Stage) -> Outcome:
 
 
 def _empty_model(stage: Stage) -> PreTrainedModel:
-    """Return the model without its weights."""
+    """Return the stage's model on the meta device, without reading its weights."""
     policy, dtype = stage.recipe.policy, getattr(torch, stage.recipe.train.master_dtype)
     with torch.device("meta"), meta_device_safe_creation_ops():
         return model_without_weights(stage.model, revision=policy.model_revision, dtype=dtype)
 
 
 def _batches(stage: Stage, num_rows: int, found: list[str]) -> dict[str, JsonValue]:
-    """Append to the report which rows fill no batch; return an error under `too_few` if the rows fill no batch at
-    all."""
+    """Append a message about rows that do not fill a batch to the report lines `found`; return an error under the key
+    `too_few` if there are fewer rows than one batch has."""
     try:
         found += filter(None, [unused_rows(stage.recipe, num_rows)])
     except DataError as error:
@@ -112,14 +112,14 @@ def _batches(stage: Stage, num_rows: int, found: list[str]) -> dict[str, JsonVal
 
 
 def _held_out(splits: Container[str]) -> dict[str, JsonValue]:
-    """Return a warning under `no_held_out` if there is no validation split, without which a stage cannot validate."""
+    """Return a warning under the key `no_held_out` if the data has no validation split, else an empty dict."""
     return {} if "validation" in splits else {"no_held_out": f"no row is held out; {HELD_OUT_REMEDY}"}
 
 
 def _check_model(stage: Stage) -> list[str]:
-    """Build the model with its adapter but without its weights, and return lines about the adapter.
+    """Build the model with its LoRA adapter but without weights, and return report lines about the adapter.
 
-    Split the model into pipeline stages if the run does.
+    With pipeline parallelism, also divide the model into pipeline stages.
     """
     policy, sizes = stage.recipe.policy, stage.recipe.policy.parallelism
     dtype = getattr(torch, stage.recipe.train.master_dtype)
@@ -140,7 +140,7 @@ def _check_model(stage: Stage) -> list[str]:
 
 
 def _precision_line(config: PretrainedConfig, dtype: str) -> list[str]:
-    """Return a line if the `export` stage will write the model in a 16-bit dtype although the base model is wider."""
+    """Return a report line if the `export` stage writes 16-bit weights although the base model has wider weights."""
     base = str(getattr(config.get_text_config(), "dtype", None) or config.dtype or dtype).removeprefix("torch.")
     if base not in {"float32", "float64"} or torch.finfo(getattr(torch, dtype)).bits > 16:
         return []
@@ -177,12 +177,12 @@ def _check_diffusion(stage: Stage) -> dict[str, JsonValue]:
 
 
 def check_rewards(stage: Stage, num_frames: int | None = None) -> list[str]:
-    """Call the local rewards of a stage on made-up completions, ask its reward services, and return a line about each.
+    """Call the local rewards of a stage on made-up completions, query its reward services, and return report lines.
 
-    `num_frames`: frames of the made-up video; None if completions are text.
+    `num_frames`: number of frames of a made-up video; None if completions are text.
 
     Raises:
-        RewardError: a reward cannot be loaded or scores nothing, or no service provides it.
+        RewardError: a reward cannot be loaded, scores no completion, or is missing in the reward service.
     """
     lines = []
     for weights, splits in _rewards(stage):
@@ -199,7 +199,7 @@ def check_rewards(stage: Stage, num_frames: int | None = None) -> list[str]:
 def _look_at_service(stage: Stage, names: list[str]) -> str:
     """Check that the stage's reward service provides the rewards `names`.
 
-    Ask a service that is running already; for a service that the run will start, read its configuration file.
+    A running service is queried. For a service that the run will start, only the configuration file is read.
     """
     service_file = stage.config.reward_service
     if not service_file or service_file.startswith(BLOCK):

@@ -1,8 +1,7 @@
-"""Call each local reward on made-up completions of prepared prompts, so that `cosmos check` reports errors before step
-1.
+"""Test calls of local rewards on made-up completions, so that `cosmos check` reports errors before training.
 
-A reward that scores no completion is an error; a reward that scores only some is reported. `check.py` asks remote
-services.
+A reward that scores no completion is an error; a reward that scores only some completions is reported. `check.py`
+queries remote reward services.
 """
 
 import json
@@ -45,9 +44,9 @@ def call_rewards(stage: Stage, weights: Mapping[str, float], splits: Sequence[st
 
     Args:
         stage: the stage that uses the rewards.
-        weights: the rewards, by name.
+        weights: weight of each reward, by the name of the reward.
         splits: the splits that the prompts come from.
-        num_frames: frames of the made-up video, 1 for an image; None if completions are text.
+        num_frames: number of frames of a made-up video, 1 for an image; None if completions are text.
 
     Raises:
         RewardError: a reward cannot be loaded, or scores no completion.
@@ -67,7 +66,11 @@ def call_rewards(stage: Stage, weights: Mapping[str, float], splits: Sequence[st
 
 
 def _judged(reward: str, name: str, groups: Sequence[ScoredGroup]) -> str:
-    """Return a message about a reward that did not score all completions; empty if it did."""
+    """Return a message if a reward did not score all made-up completions, else an empty string.
+
+    Raises:
+        RewardError: the reward raised an error for all completions.
+    """
     scores = [score for group in groups for score in group.scores]
     missing = [score for score in scores if name not in score.metrics]
     error = next((score.error for score in missing if f"{name}: " in score.error), "")
@@ -91,13 +94,13 @@ def _groups(stage: Stage, splits: Sequence[str], num_frames: int | None) -> list
     for name in splits:
         for i, row in enumerate(prompts_of_split.get(name) or prompts_of_split.get(SPLITS[0]) or []):
             columns, reference = row["metadata"], row["reference"]
-            named = {"metadata": columns, "source": row.get("source", "")}
+            prompt_fields = {"metadata": columns, "source": row.get("source", "")}
             if num_frames is None:
                 completions = (_text(_MADE_UP), _text(reference))
             else:
                 reference = find_reference(columns, column)
                 completions = (_drawing((*((num_frames,) if num_frames > 1 else ()), *size, 3)),) * 2
-            groups.append(Group(Prompt(i, (0,), row["text"], reference, **named), completions, 0))
+            groups.append(Group(Prompt(i, (0,), row["text"], reference, **prompt_fields), completions, 0))
     return groups
 
 

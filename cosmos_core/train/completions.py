@@ -1,10 +1,11 @@
-"""Log of a policy's completions in training: a few of each step are written to disk, and warnings report collapse.
+"""Log of training completions: a few completions per train step are written to disk, and warnings report collapse.
 
-    <stage>/completions/step_000012.jsonl     a completion per line, with its rewards; `cosmos samples` shows them
-    <stage>/completions/step_000012/0-1.png   an image, or 0-1.mp4 a video, that a line names; grid.png shows all
+    <stage>/completions/step_000012.jsonl     a completion per line, with its rewards; `cosmos samples` shows the lines
+    <stage>/completions/step_000012/0-1.png   an image (or 0-1.mp4, a video) of a completion; grid.png shows all
 
-A reward can rise because it is exploited. Early signs raise a warning: groups of equal rewards, one reward that
-rises while others fall, and completions that become short, repetitive or certain. `measure.py` logs held-out samples.
+A reward can rise because the policy exploits the reward. A warning is logged at early signs: groups of equal rewards,
+one reward that rises while other rewards fall, and completions that become short, repetitive or low in entropy.
+`measure.py` logs held-out completions.
 """
 
 import json
@@ -27,14 +28,14 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "completions"
 _NUM_GROUPS, _NUM_COMPLETIONS = 4, 8
-"""Numbers of groups that are written for each step, and of completions for each group."""
+"""Number of groups logged per train step, and number of text completions logged per group."""
 _NUM_DRAWN_GROUPS, _NUM_DRAWN = 2, 4
-"""Numbers of groups of images or videos that are written for each step, and of completions for each group."""
+"""Number of groups logged per train step, and number of images or videos logged per group."""
 _MOST_CHARACTERS = 20_000
 _MOST_STEPS = 1_000
 _MAX_IMAGE_BYTES = 1 << 30
 """Maximum size in bytes of the image and video files of all steps; files of the newest step are always kept."""
-_WINDOW = 8  # number of steps: without a trend, the last 4 values exceed the first 4 values with probability 1/70
+_WINDOW = 8  # steps that are compared; without a trend, the last 4 values all exceed the first 4 with probability 1/70
 _NGRAM = 4
 
 
@@ -43,7 +44,7 @@ class CompletionLog:
     collapse."""
 
     def __init__(self, folder: Path, *, writes: bool, most_drawn_bytes: int = _MAX_IMAGE_BYTES) -> None:
-        """Log into `folder`; with `writes=False` only issue warnings."""
+        """Log completions to `folder`; if `writes` is False, only log warnings."""
         self._folder, self._writes, self._most_drawn_bytes = folder, writes, most_drawn_bytes
         self._rewards: deque[Mapping[str, float]] = deque(maxlen=_WINDOW)
         self._shapes: deque[Mapping[str, float]] = deque(maxlen=_WINDOW // 2)
@@ -64,10 +65,10 @@ class CompletionLog:
         is_drawn = groups[0].group.completions[0].diffusion_sample is not None
         num_groups, count = (_NUM_DRAWN_GROUPS, _NUM_DRAWN) if is_drawn else (_NUM_GROUPS, _NUM_COMPLETIONS)
         chosen = [(scored, _spread(scored, count)) for scored in _chosen(groups)[:num_groups]]
-        lines = [_line(step, scored, k) for scored, at in chosen for k in at]
+        lines = [_line(step, scored, k) for scored, indices in chosen for k in indices]
         file = self._folder / f"step_{step:06d}.jsonl"
         if is_drawn:
-            drawings = [gallery.samples_of_group(scored, at) for scored, at in chosen]
+            drawings = [gallery.samples_of_group(scored, indices) for scored, indices in chosen]
             names = gallery.save_rows(file.with_suffix(""), drawings)
             for line, name in zip(lines, (name for row in names for name in row), strict=True):
                 line["media"] = f"{self._folder.name}/{file.stem}/{name}"
@@ -77,7 +78,7 @@ class CompletionLog:
 
     def _remove_old(self, step: int) -> None:
         """Delete the logged files of steps after `step`, which were written before the run was resumed, and the oldest
-        files beyond the limits."""
+        files beyond the limits on number and size."""
         num_bytes = 0
         steps = sorted(self._folder.glob("step_*.jsonl"), reverse=True)
         before = [file for file in steps if int(file.stem[5:]) <= step]
@@ -92,7 +93,7 @@ class CompletionLog:
 
     def _watch(self, step: int, groups: Sequence[ScoredGroup]) -> None:
         values = [[score.value for score in scored.scores if score.value is not None] for scored in groups]
-        # without reward functions, every score is 0 and has no metrics, which is no sign of a problem
+        # Without reward functions every score is 0, so equal rewards are no sign of a problem.
         is_scored = any(score.metrics for scored in groups for score in scored.scores)
         is_constant = is_scored and max(map(len, values)) > 1 and all(len(set(each)) <= 1 for each in values)
         self._warn_once(
@@ -131,10 +132,10 @@ def _chosen(groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
 
 
 def _spread(scored: ScoredGroup, most: int) -> list[int]:
-    """Return the indices of at most `most` completions of a group, from best to worst and evenly spaced by rank."""
+    """Return the indices of at most `most` completions of a group, evenly spaced from the best to the worst reward."""
     ranked = sorted(range(len(scored.scores)), key=lambda k: -_rank(scored.scores[k]))
-    at = np.linspace(0, len(ranked) - 1, min(len(ranked), most)).round().astype(int)
-    return [ranked[i] for i in at]
+    indices = np.linspace(0, len(ranked) - 1, min(len(ranked), most)).round().astype(int)
+    return [ranked[i] for i in indices]
 
 
 def _rank(score: Any) -> float:
@@ -165,14 +166,14 @@ def _opposed_message(means: Sequence[Mapping[str, float]]) -> str:
     """
     if len(means) < _WINDOW:
         return ""
-    half, moved = _WINDOW // 2, {}
+    half, changes = _WINDOW // 2, {}
     for name in set.intersection(*(set(each) for each in means)):
         values = [each[name] for each in means]
         before, after = values[:half], values[half:]
         if min(after) > max(before) or max(after) < min(before):
-            moved[name] = (float(np.mean(before)), float(np.mean(after)))
-    up = {name: (low, high) for name, (low, high) in moved.items() if high > low}
-    down = {name: each for name, each in moved.items() if name not in up}
+            changes[name] = (float(np.mean(before)), float(np.mean(after)))
+    up = {name: (low, high) for name, (low, high) in changes.items() if high > low}
+    down = {name: each for name, each in changes.items() if name not in up}
     if len(up) != 1 or not down:
         return ""
     falls = [f"{name!r} fell from {high:.3g} to {low:.3g}" for name, (high, low) in sorted(down.items())]
@@ -181,9 +182,9 @@ def _opposed_message(means: Sequence[Mapping[str, float]]) -> str:
 
 
 def _text_statistics(completions: Sequence[Completion]) -> dict[str, float]:
-    """Return means over text completions: sampled tokens, share of repeated 4-grams, and entropy; empty for images.
+    """Return the mean number of sampled tokens, fraction of repeated 4-grams and entropy of text completions.
 
-    The entropy is estimated as the mean of -log p of the sampled tokens.
+    The entropy is estimated as the mean of -log p of the sampled tokens. The result is empty for images and videos.
     """
     texts = [each for each in completions if each.diffusion_sample is None and each.num_sampled]
     if not texts:
@@ -207,7 +208,10 @@ def _mean(shapes: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _collapse_messages(first: Mapping[str, float], now: Mapping[str, float]) -> dict[str, str]:
-    """Return a message for each property of completions; empty if the property has not collapsed since the start."""
+    """Return a message for the length, repetition and entropy of completions; empty if a value has not collapsed.
+
+    `first` has the values of the first steps, `now` the values of the latest steps.
+    """
     is_short = now["length"] < first["length"] / 4
     is_repetitive = now["repetition"] > max(0.5, first["repetition"] + 0.25)
     is_certain = now["entropy"] < first["entropy"] / 10

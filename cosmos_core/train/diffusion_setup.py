@@ -1,5 +1,5 @@
-"""Setup of trainings whose rollouts are images or videos: the source that the engine samples with, and the
-loss on real data that is added to the RL loss."""
+"""Setup of RL on images or videos: the denoiser that the rollout engine samples with, and the supervised loss on real
+images or clips that is added to the RL loss."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,8 +29,8 @@ _DATA = 0x64617461
 
 
 def evaluation_sampling(recipe: Recipe) -> FlowSampling:
-    """Return the sampling settings for images and videos of held-out prompts: without added noise, at the evaluation
-    size."""
+    """Return the sampling settings for images and videos of held-out prompts: a solver without added noise, and the
+    inference size."""
     diffusers, sample = recipe.policy.diffusers, recipe.policy.diffusers.sample
     return FlowSampling(
         num_steps=sample.eval_num_steps,
@@ -43,7 +43,7 @@ def evaluation_sampling(recipe: Recipe) -> FlowSampling:
 
 
 def flow_source(stage: Stage, trainer: Trainer) -> FlowSource:
-    """Return the source that a rollout engine samples images or videos with: the denoiser that the trainer holds."""
+    """Return the `FlowSource` with which a rollout engine samples images or videos from the trainer's denoiser."""
     adapter: Any = trainer.adapter
     null_text = None
     if stage.data is not None:
@@ -67,7 +67,7 @@ def prepare_algorithm(stage: Stage, trainer: Trainer, algorithm: Algorithm) -> N
     """
     assert stage.data is not None
     algorithm.null_text = open_media_prompts(stage.data, "train").null_text
-    if stage.recipe.policy.diffusers.flow_rl.data_beta:  # the schema allows a data term only with images or clips
+    if stage.recipe.policy.diffusers.flow_rl.data_beta:  # the schema then requires rows with images or clips
         algorithm.data_term = data_term(open_media(stage.data, "train"), stage.recipe, trainer)
 
 

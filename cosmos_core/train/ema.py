@@ -1,4 +1,4 @@
-"""Exponential moving average of the trained weights, a set of `NamedWeights` that is validated and exported instead."""
+"""Exponential moving average of the trained weights, which is validated and exported in place of the weights."""
 
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.train.named_weights import NamedWeights
@@ -16,7 +16,7 @@ class MovingAverage:
         named.add(NAME)
 
     def update(self, num_updates: int) -> None:
-        """Update the moving average with the weights after `num_updates` earlier optimizer steps and the newest one, if
-        the update interval divides their number."""
+        """Move the average towards the current weights, those after optimizer step `num_updates`, if the update
+        interval divides `num_updates + 1`."""
         if (num_updates + 1) % self._interval == 0:
             self._named.lerp(NAME, 1 - min((1 + num_updates) / (10 + num_updates), self._decay))

@@ -1,4 +1,4 @@
-"""Estimate what a training stage will need from config.json and the recipe: parameters, memory, tokens, steps, disk.
+"""Estimate of the parameters, memory, tokens, steps and disk space of a training stage, from config.json and recipe.
 
 The worker program of `cosmos plan --estimate`. It reads no weights and computes no step; `memory.py` traces memory.
 """
@@ -42,13 +42,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Estimated needs of one training stage, in bytes per GPU; `notes` has the reasons for unknown numbers (None)."""
+    """Estimated needs of one training stage, memory in bytes per GPU; `notes` explains values that are None."""
 
     parameters: int
     """Number of parameters; tied parameters count once."""
     trainable: int
     memory: Memory
-    """Memory of one GPU at the peak of a train step, by its use."""
+    """Bytes of memory of one GPU at the peak of a train step, by use."""
     peak: int
     """Bytes of memory of one GPU at the peak of a train step, the sum over all uses."""
     engine_weights: int
@@ -68,8 +68,8 @@ class Estimate:
     disk: int
     """Bytes of the checkpoints that are kept and of the exported model."""
     machine: dict[str, Any]
-    """The machine that made the estimate: `device`, `is_cpu`, `flops` of a matrix product per second, bytes of
-    `memory`."""
+    """Description of the machine that made the estimate: `device` name, `is_cpu`, `flops` (measured matmul FLOPs per
+    second) and `memory` in bytes."""
     notes: tuple[str, ...]
 
 
@@ -83,7 +83,7 @@ class _TrainingLength(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """The training rows, as far as they are known; lengths in tokens."""
+    """Number of training rows, and their longest and mean length in tokens; None: unknown."""
 
     number: int | None
     longest: int | None = None
@@ -93,7 +93,7 @@ class _Rows(NamedTuple):
 
 
 def run(stage: Stage) -> Outcome:
-    """Run the worker's program: return the estimate as `info["estimate"]`.
+    """Estimate the needs of a training stage, and return the estimate as `info["estimate"]` of the outcome.
 
     Raises:
         ModelError, DataError: config.json or the rows are missing or wrong.
@@ -160,8 +160,8 @@ def estimate(recipe: Recipe, model: str, progress: Progress, *, prepared: Path |
 
 
 def kv_cache_bytes(config: PretrainedConfig, recipe: Recipe, length: int) -> int | None:
-    """Return the bytes of keys and values of all sequences that an engine generates at once; None if a layer caches
-    other state."""
+    """Return the bytes of the KV cache for all sequences that an engine generates concurrently; None if a layer caches
+    a state other than keys and values."""
     text, rollout = config.get_text_config(), recipe.rollout
     window = getattr(text, "sliding_window", None)
     kinds = (
@@ -182,10 +182,10 @@ def kv_cache_bytes(config: PretrainedConfig, recipe: Recipe, length: int) -> int
 
 
 def sharded(memory: Memory, recipe: Recipe) -> Memory:
-    """Return the memory of one rank under FSDP, context, tensor and pipeline parallelism.
+    """Return the memory of one rank under FSDP, context, tensor and pipeline parallelism; `memory` is unsharded.
 
-    State that is offloaded to host memory counts as 0. For a pipeline this is the first rank, which holds the
-    activations of all micro-batches in flight.
+    State that `train.fsdp_offload` moves to host memory counts as 0. With pipeline parallelism, the result is for the
+    first pipeline stage, which holds the activations of all micro-batches in flight.
     """
     mesh, mini_batch = recipe.policy.parallelism, recipe.train.train_policy.mini_batch
     in_flight = {"1F1B": mesh.pp_size, "Interleaved1F1B": 2 * mesh.pp_size - 1, "GPipe": mini_batch}
@@ -205,7 +205,7 @@ def sharded(memory: Memory, recipe: Recipe) -> Memory:
 
 
 def _trace(recipe: Recipe, model: str, length: int, progress: Progress) -> tuple[PreTrainedModel, Memory, list[str]]:
-    """Return the model without data, its memory before sharding, and notes about what could not be traced."""
+    """Return the model with fake tensors, its memory before sharding, and notes about memory that is unknown."""
     train, policy = recipe.train, recipe.policy
     named = () if train.train_policy.scores_rows_once else train.train_policy.named_weights
 
@@ -250,17 +250,17 @@ def _add_untraced_memory(memory: Memory, model: PreTrainedModel, train: TrainCon
 
 def _use_fake_tensors(model: PreTrainedModel) -> None:
     """Replace a model's meta tensors by fake CPU tensors in place; tied parameters stay tied."""
-    moved: dict[int, torch.Tensor] = {}
+    fake_tensors: dict[int, torch.Tensor] = {}
     for module in model.modules():
         registries: list[dict[str, Any]] = [module._parameters, module._buffers]
         for tensors in registries:
             for name, tensor in tensors.items():
-                if tensor is not None and id(tensor) not in moved:
+                if tensor is not None and id(tensor) not in fake_tensors:
                     fake = torch.empty(tensor.shape, dtype=tensor.dtype)
                     is_weight = isinstance(tensor, torch.nn.Parameter)
-                    moved[id(tensor)] = torch.nn.Parameter(fake, tensor.requires_grad) if is_weight else fake
+                    fake_tensors[id(tensor)] = torch.nn.Parameter(fake, tensor.requires_grad) if is_weight else fake
                 if tensor is not None:
-                    tensors[name] = moved[id(tensor)]
+                    tensors[name] = fake_tensors[id(tensor)]
 
 
 def _prepared_rows(recipe: Recipe, folder: Path) -> _Rows:
@@ -295,14 +295,15 @@ def _count_of(recipe: Recipe, key: str, dataset: RowsConfig) -> int | None:
 
 
 def _row_length(recipe: Recipe, tokens: float | None) -> float:
-    """Return a row's length in tokens: `tokens`, in RL plus the longest completion; the maximum length if None."""
+    """Return the length of a row in tokens, at most the model's maximum length, which is also the result if `tokens` is
+    None; in RL, the longest completion is added to the `tokens` of the prompt."""
     completion = recipe.rollout.max_response_length if recipe.train.train_policy.has_rollouts else 0
     longest = recipe.policy.model_max_length
     return longest if tokens is None else min(longest, tokens + completion)
 
 
 def _course(recipe: Recipe, rows: _Rows, prepared: Path | None) -> _TrainingLength:
-    """Return the steps and tokens of the training."""
+    """Return the number of train steps and of tokens of the whole training."""
     train, policy = recipe.train, recipe.train.train_policy
     if policy.balances_tokens:
         return _balanced_course(recipe, prepared)
@@ -335,13 +336,13 @@ def _balanced_course(recipe: Recipe, prepared: Path | None) -> _TrainingLength:
 def _disk(recipe: Recipe, memory: Memory, parameters: int, trainable: int, steps: int | None) -> int:
     """Return the bytes of the checkpoints that are kept, with optimizer state, and of the exported model."""
     ckpt = recipe.train.ckpt
-    num_kept = 1  # number of checkpoints on disk, of which the final one is always saved
+    num_kept = 1  # the checkpoint after the last step is always saved
     if ckpt.enable_checkpoint:
         of_an_epoch = max(1, (steps or 0) // recipe.train.epoch)
         freq = max(0, ckpt.save_freq_in_epoch) * of_an_epoch or ckpt.save_freq
         saves = ckpt.max_keep if steps is None else -(-steps // freq)
         num_kept = max(1, saves if ckpt.max_keep == -1 else min(saves, ckpt.max_keep))
-    weights = trainable * _itemsize(recipe.train.master_dtype)  # frozen parameters are not saved
+    weights = trainable * _itemsize(recipe.train.master_dtype)  # checkpoints do not have frozen parameters
     checkpoint = weights + memory.optimizer + memory.reference + memory.average
     return num_kept * checkpoint + parameters * _itemsize(recipe.train.param_dtype)
 
@@ -359,8 +360,8 @@ def _machine(recipe: Recipe) -> dict[str, Any]:
 
 
 def _engine_weights(recipe: Recipe, parameters: int) -> int:
-    """Return the bytes of the engine's own weights; 0 for the `hf` engine, which generates with the trainer's
-    module."""
+    """Return the bytes of the rollout engine's copy of the weights; 0 for the `hf` engine, which generates with the
+    trainer's module."""
     if not recipe.train.train_policy.has_rollouts or recipe.rollout.backend != "vllm":
         return 0
     mesh = recipe.rollout.parallelism

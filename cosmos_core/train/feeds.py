@@ -1,6 +1,6 @@
 """Sources of samples for a train step: rows of a dataset, or rollouts scored by rewards.
 
-SFT and RL differ only in their feed. What the feeds of this module return at a step is a pure function of (seed, step)
+The training loop of SFT and RL differs only in the feed. The samples of a step are a pure function of seed and step
 and, for rollouts, of the weights and the state of the group source, so a resumed run continues with the same samples.
 """
 
@@ -22,7 +22,7 @@ from cosmos_core.data.sample import within_budget
 from cosmos_core.errors import DataError
 
 _DATA_TERM = 0x64617461
-"""Offset added to the run's seed, so that the order of the supervised rows (data term) differs from the prompts'."""
+"""Offset added to the run's seed to shuffle the rows of a supervised loss independently of the prompts."""
 
 
 class Feed:
@@ -49,14 +49,14 @@ class Feed:
         raise NotImplementedError(type(self).__name__)
 
     def write_records(self, folder: Path) -> None:
-        """Write records about the rows to the folder of the stage when the training has ended; by default none."""
+        """Write files about the rows, such as pass rates, to the stage folder after training; default: none."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the feed's state for a checkpoint, as JSON values: the next step, and prefetched samples."""
         return {"step": self.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the feed's state that `state_dict` returned."""
+        """Restore a state that `state_dict` returned."""
         self.step = int(state["step"])
 
 
@@ -67,7 +67,7 @@ def total_steps(recipe: Recipe, num_rows: int) -> int:
         DataError: the rows do not fill one step.
     """
     train = recipe.train
-    if recipe.may_split_groups:  # a step may mix prompts of two epochs, so only the total is rounded up
+    if recipe.may_split_groups:  # a step may span two epochs, so round up the sum over all epochs
         steps = -(-train.epoch * num_rows * recipe.rollout.n_generation // train.train_batch_per_replica)
     else:
         steps = train.epoch * batches_per_epoch(rows_per_step(recipe), num_rows, train.train_policy.drops_last)
@@ -77,7 +77,7 @@ def total_steps(recipe: Recipe, num_rows: int) -> int:
 def rows_per_step(recipe: Recipe) -> int:
     """Return the number of dataset rows that a train step reads.
 
-    For rollouts these are prompts, each with `n_generation` completions; the result is rounded up.
+    For rollouts, a row is a prompt with `n_generation` completions, and the number is rounded up.
     """
     size = recipe.train.train_batch_per_replica
     return -(-size // recipe.rollout.n_generation) if recipe.train.train_policy.has_rollouts else size
@@ -93,14 +93,14 @@ def unused_rows(recipe: Recipe, num_rows: int) -> str:
 
 
 def balanced_steps(rows: LearnedRows, recipe: Recipe) -> BalancedSteps | None:
-    """Return train steps whose micro-batches are filled up to a number of tokens; None if a batch is a number of
-    rows."""
+    """Return the plan of train steps whose micro-batches are filled up to a token budget; None if the recipe sets the
+    number of rows of a batch instead."""
     train, policy = recipe.train, recipe.train.train_policy
     if not policy.balances_tokens:
         return None
     # The schema requires `max_num_steps` if batches are filled by tokens.
     assert isinstance(policy, SupervisedConfig) and train.max_num_steps is not None
-    # `sequence_packing` of None (the model decides) is planned as padding, which needs at least as many tokens
+    # If `sequence_packing` is None (the model decides), plan for padding, which needs at least as many tokens.
     is_packed = bool(train.sequence_packing)
     return BalancedSteps(
         rows.token_counts(is_packed=is_packed),
@@ -164,8 +164,8 @@ class RowFeed(Feed):
         return [sample for number, batch in batches for sample in self._rows.samples(batch, seed, number)]
 
     def micro_batches(self, step: int) -> dict[int | None, Sequence[int]]:
-        """Return the row numbers of each micro-batch of a train step; if the trainer divides the step's rows into
-        micro-batches, all row numbers under the key None."""
+        """Return the row numbers of a train step by micro-batch number; all under the key None if the trainer divides
+        the rows into micro-batches."""
         if self._balanced:
             return dict(enumerate(self._balanced.micro_batches(step)))
         train, mesh = self._recipe.train, self._recipe.policy.parallelism
@@ -173,7 +173,7 @@ class RowFeed(Feed):
             train.order_seed, step, self._batch, rows_of(self._rows),
             train.train_policy.dataloader_shuffle, train.train_policy.drops_last,
         )  # fmt: skip
-        # cap the micro-batch size so that every data-parallel rank gets a micro-batch
+        # Limit the micro-batch size so that every data-parallel rank gets a micro-batch.
         num_ranks = mesh.dp_replicate_size * abs(mesh.dp_shard_size)
         batches = self._rows.micro_batches(
             positions, min(train.train_policy.mini_batch, -(-len(positions) // num_ranks))
@@ -182,7 +182,7 @@ class RowFeed(Feed):
 
 
 def sft_rows(rows: LearnedRows, recipe: Recipe) -> Callable[[int], Update]:
-    """Return a function that builds the supervised loss of an optimizer step from rows in a separate seeded order.
+    """Return a function that builds the supervised loss of an optimizer step, on rows shuffled with a separate seed.
 
     Raises:
         DataError: there are fewer rows than one optimizer step needs.

@@ -47,7 +47,7 @@ class Generation:
         self._stage, self._trainer, self._stack = stage, trainer, stack
         self._scores: dict[Hashable, ScoreGroups] = {}
         self._newest = 0
-        """Version of the weights that were published to the engine last."""
+        """Version number of the newest weights that were published to the engine."""
 
     @cached_property
     def engine(self) -> Engine:
@@ -96,14 +96,14 @@ class Generation:
     def _transfer_dtype(self) -> torch.dtype | None:
         """Return the dtype that weights are cast to before they are sent to the engine; None: no cast.
 
-        vLLM holds weights in `param_dtype`: a wider dtype would take more bytes and become the same bits. The factors
-        of an adapter are not cast, because they are first scaled in float32.
+        vLLM converts weights to `param_dtype`, so sending a wider dtype would only transfer more bytes. The factors of
+        a LoRA adapter are not cast, because they are first scaled in float32.
         """
-        recipe, chosen = self._stage.recipe, transfer_dtype_of(self._stage.recipe.train)
+        recipe, configured = self._stage.recipe, transfer_dtype_of(self._stage.recipe.train)
         holds_narrower = self.engine.weight_format == "checkpoint"
-        if chosen is None and holds_narrower and recipe.train.master_dtype == "float32" != recipe.train.param_dtype:
+        if configured is None and holds_narrower and recipe.train.master_dtype == "float32" != recipe.train.param_dtype:
             return getattr(torch, recipe.train.param_dtype)  # type: ignore[no-any-return]
-        return chosen
+        return configured
 
     def publish(self, version: int) -> dict[str, float]:
         """Send the current weights to the engine as version `version`, and return metrics."""
@@ -111,18 +111,18 @@ class Generation:
         return self._publisher.publish(version)
 
     def score(self, weights: Rewards, max_tokens: int | None = None) -> ScoreGroups:
-        """Return a function that scores groups by `weights` and that all ranks call together; see `score_here`."""
+        """Return a function that scores groups by the rewards `weights` and that all ranks call together."""
         return shared(self.score_here(weights, max_tokens))
 
     def score_here(self, weights: Rewards, max_tokens: int | None = None) -> ScoreGroups:
         """Return a function that scores groups by the rewards `weights` on the first rank.
 
-        `max_tokens`: maximum length of a completion; None: as in training.
+        `max_tokens`: maximum number of tokens of a completion; None: as in training.
         """
-        most = max_tokens or self._stage.recipe.rollout.max_response_length
-        key = (repr(weights), most) if isinstance(weights, dict) else weights
+        token_limit = max_tokens or self._stage.recipe.rollout.max_response_length
+        key = (repr(weights), token_limit) if isinstance(weights, dict) else weights
         if key not in self._scores:
-            self._scores[key] = self._stack.enter_context(open_rewards(self._stage, weights, most))
+            self._scores[key] = self._stack.enter_context(open_rewards(self._stage, weights, token_limit))
         return self._scores[key]
 
     def close_with(self, close: Callable[[], None]) -> None:
@@ -174,7 +174,7 @@ def _fleet(stage: Stage) -> Fleet:
 
 
 def open_replica(path: Path) -> Replica:
-    """Open the engine of the stage in `path` in a separate process, without the trainer's weights."""
+    """Open the engine of the stage in the folder `path` in a separate process, without the trainer's weights."""
     return Replica(partial(_open_separate_engine, path))
 
 

@@ -18,8 +18,8 @@ class Hooks:
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
-        named = {key: name for key, name in stage.recipe.train.hooks if name}
-        self._functions = {key: import_user_code(name) for key, name in named.items()}
+        function_names = {key: name for key, name in stage.recipe.train.hooks if name}
+        self._functions = {key: import_user_code(name) for key, name in function_names.items()}
 
     def __call__(self, key: str, **data: Any) -> None:
         """Call the hook named `key`, if the recipe sets it."""

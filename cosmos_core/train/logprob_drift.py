@@ -1,7 +1,7 @@
 """Detect drift between the log-probabilities of rollout engines and of the trainer, on the completions of each step.
 
-Each load of weights is probed (`rollout.publish`); this check finds what goes wrong between two probes, such as memory
-that was overwritten. It runs at every step and costs no extra forward pass.
+`rollout.publish` probes engines after they load weights. This check detects errors between two probes, such as
+overwritten memory. It runs at every train step without an extra forward pass.
 """
 
 import logging
@@ -55,27 +55,28 @@ class LogprobDrift:
         difference = math.nan if metrics.get(_NOT_FINITE) else metrics.get(_DIFFERENCE)
         if difference is None:
             return {}
-        most = self._tolerance if metrics.get(_LAG, 0.0) == 0 else max(self._tolerance, _OUTDATED)
-        is_wrong = not difference <= most  # `not <=` also reports a difference of NaN
+        tolerance = self._tolerance if metrics.get(_LAG, 0.0) == 0 else max(self._tolerance, _OUTDATED)
+        is_wrong = not difference <= tolerance  # unlike `>`, `not <=` is also True for NaN
         if is_wrong and not self._is_told:
             logger.warning(
                 "step %d: engines and trainer differ by %.3g nats per token, their weights by %g steps, which explains "
                 "%g; see rollout/logprob_difference in metrics.jsonl",
-                step, difference, metrics.get(_LAG, 0.0), most,
+                step, difference, metrics.get(_LAG, 0.0), tolerance,
             )  # fmt: skip
         self._is_told = is_wrong
         if is_wrong and self._stops:
             raise StageFailed(
                 f"step {step}: engines and trainer differ by {difference:.3g} nats per token, of which rounding and "
-                f"sampling explain {most:.3g}; rollout.stop_on_alarm = false goes on"
+                f"sampling explain {tolerance:.3g}; rollout.stop_on_alarm = false goes on"
             )
         return {"watch/alarm": float(is_wrong)}
 
 
 def _by_sampling(sampling: Sampling) -> float:
-    """Return the bound on how far sampling raises an engine's log-probability of a token above the policy's.
+    """Return the most nats by which sampling settings raise an engine's log-probability of a token above the policy's.
 
-    Renormalizing the kept probability mass raises it by -log of that mass, which only `top_p` bounds.
+    Renormalizing the tokens that remain raises the log-probability by -log of their total probability, which is at
+    least `top_p`; other settings give no bound (infinity).
     """
     is_bounded = (
         sampling.top_k <= 0

@@ -44,7 +44,7 @@ class Loop:
     algorithm: Algorithm
     checkpointer: Checkpointer
     validation: Validation
-    """Validates steps, and publishes the weights of train steps to the engines that generate."""
+    """Validation of train steps, which also publishes the weights of train steps to the rollout engines."""
     average: MovingAverage | None = None
     """Moving average that is validated and finally copied into the model; None: the trained weights are used."""
     watch: Callable[[int, dict[str, float]], dict[str, float]] = lambda step, metrics: {}
@@ -53,7 +53,8 @@ class Loop:
     utilization: Utilization | None = None
     """Counter of the model FLOPs utilization of train steps; None: utilization is not reported."""
     begin_from: Path | None = None
-    """The folder `.../step_N/policy` of another run, from which a training without a checkpoint starts."""
+    """Folder `.../step_N/policy` of another run's checkpoint, from which a training without its own checkpoint starts;
+    None: the training starts from the stage's model."""
     step: int = 0
     """Number of completed train steps."""
     _num_updates: int = 0
@@ -75,7 +76,7 @@ class Loop:
         return self.validation.best
 
     def run(self) -> dict[str, float]:
-        """Train to the end, and return the metrics of the last step and its validation, with `..._max` over all steps.
+        """Train to the last step, and return its metrics and validation metrics; `..._max` are maxima over all steps.
 
         Raises:
             Preempted: a signal requested a stop.
@@ -114,7 +115,7 @@ class Loop:
             is_async = is_due and validation.async_validation is not None and not is_last
             saves = self.step % save_freq == 0
             if (is_due or saves) and self._wait_for_validation():
-                # The validation that has ended may have changed the best step; only a change by this step needs a save.
+                # Ignore a new best step of the validation that ended: its checkpoint was saved when it began.
                 best_before = self.best
             if is_async:
                 # Save before the validation ends: the step may prove best when later steps have changed the weights.
@@ -173,7 +174,7 @@ class Loop:
             raise self._preempted() from None
 
     def _record(self, step: int, metrics: dict[str, float]) -> None:
-        """Log the validation metrics of a step whose training metrics were logged before."""
+        """Log the validation metrics of a step after its training metrics were logged."""
         self._last |= metrics
         self.stage.metrics.log(step, metrics)
 
@@ -212,9 +213,9 @@ class Loop:
         }
 
     def _preempted(self) -> Preempted:
-        """Save a checkpoint if the recipe asks for one on exit, and return the error to raise.
+        """Save a checkpoint if the recipe sets `save_ckpt_at_exit`, and return the error to raise.
 
-        No weight has changed since the last completed step.
+        Call this function only if no weight has changed since the last completed step.
         """
         done = f"stopped after step {self.step} of {self.feed.total_steps or 'an unknown number'}"
         if not (self.stage.recipe.train.save_ckpt_at_exit and self.step > 0):
@@ -251,7 +252,7 @@ class Loop:
                 restore_rng(_table(rng))
             else:
                 seed_rng(self.stage.seed, start, self._seed_rank)
-        else:  # torch's generators were seeded when the model was opened
+        else:  # torch's random generators were seeded when the model was opened
             seed_rng(self.stage.seed, 0, self._seed_rank, keeps_torch=True)
         self.validation.load_state_dict(start, state.extra if own_step else {})
         if own_step:

@@ -1,4 +1,4 @@
-"""Validation metrics: for rows by the algorithm's own metrics, for prompts by the rewards of generated completions.
+"""Validation metrics of held-out rows (metrics of the algorithm) and of held-out prompts (rewards of completions).
 
 Used during training and by stages of kind `validate` (`validate.py`).
 """
@@ -43,7 +43,7 @@ _NUM_SAMPLES = 24
 _SEED_STEP = 0
 """Value that replaces the step number in the seeds of held-out completions.
 
-It is the same in all validations, so that two validations differ only in the weights.
+All validations use the same seeds, so that the results of two validations differ only by the weights.
 """
 
 
@@ -68,8 +68,8 @@ def completion_metrics(
 
     Accuracy is the fraction of completions with the full reward, that is, every reward function returned 1 and no
     penalty applied. With several completions of a prompt, `pass@k` is the unbiased estimate of how often at least one
-    of k completions has the full reward (see `pass_at`). If `full_reward` is None, accuracy and pass@k are omitted; a
-    dict has the full reward by the data set of the prompt, and omits the prompts of those with None.
+    of k completions has the full reward (see `pass_at`). `full_reward` may be a dict with the full reward of each data
+    set. Prompts whose full reward is None are left out of accuracy and pass@k.
 
     Raises:
         RewardError, StageFailed: no completion has a valid reward.
@@ -115,8 +115,8 @@ def _full_of(group: ScoredGroup, full_reward: float | dict[str, float | None] | 
 
 
 def _pass_at_each(rights: Sequence[Sequence[bool]]) -> dict[str, float]:
-    """Return pass@k for each power of 2, over the prompts with at least k valid completions; `rights` says for each
-    prompt which of its valid completions have the full reward."""
+    """Return pass@k for k = 2, 4, 8, ... over the prompts with at least k valid completions; `rights` has for each
+    prompt one boolean per valid completion: whether the completion has the full reward."""
     counts = [(len(right), sum(right)) for right in rights]
     largest = max(count for count, _ in counts)
     metrics = {}
@@ -127,7 +127,7 @@ def _pass_at_each(rights: Sequence[Sequence[bool]]) -> dict[str, float]:
 
 
 def pass_at(k: int, count: int, right: int) -> float:
-    """Return the probability that `k` of `count` completions, chosen at random, include a correct one (`right` are).
+    """Return the probability that `k` random completions of `count` include one of the `right` correct completions.
 
     It is 1 - C(count - right, k) / C(count, k) (Chen et al., arXiv 2107.03374, section 2.1).
     """
@@ -150,7 +150,7 @@ class Completions:
         For images without rewards, only the first prompts are completed, for the gallery.
 
         Raises:
-            StopAsked: a signal requested a stop.
+            StopRequested: a signal requested a stop.
         """
         if not self._is_scored:
             self._prompts = self._prompts[: gallery.MOST_PROMPTS]
@@ -186,7 +186,7 @@ class Completions:
 
 
 def add_samples(path: Path, step: int, groups: Sequence[ScoredGroup], *, is_scored: bool = True) -> None:
-    """Write the first completion of each group to a file of samples, replacing its lines of `step` and later steps."""
+    """Add the first completion of each group to the file of samples, after removing its lines of `step` and later."""
     lines_to_write = []
     if path.exists():
         lines = json_objects(path.read_text(encoding="utf-8", errors="replace").split("\n"))
@@ -214,8 +214,8 @@ def add_samples(path: Path, step: int, groups: Sequence[ScoredGroup], *, is_scor
 
 
 def add_drawings(stage: Path, step: int, groups: Sequence[ScoredGroup], *, is_scored: bool) -> list[list[str]]:
-    """Write the images or videos of each prompt to a folder of `step`; return the file names of each prompt, which
-    are empty for text."""
+    """Write the images or videos of each prompt to a folder of train step `step`; return the file names by prompt, or
+    an empty list if completions are text."""
     rows = [gallery.samples_of_group(scored, range(len(scored.scores)), is_scored=is_scored) for scored in groups]
     rows = [row for row in rows if row]
     return gallery.save(stage, step, rows) if rows else []
@@ -261,8 +261,8 @@ def reward_weights(recipe: Recipe) -> Rewards:
 
 
 def full_reward(recipe: Recipe) -> float | dict[str, float | None] | None:
-    """Return the full reward of a held-out completion, see `full_value`; of a mixture with rewards of its own for a
-    data set, by data set."""
+    """Return the full reward of a held-out completion (see `full_value`); a dict by data set if the data sets of a
+    mixture have separate rewards."""
     weights = reward_weights(recipe)
     if isinstance(weights, SourceWeights):
         return {source: full_value(dict(of_source)) for source, of_source in weights.by_source.items()}
@@ -274,8 +274,8 @@ def open_rewards(stage: Stage, weights: Rewards, max_tokens: int | None = None) 
     """Open the rewards `weights` in a context manager, and yield a function that scores groups of completions.
 
     Reward functions run in killable child processes of the first rank, and remote rewards in a service. Only the first
-    rank may call the function; see `shared`. Without rewards every score is 0. `max_tokens`: maximum length of a
-    completion; None: as in training.
+    rank may call the function; see `shared`. Without rewards every score is 0. `max_tokens`: maximum number of tokens
+    of a completion, which rewards may read; None: as in training.
 
     Raises:
         RewardError: a reward cannot be loaded, or the environment names no service.
@@ -284,7 +284,7 @@ def open_rewards(stage: Stage, weights: Rewards, max_tokens: int | None = None) 
         remote = RemoteRewards(weights, service_of(), beat=stage.progress.beat)
         yield remote.score_groups if is_first() else _no_groups
         return
-    if not weights:  # without rewards (`train.train_policy.bypass_reward`) every score is 0
+    if not weights:  # the recipe sets `train.train_policy.bypass_reward`
         yield lambda groups: [ScoredGroup(group, (Score(0.0),) * len(group.completions)) for group in groups]
         return
     if not is_first():
@@ -318,7 +318,7 @@ def shared(score: ScoreGroups) -> ScoreGroups:
 
 
 def prepared_folder(stage: Stage) -> Path:
-    """Return the folder of the prepared rows.
+    """Return the folder of a stage's prepared rows.
 
     Raises:
         DataError: the stage names no prepare stage.

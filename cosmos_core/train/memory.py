@@ -41,14 +41,14 @@ class Memory:
     """Bytes of copies of weights in `param_dtype` that autocast makes and autograd keeps; None if the step could not be
     traced."""
     activations: int | None
-    """Bytes of other tensors that autograd saves, and of temporary tensors (logits and their gradient, intermediates of
+    """Bytes of activations that autograd saves, and of temporary tensors (logits and their gradient, intermediates of
     the optimizer); None if the step could not be traced."""
     average: int = 0
     """Bytes of the moving average of the trained weights."""
 
     @property
     def total(self) -> int:
-        """Return the sum of all parts; unknown parts count as 0."""
+        """Return the sum of the bytes of all uses; an unknown use counts as 0."""
         return (
             self.weights
             + self.gradients
@@ -77,10 +77,10 @@ def held_memory(model: PreTrainedModel, num_named: int) -> Memory:
 
 
 def eight_bit_moments(model: PreTrainedModel) -> int:
-    """Return the bytes of both moments in torchao's 8-bit format.
+    """Return the bytes of both Adam moments of a model in torchao's 8-bit format.
 
-    Each value has one byte, each block of 256 values a scale, and each parameter a table of codes. Parameters that are
-    small or not divisible into blocks keep moments in their own dtype.
+    A moment takes one byte per value, a scale per block of 256 values, and a table of codes per parameter. Parameters
+    that are small or not divisible into blocks have moments in the dtype of the parameter.
     """
     total = 0
     for parameter in model.parameters():
@@ -92,10 +92,10 @@ def eight_bit_moments(model: PreTrainedModel) -> int:
 
 
 def step_memory(trainer: Trainer, algorithm: Algorithm, train: TrainConfig, length: int) -> Memory:
-    """Return the peak memory of a step after the first, for rows (responses of pairs) of `length` tokens.
+    """Return the peak memory of a train step after the first, for sequences of `length` tokens.
 
-    Call it under the FakeTensorMode that created the model. It runs two micro-batches if the step has more than one,
-    because the second one runs while the gradients of the first exist.
+    Call this function under the FakeTensorMode that created the model. It runs two micro-batches if the step has more
+    than one, because the second micro-batch runs while the gradients of the first exist.
     """
     policy, model = train.train_policy, trainer.adapter.model
     ids, mask = np.zeros(length, np.int64), np.ones(length, np.uint8)
@@ -140,8 +140,8 @@ class _LiveBytes(TorchDispatchMode):
 
     @contextmanager
     def refusing_values_in(self, model: PreTrainedModel) -> Iterator[None]:
-        """Return a context manager in which a forward pass of `model` that reads a tensor's value fails, because the
-        value, unknown here, may determine how much memory is used."""
+        """Return a context manager in which a forward pass of `model` fails if it reads a tensor's value: fake tensors
+        have no values, and the memory use may depend on the value."""
 
         def enter(*_: Any) -> None:
             self._is_inside_model = True
@@ -185,7 +185,7 @@ class _LiveBytes(TorchDispatchMode):
         return result
 
     def _follow(self, tensor: Tensor) -> int:
-        """Return the number of the tensor's storage, and track the storage if it is new."""
+        """Return the index of a tensor's storage, and track the storage if it is new."""
         storage = tensor.untyped_storage()
         if storage not in self._numbers:
             self._numbers[storage] = number = len(self._sizes)
@@ -197,8 +197,8 @@ class _LiveBytes(TorchDispatchMode):
 
 
 def _grouped(left: Tensor, right: Tensor, offsets: Tensor | None = None, *_: Any) -> Tensor:
-    """Return a tensor with the shape of the experts' grouped product; PyTorch's own rule for meta tensors needs
-    bfloat16."""
+    """Return an empty tensor with the shape of the experts' grouped matrix product, because PyTorch's meta kernel of
+    `_grouped_mm` requires bfloat16."""
     shape = (left.shape[-2], right.shape[-1])
     return left.new_empty((len(offsets), *shape) if left.ndim == right.ndim == 2 and offsets is not None else shape)
 

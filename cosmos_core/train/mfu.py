@@ -1,4 +1,4 @@
-"""Model FLOPs utilization (MFU) of train steps, relative to the devices' measured matmul rate; `logging.report_mfu`."""
+"""Model FLOPs utilization (MFU) of train steps, relative to the measured matmul rate: key `logging.report_mfu`."""
 
 import torch
 
@@ -15,7 +15,7 @@ class Utilization:
     """
 
     def __init__(self, trainer: Trainer, dtype: str) -> None:
-        """Measure the matmul rate in `dtype`."""
+        """Measure the matmul rate of the trainer's device in `dtype`."""
         adapter = trainer.adapter
         self._cost = adapter.num_tokens
         self._flops = TrainFlops(adapter.meta_copy if adapter.meta_copy is not None else adapter.model)
@@ -23,12 +23,12 @@ class Utilization:
         self._counted = 0.0
 
     def add(self, update: Update) -> None:
-        """Count the FLOPs of an update and of its data term."""
+        """Count the FLOPs of an update, including the supervised loss on data rows that it may have."""
         for each in (update, update.data):
             if each is not None:
                 self._counted += self._flops.total([self._cost(sample) for sample in each.samples])
 
     def reached(self, seconds: float) -> float:
-        """Return the utilization since the last call, which was `seconds` ago, as a fraction."""
+        """Return the utilization of the last `seconds`, which began with the previous call, as a fraction."""
         counted, self._counted = self._counted, 0.0
         return counted / max(1e-9, seconds) / self._rate

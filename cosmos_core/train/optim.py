@@ -18,7 +18,7 @@ from cosmos_core.registry import suggestion
 from cosmos_core.train.muon import MuonWithAdamW, hidden_matrices
 
 GLOBAL = "global"
-"""Key of `optm_lr` for all modules that are not named."""
+"""Key of `optm_lr` for the modules whose path is not a key."""
 
 
 def build_optimizer(
@@ -147,7 +147,7 @@ def forget_moments(optimizer: torch.optim.Optimizer) -> None:
         for value in state.values():
             if isinstance(value, torch.Tensor):
                 local_value = local_shard(value)
-                # torchao's 8-bit moments implement `copy_` but not `zero_`
+                # Copy zeros, because torchao's 8-bit moments do not implement `zero_`.
                 local_value.copy_(torch.zeros(local_value.shape, device=local_value.device))
 
 
@@ -157,8 +157,8 @@ def _rates(train: TrainConfig) -> dict[str, float]:
 
 
 def _parameters_by_path(model: torch.nn.Module, paths: Mapping[str, float]) -> dict[str, list[torch.nn.Parameter]]:
-    """Return the trained parameters, grouped by the deepest module path of `paths` that contains one of their names (a
-    tied parameter has several)."""
+    """Return the trained parameters, grouped by the deepest module path of `paths` that contains the parameter; a tied
+    parameter may be in several modules."""
     names: dict[torch.nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:

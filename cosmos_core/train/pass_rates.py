@@ -3,7 +3,7 @@
 <stage>/pass_rates.jsonl   one line per training prompt, also for prompts that were never sampled
 
 Groups that dynamic sampling (DAPO) dropped count too. The counts are in checkpoints, so a resumed training writes the
-same file. `train.train_policy.dataset.pass_rates` of a later stage reads it.
+same file. A later stage can read the file by the key `train.train_policy.dataset.pass_rates`.
 """
 
 import json
@@ -18,8 +18,8 @@ from cosmos_core.types import Prompt, ScoredGroup
 
 
 class PassRates:
-    """Counts of sampled groups and of rewards by prompt; `full` is the full reward, None if there is none, or a
-    function that returns it for the data set of a prompt."""
+    """Counts of sampled groups and of rewards by prompt; `full` is the full reward of a completion, or a function that
+    returns the full reward of a data set by its name; None: there is no full reward."""
 
     def __init__(self, full: float | Callable[[str], float | None] | None) -> None:
         self._full = full
@@ -29,8 +29,8 @@ class PassRates:
         """Count groups; completions without a valid reward are left out."""
         for group in groups:
             rewards = [score.value for score in group.scores if score.value is not None]
-            most = self._full_of(group.group.prompt)
-            full = [most is not None and has_full_reward(reward, most) for reward in rewards]
+            full_reward = self._full_of(group.group.prompt)
+            full = [full_reward is not None and has_full_reward(reward, full_reward) for reward in rewards]
             new = (1, len(rewards), sum(rewards), sum(full))
             counts = self._counts.get(str(group.group.prompt.id), [0.0] * len(new))
             self._counts[str(group.group.prompt.id)] = [old + more for old, more in zip(counts, new, strict=True)]
@@ -43,18 +43,18 @@ class PassRates:
         return dict(self._counts)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from counts that `state_dict` returned."""
+        """Restore the counts that `state_dict` returned."""
         self._counts = {name: list(counts) for name, counts in state.items()}
 
     def write(self, folder: Path, prompts: Sequence[Prompt]) -> None:
-        """Write the file of all prompts; a rate or mean that is not known is null."""
+        """Write `pass_rates.jsonl` with a line per prompt; an unknown pass rate or mean reward is null."""
         lines = []
         for prompt in prompts:
-            drawn, valid, total, passed = self._counts.get(str(prompt.id), [0.0] * 4)
+            num_sampled, valid, total, passed = self._counts.get(str(prompt.id), [0.0] * 4)
             rate = passed / valid if valid and self._full_of(prompt) is not None else None
             line = {"prompt": prompt.text, "pass_rate": rate, "mean_reward": total / valid if valid else None}
             lines.append(
-                json.dumps({**line, "drawn": int(drawn), "completions": int(valid)}, ensure_ascii=False) + "\n"
+                json.dumps({**line, "drawn": int(num_sampled), "completions": int(valid)}, ensure_ascii=False) + "\n"
             )
         with raise_disk_full(folder):
             write_text(folder / PASS_RATES, "".join(lines))

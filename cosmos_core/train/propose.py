@@ -2,7 +2,7 @@
 
     python -m cosmos_core.train.propose JSON
 
-The program behind `cosmos sft` and its relatives, which write its output as a recipe. It reads config.json, up to 500
+The program behind commands such as `cosmos sft`, which write its settings to a recipe. It reads config.json, up to 500
 rows and the size of the machine's memory; it loads no weights. It sets only keys for which it has a reason.
 """
 
@@ -60,7 +60,7 @@ class Machine:
 
     @property
     def name(self) -> str:
-        """Return the description of the machine for the reasons of settings."""
+        """Return a description of the machine's memory, which the reasons of settings quote."""
         return f"{self.memory / _GIB:.0f} GiB {'of a GPU' if self.num_gpus else 'of host memory, no GPU'}"
 
 
@@ -101,26 +101,26 @@ def _text_settings(options: Options, method: Method, machine: Machine) -> Iterat
     longest = _longest(tokenizer, lambda row, where: kind.read_columns(row, where, prompt, response), sample)
     has_turns = kind.is_completed or any(isinstance(value, list) for value in sample[0][1].values())
     if has_turns and not tokenizer.chat_template:  # plain text needs no chat template
-        named = "chatml" if {"<|im_start|>", "<|im_end|>"} <= tokenizer.get_vocab().keys() else "plain"
-        yield "policy.chat_template", named, "the model has none, and the rows have turns"
+        template = "chatml" if {"<|im_start|>", "<|im_end|>"} <= tokenizer.get_vocab().keys() else "plain"
+        yield "policy.chat_template", template, "the model has none, and the rows have turns"
     text, is_drawn = config.get_text_config(), kind.is_completed
-    drawn = (1024 if machine.num_gpus else 256) * is_drawn
+    completion_tokens = (1024 if machine.num_gpus else 256) * is_drawn
     context_length = getattr(text, "max_position_embeddings", None) or 1 << 20
-    length = min(context_length, 64 * ceil((longest * 1.1 + drawn) / 64))
+    length = min(context_length, 64 * ceil((longest * 1.1 + completion_tokens) / 64))
     reason_for_length = f"the longest of the first {len(sample):,} rows has {longest:,} tokens"
     yield (
         "policy.model_max_length",
         length,
-        f"{reason_for_length}, a completion {drawn:,}" if drawn else reason_for_length,
+        f"{reason_for_length}, a completion {completion_tokens:,}" if completion_tokens else reason_for_length,
     )
     if is_drawn:
-        yield "rollout.max_response_length", min(drawn, length // 2), "raise it for longer reasoning"
+        yield "rollout.max_response_length", min(completion_tokens, length // 2), "raise it for longer reasoning"
         yield "train.train_policy.reward_function", options.reward, "--reward"
     with torch.device("meta"):
         model = model_without_weights(options.model, dtype=torch.float32)
     num = sum(weight.numel() for weight in model.parameters())
     yield from _size_settings(method, num, machine)
-    # bytes of activations with recomputation: the inputs of all layers, and the intermediates of one layer
+    # Bytes of activations per token with recomputation: the inputs of all layers, and the intermediates of one layer.
     per_token = (text.num_hidden_layers + 40) * text.hidden_size * 4
     free = machine.memory * 0.9 - min(num * _STATE_BYTES, int(machine.memory * _STATE_FRACTION))
     yield from _of_batch(is_drawn, len(rows), max(1, int(free / (per_token * length))))
@@ -142,10 +142,10 @@ def _columns(options: Options, method: Method, row: Row) -> tuple[dict[str, str]
     Raises:
         DataError: the columns cannot be inferred.
     """
-    named = dict(zip(_COLUMN_KEYS, (options.prompt, options.response), strict=True))
+    option_columns = dict(zip(_COLUMN_KEYS, (options.prompt, options.response), strict=True))
     kind = tokenised_kind(method.rows)
-    if any(named.values()):
-        return {key: value for key, value in named.items() if value}, "named by an option"
+    if any(option_columns.values()):
+        return {key: value for key, value in option_columns.items() if value}, "named by an option"
     try:
         kind.read_columns(row, "the first row", "", "")
     except SkippedRow:
@@ -164,7 +164,7 @@ def _columns(options: Options, method: Method, row: Row) -> tuple[dict[str, str]
         if len(text_columns) != 2:
             flags = "--prompt COLUMN and --response COLUMN"
             raise DataError(f"--data {options.data}: the columns are {columns_of(row)}; name them: {flags}") from error
-        return dict(zip(named, text_columns, strict=True)), "the only two columns of text, in their order"
+        return dict(zip(option_columns, text_columns, strict=True)), "the only two columns of text, in their order"
     return {}, ""
 
 
@@ -186,7 +186,7 @@ def _longest(tokenizer: Any, read: Callable[[Row, str], Any], sample: list[tuple
 
 
 def _texts(read: Any) -> Iterator[str]:
-    """Yield all texts of a row, which is plain text, a list of turns, or a pair (whose tokens are overestimated)."""
+    """Yield all texts of a row: plain text, a list of turns, or a pair, whose common prompt is yielded twice."""
     if isinstance(read, str):
         yield read
     elif isinstance(read, dict):
@@ -197,7 +197,7 @@ def _texts(read: Any) -> Iterator[str]:
 
 
 def _size_settings(method: Method, num: int, machine: Machine) -> Iterator[Setting]:
-    """Yield the settings that depend on the number of weights and on memory: adapter, learning rate, dtype,
+    """Yield the settings that depend on memory and on the number of weights `num`: adapter, learning rate, dtype,
     sharding."""
     if not machine.num_gpus:
         yield "train.param_dtype", "float32", "no GPU here; a CPU is seldom faster in bfloat16"
@@ -214,7 +214,7 @@ def _size_settings(method: Method, num: int, machine: Machine) -> Iterator[Setti
 
 
 def _of_batch(is_drawn: bool, num_rows: int, fits: int) -> Iterator[Setting]:
-    """Yield batch sizes, epochs and the schedule; `fits` is the number of rows of maximum length that memory holds."""
+    """Yield batch sizes, epochs and learning-rate schedule; `fits` is the number of longest rows that fit in memory."""
     if is_drawn:
         prompts = min(8, num_rows)
         batch = 8 * prompts
@@ -255,7 +255,7 @@ def _image_settings(options: Options, method: Method, machine: Machine) -> Itera
         f"--data; {count:,} images and videos" if count else "--data",
     )
     files = list((Path(options.model) / "transformer").glob("*.safetensors"))
-    # a model on the Hub has no local files to measure, so assume 10 billion weights
+    # Assume 10 billion weights for a model on the Hub, which has no local files to measure.
     num = sum(file.stat().st_size for file in files) // 4 if files else 10**10
     if side := _side(Path(options.model)):
         yield "policy.diffusers.inference_size", [side, side], "what the model was made for"
@@ -272,7 +272,7 @@ def _image_settings(options: Options, method: Method, machine: Machine) -> Itera
 
 
 def _side(model: Path) -> int | None:
-    """Return the side length in pixels of the images that a model was trained on; None if its files lack the size."""
+    """Return the side length in pixels of the images that a model was trained on; None if the model's files lack it."""
     try:
         latents = json.loads((model / "transformer" / "config.json").read_text(encoding="utf-8"))["sample_size"]
         blocks = json.loads((model / "vae" / "config.json").read_text(encoding="utf-8"))["block_out_channels"]
@@ -282,7 +282,7 @@ def _side(model: Path) -> int | None:
 
 
 def _prompt_length(model: Path) -> int | None:
-    """Return the number of tokens that the T5 tokenizer of a pipeline takes, if it is below the recipe's default."""
+    """Return the token limit of a pipeline's T5 tokenizer; None if the limit is unknown or not below the default."""
     try:
         config = json.loads((model / "tokenizer_3" / "tokenizer_config.json").read_text(encoding="utf-8"))
         length = int(config["model_max_length"])

@@ -26,7 +26,8 @@ NAME = "reference"
 """Name of the reference policy's weights, and of the folder in the stage for their log-probabilities."""
 _SAVE_SECONDS = 60.0
 _COLUMNS = ("chosen", "rejected")
-"""Names of both samples of a row in the file of log-probabilities, also for a labelled and a mismatched sample."""
+"""Names of the columns with the log-probabilities of a row's two samples; a row with a label has a labelled and a
+mismatched sample under the same names."""
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +46,9 @@ def compared_logprobs(trainer: Trainer, rows: LearnedRows, positions: Sequence[i
 def reference_logprobs(
     stage: Stage, trainer: Trainer, rows: LearnedRows, split: str, positions: np.ndarray
 ) -> np.ndarray | None:
-    """Return the reference log-probabilities of all rows, shape (rows, 2), NaN outside `positions`.
+    """Return the log-probabilities of all rows under the reference policy, shape (rows, 2), NaN outside `positions`.
 
-    The result is None if the algorithm needs no reference. Values that an earlier attempt saved are read from its file.
+    The result is None if the algorithm needs no reference policy. Values that an earlier attempt saved are reused.
 
     Raises:
         Preempted: a signal requested a stop; computed values are saved.

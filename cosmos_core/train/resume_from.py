@@ -1,9 +1,9 @@
 """Resume from the checkpoint of another run: `train.resume`.
 
 `true` adopts the checkpoint of an interrupted stage with the same fingerprint, so that the result equals that of an
-uninterrupted run. Without such a stage, it adopts one whose configuration differs only in the mesh or the engines: the
-result is the same except for the order of floating-point sums. A path starts from that checkpoint, whatever settings it
-was trained with; the digest of the checkpoint is part of the fingerprint.
+uninterrupted run. As a fallback, `true` adopts the checkpoint of a stage that differs only in the mesh or the engines:
+the result is the same except for the order of floating-point sums. A path names a checkpoint of any settings to start
+from; the digest of this checkpoint becomes part of the stage's fingerprint.
 """
 
 import logging
@@ -59,8 +59,10 @@ def adopt_checkpoint(stage: Stage) -> None:
         if reason != OTHER_CONFIGURATION and folder.parent.name == stage.name and checkpoint not in passed_over:
             logger.warning("checkpoint %s is passed over: %s", checkpoint, reason)
             passed_over.add(checkpoint)
-    others = [step_folder(folder, step) / "policy" for step, folder in checkpoints if folder.parent.name == stage.name]
-    complete = [policy for policy in others if policy.parent not in passed_over and read_manifest(policy)]
+    policies = [
+        step_folder(folder, step) / "policy" for step, folder in checkpoints if folder.parent.name == stage.name
+    ]
+    complete = [policy for policy in policies if policy.parent not in passed_over and read_manifest(policy)]
     newest = max(complete, key=lambda policy: (policy / MANIFEST).stat().st_mtime, default=None)
     hint = f"; to go on from other settings: train.resume = '{newest}'" if newest else ""
     logger.warning(
@@ -75,7 +77,7 @@ def named_checkpoint(stage: Stage) -> Path | None:
     """Return the `.../step_N/policy` folder that `train.resume` names, or None if it names no path.
 
     Raises:
-        ModelError: the checkpoint began from another base model; it lacks the weights that were frozen in training.
+        ModelError: the checkpoint, which lacks the weights that were frozen, began from another base model.
     """
     if not isinstance(stage.recipe.train.resume, str):
         return None

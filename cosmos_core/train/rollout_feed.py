@@ -65,10 +65,10 @@ class RolloutFeed(Feed):
         return samples, metrics | credited
 
     def _next_groups(self, num_groups: int | None = None) -> tuple[list[ScoredGroup], dict[str, float]]:
-        """Return the groups of the next train step and metrics, and count what was sampled for them."""
-        found = self._source.next(self.step, num_groups)
+        """Return the groups of the next train step and metrics, and add all sampled groups to the pass rates."""
+        groups_and_metrics = self._source.next(self.step, num_groups)
         self._rates.add(self._source.sampled)
-        return found
+        return groups_and_metrics
 
     def write_records(self, folder: Path) -> None:
         """Write the pass rates of the prompts."""
@@ -76,7 +76,7 @@ class RolloutFeed(Feed):
             self._rates.write(folder, self._prompts)
 
     def _credited(self, groups: Sequence[ScoredGroup], metrics: dict[str, float]) -> tuple[list[Any], dict[str, float]]:
-        """Return the samples that the algorithm makes of the scored groups of a train step, and metrics."""
+        """Return the samples that the algorithm makes of the scored groups of a train step, and its metrics."""
         if not groups:
             raise ProgramError(
                 f"step {self.step + 1}: the rewards inside each of {metrics['rollout/sampled_groups']:.0f} groups are "
@@ -113,8 +113,8 @@ class PromptOrder:
         return [self._prompts[int(i)] for i in positions]
 
     def take(self, start: int, count: int, end: int | None = None) -> list[Prompt]:
-        """Return `count` prompts from position `start` over all epochs; fewer at the end of the last epoch or at
-        `end`."""
+        """Return `count` prompts from position `start` on, counted over all epochs; fewer if the last epoch ends or
+        position `end` is reached."""
         num_prompts, shuffle = len(self._prompts), self._train.train_policy.dataloader_shuffle
         rows = rows_of(self._prompts)
         prompts = []

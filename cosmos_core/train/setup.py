@@ -1,7 +1,7 @@
 """Build a training from a stage (model, feed, algorithm, checkpoints), run the loop and export the result.
 
-The result is the model in full precision, proven to load, with its adapter merged, and the adapter as well. Stage kind
-`export` converts it to the published form.
+The result is the model in its training dtype with the LoRA adapter merged, verified by loading it, and the separate
+adapter. Stage kind `export` converts the model to the published form.
 """
 
 import importlib
@@ -146,7 +146,7 @@ def open_trainer(stage: Stage) -> Trainer:
     policy = stage.recipe.train.train_policy
     if (
         stage.kind.trains and not policy.scores_rows_once
-    ):  # rows that are scored once are scored before step 1, when the policy still equals the reference
+    ):  # rows that are scored only before step 1 need no copy: the policy then equals the reference policy
         for name in policy.named_weights:
             trainer.named.add(name)
     if teacher := stage.recipe.teacher_of(stage.kind):
@@ -161,7 +161,7 @@ def export_trained(stage: Stage, trained: TrainingResult) -> Outcome:
     export = trained.adapter.export(stage.path / folder)
     if export is None:
         return Outcome()
-    others = [name for name in (SAMPLES, DRAWINGS, REFERENCE, COMPLETIONS, PASS_RATES) if (stage.path / name).exists()]
+    extras = [name for name in (SAMPLES, DRAWINGS, REFERENCE, COMPLETIONS, PASS_RATES) if (stage.path / name).exists()]
     info: dict[str, JsonValue] = {
         "model": folder, "step": trained.step, "checks": list(export.checks), "dtype": stage.recipe.train.param_dtype,
     }  # fmt: skip
@@ -171,7 +171,7 @@ def export_trained(stage: Stage, trained: TrainingResult) -> Outcome:
         info["notices"] = list(trained.notices)
     if trained.best is not None:
         info["best"] = asdict(trained.best)
-    return Outcome(outputs=(folder, *others), metrics=trained.metrics, info=info)
+    return Outcome(outputs=(folder, *extras), metrics=trained.metrics, info=info)
 
 
 def _feed(
@@ -181,7 +181,7 @@ def _feed(
     generation: Generation,
     async_validation: AsyncValidation | None,
 ) -> Feed:
-    """Return the feed of a stage, before any train step has changed the policy's weights."""
+    """Return the feed of a stage; call it before the first train step, while the policy equals the reference policy."""
     recipe, folder = stage.recipe, prepared_folder(stage)
     policy, kind = recipe.train.train_policy, row_kind(recipe.train.train_policy.rows)
     if not policy.has_rollouts:

@@ -1,8 +1,8 @@
 """Feed for train steps whose number of completions is not a multiple of the group size.
 
-Credit is assigned to whole groups when the first step needs them, and the completions are spread over steps. Remaining
-completions wait for the next step, and checkpoints save them. A completion without a valid reward keeps its position,
-so the partition into steps does not depend on validity; a step whose completions are all invalid has no update.
+Advantages are computed for a whole group when the first of its completions is needed. Completions that a step does not
+use are queued for the next step and saved in checkpoints. A completion without a valid reward keeps its position, so
+the partition into steps does not depend on validity; a step whose completions are all invalid has no update.
 """
 
 from collections.abc import Sequence
@@ -80,7 +80,10 @@ class SpreadRolloutFeed(RolloutFeed):
         return CarriedSamples()
 
     def next(self) -> tuple[list[Any], dict[str, float]] | None:
-        """Return the samples of the next train step and metrics, or None; the last step may have fewer completions."""
+        """Return the samples and metrics of the next train step; None if the data has ended.
+
+        The last train step may have fewer completions.
+        """
         if self.step == self.total_steps or (self._source.is_over and not self._carried):
             return None
         missing = max(0, self._steps.batch - len(self._carried))

@@ -12,7 +12,7 @@ def check_stop(stage: Stage) -> None:
     """Check whether any rank received a stop signal; all ranks call this function together.
 
     Raises:
-        StopAsked: at least one rank received a signal.
+        StopRequested: at least one rank received a signal.
     """
     if any_rank(stage.stop_requested):
         raise StopRequested

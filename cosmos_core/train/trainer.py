@@ -1,7 +1,7 @@
 """Trainer: runs optimizer steps on a model adapter with its optimizer and named weights.
 
-It is independent of the type of samples. It sorts samples into micro-batches by the adapter's cost, and each
-data-parallel rank runs its share of them.
+The trainer does not depend on the type of samples. It sorts samples into micro-batches by the cost that the adapter
+returns; each data-parallel rank runs some of the micro-batches.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -52,7 +52,7 @@ class Trainer:
     @property
     def has_separate_gradients(self) -> bool:
         """Return whether the gradient of a sample depends on no other sample of the update and on no random number."""
-        adapter = self.adapter  # a pipeline rank has only some modules of the model
+        adapter = self.adapter  # its `meta_copy` has all modules, also on a pipeline rank
         return not adapter.has_model_loss and not has_dropout(adapter.meta_copy if adapter.mesh else adapter.model)
 
     def add_model(self, name: str, adapter: ModelAdapter) -> None:
@@ -109,7 +109,7 @@ class Trainer:
     def evaluate(
         self, samples: Sequence[Any], wants: Wants = None, *, weights: str = "policy", size: int | None = None
     ) -> list[dict[str, Tensor]]:
-        """Return the outputs `wants` of each sample under named weights or another model, without dropout.
+        """Return the outputs that `wants` selects for each sample, under named weights or another model, no dropout.
 
         All ranks get the outputs of all samples. `size` is the number of samples in a forward pass; None: `mini_batch`.
         """
@@ -176,16 +176,16 @@ class Trainer:
         including the tokens of a supervised loss on data rows.
         """
         losses: list[Loss] = []
-        unmoved = self._names_equal_to_policy(update.extra_weights)
-        compared = self._reference_outputs(update, [name for name in update.extra_weights if name not in unmoved])
+        equal = self._names_equal_to_policy(update.extra_weights)
+        compared = self._reference_outputs(update, [name for name in update.extra_weights if name not in equal])
 
         def learn(micro: MicroBatch) -> Tensor:
             if update.extra_weights:
-                others = [
-                    compared.get(i, {}) | {f"{name}/{key}": v.detach() for name in unmoved for key, v in row.items()}
+                reference_rows = [
+                    compared.get(i, {}) | {f"{name}/{key}": v.detach() for name in equal for key, v in row.items()}
                     for i, row in zip(micro.indices, self.adapter.rows(micro), strict=True)
                 ]
-                stacked = {name: torch.stack([other[name] for other in others]) for name in others[0]}
+                stacked = {name: torch.stack([other[name] for other in reference_rows]) for name in reference_rows[0]}
                 micro = replace(micro, outputs=micro.outputs | stacked)
             loss = update.loss(micro)
             metrics, added = loss.metrics, torch.zeros_like(loss.value)
@@ -211,10 +211,10 @@ class Trainer:
         size: int | None = None,
         loss_fn: Callable[[MicroBatch], Tensor] | None = None,
     ) -> None:
-        """Pass each micro-batch of this rank to `consume`.
+        """Run the model on each micro-batch of this rank, and pass the micro-batch with its outputs to `consume`.
 
-        `loss_fn` is the loss function, if its derivative does not depend on the outputs, so that the forward pass can
-        already apply it; else None.
+        `loss_fn` is the loss function if its derivative does not depend on the outputs, so that the forward pass can
+        already use the derivative; else None.
         """
 
         def on_outputs(batch: Any, outputs: dict[str, Tensor]) -> Tensor | None:
@@ -248,10 +248,10 @@ class Trainer:
         planned = [adapter.assigned_batch(sample) for sample in samples]
         may_arrange = is_planned and None in planned
         if is_planned and None not in planned:
-            together: dict[Any, list[int]] = {}
+            batches_by_key: dict[Any, list[int]] = {}
             for i in ordered:
-                together.setdefault(planned[i], []).append(i)
-            batches = list(together.values())
+                batches_by_key.setdefault(planned[i], []).append(i)
+            batches = list(batches_by_key.values())
         else:
             is_planned, batches = False, [[i] for i in ordered]
         groups: dict[Any, list[list[int]]] = {}
@@ -283,21 +283,21 @@ class Trainer:
 
     def _clip_gradients(self) -> float:
         """Clip the gradients, and return their norm over all ranks before clipping."""
-        mesh, model, most = self.adapter.mesh, self.adapter.model, self._train.optm_grad_norm_clip
+        mesh, model, max_norm = self.adapter.mesh, self.adapter.model, self._train.optm_grad_norm_clip
         if not (mesh and mesh.pipeline):
-            return clip_gradients(model.parameters(), most)
+            return clip_gradients(model.parameters(), max_norm)
         sum_tied_gradients(model, mesh.pipeline)
-        return clip_over_stages(model, mesh.pipeline, most)
+        return clip_over_stages(model, mesh.pipeline, max_norm)
 
 
 def _chunks_of_rank(adapter: ModelAdapter, ordered: Sequence[Any], size: int) -> list[Sequence[Any]]:
     """Return this data-parallel rank's part of `ordered` in chunks of `size`; all ranks get the same number of
     chunks."""
-    most = len(ordered)
+    num_items = len(ordered)
     if adapter.mesh:
-        most = -(-len(ordered) // adapter.mesh.data.size())
+        num_items = -(-len(ordered) // adapter.mesh.data.size())
         ordered = adapter.mesh.select_local_items(ordered)
-    return [ordered[start : start + size] for start in range(0, most, size)]
+    return [ordered[start : start + size] for start in range(0, num_items, size)]
 
 
 def _cheapest(adapter: ModelAdapter, samples: Sequence[Any], indices: Sequence[int]) -> int:

@@ -60,11 +60,11 @@ class Validation:
         return None if self.async_validation is None else self.async_validation.step
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
-        """Return whether a step is validated."""
+        """Return whether the recipe sets a validation after train step `step`; the last step is always validated."""
         return self.measure is not None and (step % self.config.freq == 0 or is_last)
 
     def is_missing(self, step: int) -> bool:
-        """Return whether the last step was not validated because the data ended unexpectedly."""
+        """Return whether the last step `step` was not validated because the data ended unexpectedly."""
         return self.measure is not None and step != 0 and self._measured_at != step
 
     def was_cut_off(self, step: int) -> bool:
@@ -84,10 +84,10 @@ class Validation:
         return {} if self._is_held else self.publish(step)
 
     def run(self, step: int) -> dict[str, float]:
-        """Return the validation metrics of a step, which may become the best one.
+        """Validate the weights of train step `step`, which may become the best step, and return the metrics.
 
         Raises:
-            StopAsked: a signal requested a stop.
+            StopRequested: a signal requested a stop.
         """
         assert self.measure is not None
         self.progress.phase("validate")
@@ -113,7 +113,7 @@ class Validation:
         """Wait for the running validation, if any, and return whether a validation was running.
 
         Raises:
-            StopAsked: a signal requested a stop.
+            StopRequested: a signal requested a stop.
         """
         if self.async_validation is None or self.async_validation.step is None:
             return False
@@ -130,7 +130,7 @@ class Validation:
         }
 
     def load_state_dict(self, step: int, state: dict[str, Any]) -> None:
-        """Restore the state that `state_dict` returned for a checkpoint of `step`; empty if it is another run's."""
+        """Restore the state in a checkpoint of train step `step`; `state` is empty for a checkpoint of another run."""
         self.best = Best(**state["best"]) if state.get("best") else None
         self._step, self._measured_at = step, int(state.get("measured_at", step))
 
