@@ -1,5 +1,5 @@
-"""Show completions of a run as text with their rewards, for `cosmos samples`: those of training or, if there are none,
-of validation."""
+"""Show completions of a run as text with their rewards, for `cosmos samples`: completions of training or, if none were
+logged, of validation."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,13 +15,13 @@ _ORDERS = {"best": -1.0, "worst": 1.0}
 
 
 def iter_completions(run: Path, stage: str, step: int | None, order: str, most: int) -> Iterator[str]:
-    """Yield completions of a step as text, grouped by prompt or, with `order`, sorted by reward.
+    """Yield completions of one train step as text, grouped by prompt or, if `order` is set, sorted by reward.
 
     Args:
         run: Folder of the run.
         stage: Name of a stage; empty: the last stage that has completions.
-        step: Train step; None: the newest.
-        order: `best`, `worst` or empty.
+        step: Number of the train step; None: the newest step.
+        order: `best` or `worst` completions first; empty: order of the log.
         most: Maximum number of completions.
 
     Raises:
@@ -43,7 +43,8 @@ def iter_completions(run: Path, stage: str, step: int | None, order: str, most: 
 
 
 def newest(stage: Path, most: int) -> list[dict[str, Any]]:
-    """Return the first completions of the newest step of a stage that have text; empty if there are none."""
+    """Return the first `most` completions with text from the newest logged step of a stage; empty if no step was
+    logged."""
     return [line for line in _lines(stage, None) if not line.get("media") and completion_text(line, stage)][:most]
 
 
@@ -57,7 +58,7 @@ def _scores(line: dict[str, Any]) -> str:
 
 
 def completion_text(line: dict[str, Any], stage: Path) -> str:
-    """Return a logged completion as text: its turns or its text, or the paths of its images or videos."""
+    """Return a logged completion as text: its chat turns, its plain text, or the paths of its images or videos."""
     media, turns = line.get("media") or [], line.get("turns") or []
     if media:
         return "\n".join(str(stage / name) for name in ([media] if isinstance(media, str) else media))
@@ -78,8 +79,8 @@ def _stage(run: Path, name: str) -> Path:
 
 
 def _files(stage: Path) -> list[Path]:
-    """Return the files of training completions in the order of their steps, or the file of validation if there are
-    none."""
+    """Return the files with completions of training, ordered by step, or the file with completions of validation if
+    there are no completions of training."""
     return sorted((stage / FOLDER).glob("step_*.jsonl")) or [
         file for file in [stage / "samples.jsonl"] if file.exists()
     ]

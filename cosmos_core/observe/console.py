@@ -1,7 +1,7 @@
 """Print to the terminal: live progress of a run, its summary, and `cosmos status`.
 
-Without a terminal (CI, a log file, a pipe) the same information is printed as a small number of plain lines. Log
-records of Python are configured in `logs`.
+Without a terminal (CI, a log file, a pipe) the same information is printed as a small number of plain lines. The module
+`logs` configures log records.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from cosmos_core.run.progress import Position
 from cosmos_core.run.state import ACTIVE
 
 LINE_SECONDS = 10.0
-"""Minimum interval between two printed lines of a running stage, without a terminal."""
+"""Minimum number of seconds between two printed lines of a running stage if the output is no terminal."""
 
 STYLES = {
     "waiting": "dim", "running": "cyan", "retrying": "yellow", "reused": "blue", "done": "green",
@@ -43,7 +43,7 @@ _MARKS = {
 _BARS = "▁▂▃▄▅▆▇█"
 _MEMORY = {"GPU": "memory/gpu_gib", "memory": "memory/host_gib"}
 _SPARKS = 12  # number of characters of a sparkline
-# Phases that are not shown next to a step number, which implies them.
+# Phases that are shown only before the first step, because a step number implies them.
 _STEPPING = frozenset({"step", "generate", "score"})
 _PLAIN_WIDTH = 160
 
@@ -61,18 +61,22 @@ class _Line:
     """Phase, number of processed items and step of the last printed line, so that no line is printed twice."""
     phase_began: float = 0.0
     told_compiling: float = 0.0
-    """Number of seconds of compilation that a printed line has reported."""
+    """Compilation time in seconds that the last printed line about compilation has reported."""
     history: dict[int, float] = field(default_factory=dict)
-    """Value of the headline metric at each observed step."""
+    """Value of the headline metric (reward, loss or accuracy) by step."""
     anchor: Position | None = None
-    """Progress from which the time per step is computed: that of the first step of the attempt, which includes
-    compilation."""
+    """Progress at the first step of the attempt, from which the time per step is computed, so that compilation in that
+    step does not count."""
 
 
 class Display:
-    """Display of the progress of several stages; its methods may be called from several threads.
+    """Display of the progress of several stages; its methods are thread-safe.
 
-    With `terminal=None` the stream decides whether it is a terminal; `clock` returns seconds.
+    Args:
+        stages: Names of the stages to show.
+        terminal: Whether to show a live table; None: only if `stream` is a terminal.
+        stream: Output stream; None: standard output.
+        clock: Function that returns the current time in seconds.
     """
 
     def __init__(
@@ -104,8 +108,8 @@ class Display:
             self._live = None
 
     def update(self, stage: str, state: str, progress: Position | None = None) -> None:
-        """Update the state of a stage; `progress` is the content of its `progress.json`, or None to keep the last
-        one."""
+        """Update the state of a stage. `progress` is the content of its `progress.json`; None keeps the last
+        progress."""
         with self._lock:
             line = self._lines.setdefault(stage, _Line())
             self._width = max(self._width, len(stage))
@@ -127,8 +131,8 @@ class Display:
                 line.said = () if has_changed else _subject(line)
 
     def message(self, text: str) -> None:
-        """Print one line, above the live display if there is one."""
-        if self._live is not None:  # no self._lock: the live display acquires it while it holds its own lock
+        """Print one line of text, above the live table if it is shown."""
+        if self._live is not None:  # not under self._lock: the live display takes it while it holds its own lock
             self._console.print(Text(text))
             return
         with self._lock:
@@ -156,8 +160,8 @@ class Display:
         return [*words, formatting.duration(self._elapsed(line))] if line.began is not None else words
 
     def _news(self, line: _Line) -> list[str]:
-        """Return the texts for a line: the step with its metrics, unless they were already printed and the stage still
-        runs, and once the time of compilation."""
+        """Return the texts of a printed line: the step with its metrics, unless the last line of the running stage
+        reported the same step, and the compilation time if it has increased."""
         progress, compiled = line.progress, ""
         if progress is None:
             return []
@@ -207,7 +211,7 @@ def print_status(run_path: Path, *, stream: TextIO | None = None) -> None:
     console = _console(stream)
     console.print(Group(_table(run, _STATUS, title), *_remarks(run)))
     if text := pause_or_death(run):
-        # Without line breaks (soft_wrap), because the text contains a command to copy.
+        # soft_wrap: the text contains a command to copy, which must not be broken into lines
         console.print(Text(text, style="yellow"), soft_wrap=True)
 
 
@@ -222,7 +226,7 @@ def print_summary(run_path: Path, *, stream: TextIO | None = None) -> None:
     facts |= shown_cost(run)
     if (run.path / "report.html").is_file():
         facts["report"] = report_url(run.path) or str(run.path / "report.html")
-    if run.outcome in {"failed", "stopped"}:  # in a run that did not complete, run.model may be the base model
+    if run.outcome in {"failed", "stopped"}:  # the model of an incomplete run may be its base model
         facts |= {f"model of stage {stage.name!r}": str(stage.path / stage.info["model"]) for stage in run.trained}
     elif run.model is not None:
         facts |= {"model": str(run.model), "load it with": loading_line(run.model)}
@@ -232,11 +236,11 @@ def print_summary(run_path: Path, *, stream: TextIO | None = None) -> None:
     width = max(len(key) for key in facts)
     lines = [Text.assemble((f"{key:<{width}}  ", "dim"), value) for key, value in facts.items()]
     console = _console(stream)
-    # The title is printed separately, because the title of a table wraps at the width of the table.
+    # The title is not passed to the table, which would wrap it at the width of the table.
     console.print(Text(title, style="bold"), soft_wrap=True)
     console.print(Group(_table(run, _SUMMARY), *_remarks(run)))
     for line in lines:
-        # Without line breaks (soft_wrap), because lines contain paths and Python to copy.
+        # soft_wrap: lines contain paths and Python code to copy, which must not be broken into lines
         console.print(line, soft_wrap=True)
 
 
@@ -246,8 +250,8 @@ def _console(stream: TextIO | None) -> Console:
 
 
 def _remarks(run: RunRecord) -> list[Text]:
-    """Return a line for each stage that failed or was remade, and for each notice of a stage, for example about skipped
-    rows."""
+    """Return a line of text for each stage that failed or ran again although it had a result, and for each notice of a
+    stage, for example about skipped rows."""
     lines = []
     for stage in run.stages:
         if stage.status == "failed" and stage.state.error:
@@ -312,8 +316,7 @@ def _phase(line: _Line) -> str:
 
 
 def _subject(line: _Line) -> tuple[Any, ...]:
-    """Return the phase, number of processed items and step that identify a printed line, so that it is not printed
-    again."""
+    """Return the phase, number of processed items and step that a printed line of a stage reports."""
     progress = line.progress
     return ("", 0, 0) if progress is None else (progress.phase if _phase(line) else "", progress.done, progress.step)
 
@@ -331,22 +334,23 @@ def _numbers(line: _Line) -> list[str]:
 
 
 def _seconds(line: _Line) -> list[str]:
-    """Return the times of generation, scoring and training in the newest step, if it reports more than one of these
-    times."""
+    """Return the text with the seconds of generation, scoring and training in the newest step; empty if the step
+    reports only one of these times."""
     metrics = line.progress.metrics if line.progress and line.state in ACTIVE else {}
     times = [(name, metrics[f"time/{name}"]) for name in ("generate", "score", "train") if f"time/{name}" in metrics]
     return [" ".join(f"{name} {formatting.duration(seconds)}" for name, seconds in times)] if len(times) > 1 else []
 
 
 def _memory(line: _Line) -> list[str]:
-    """Return the memory that the training uses: of the GPU if there is one, otherwise of the host."""
+    """Return the text with the memory that training uses: GPU memory if it is measured, otherwise host memory."""
     metrics = line.progress.metrics if line.progress and line.state in ACTIVE else {}
     used = [f"{name} {metrics[key]:.1f} GiB" for name, key in _MEMORY.items() if key in metrics]
     return used[:1]
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Return values as a row of small bars scaled to their range; empty for fewer than two values."""
+    """Return a sparkline of values: a row of small bars, scaled to the range of the values; empty for fewer than two
+    values."""
     if len(values) < 2:
         return ""
     count = min(_SPARKS, len(values))
@@ -372,8 +376,8 @@ def _set_anchor(line: _Line, now: Position) -> None:
 
 
 def _eta_seconds(line: _Line) -> float | None:
-    """Return the estimated number of seconds until the last step, from the time per step since the first observed step;
-    None if it is unknown."""
+    """Return the estimated number of seconds until the last step of a stage, from the time per step since its first
+    observed step; None if it is unknown."""
     now, first = line.progress, line.anchor
     if now is None or first is None or not now.total or not first.step < now.step < now.total:
         return None

@@ -1,4 +1,4 @@
-"""Compute what a run has cost so far: the GPU hours that its stages held, by attempt, and their price."""
+"""Compute the cost of a run so far: the GPU hours that the attempts of its stages held, and their price."""
 
 from __future__ import annotations
 
@@ -22,25 +22,26 @@ class RunCost:
     """GPU hours that a run has held so far, and their cost."""
 
     holds: dict[str, list[Hold]]
-    """Intervals in which the attempts of each stage held GPUs."""
+    """Time intervals in which the attempts of each stage held GPUs, by stage name."""
     price: float | None
-    """Price of a GPU hour; None: unknown."""
+    """Price of one GPU hour; None: unknown."""
     budget: float | None
     estimated_hours: float | None
-    """GPU hours according to `plan --estimate`; None if it was not called, or could not estimate a stage."""
+    """Estimated GPU hours of the run from `plan --estimate`; None if it was not called, or could not estimate a
+    stage."""
 
     @property
     def hours(self) -> float:
-        """Return the GPU hours of all attempts of all stages."""
+        """Return the GPU hours that all attempts of all stages held."""
         return sum(map(gpu_seconds, self.holds.values())) / _SECONDS_PER_HOUR
 
     def cost(self, hours: float | None) -> str:
-        """Return the cost of GPU hours as text; empty without a price, or if the hours are unknown."""
+        """Return the cost of a number of GPU hours as text; empty if the price or the number is unknown (None)."""
         return "" if self.price is None or hours is None else formatting.number(hours * self.price)
 
     @property
     def rows(self) -> Iterator[tuple[str, int, int, float, str, str]]:
-        """Yield stage, attempt, number of GPUs, seconds, GPU hours and cost of each interval."""
+        """Yield for each time interval: stage, attempt, number of GPUs, seconds, GPU hours and cost."""
         for stage, holds in self.holds.items():
             for hold in holds:
                 hours = gpu_seconds([hold]) / _SECONDS_PER_HOUR
@@ -58,7 +59,7 @@ class RunCost:
 
 
 def cost_of(run_path: Path) -> RunCost:
-    """Return what a run has cost so far."""
+    """Return the GPU hours and the cost of a run so far."""
     pipeline, facts = read_pipeline(run_path), read_facts(run_path)
     price, budget = (
         float(value) if isinstance(value := pipeline.get(key), int | float) else None
@@ -71,14 +72,15 @@ def cost_of(run_path: Path) -> RunCost:
 
 
 def shown_cost(run: RunRecord) -> dict[str, str]:
-    """Return the cost of a run as one entry for a list of facts about it; empty if no stage has held GPUs."""
+    """Return the cost of a run as a dict with one entry, label and text, for a list of facts; empty if no stage held
+    GPUs."""
     cost = cost_of(run.path)
     return {"cost" if cost.price is not None else "GPUs held": str(cost)} if cost.holds else {}
 
 
 def table_of_costs(output_dir: Path, most: int) -> Table:
-    """Return a table with the GPU hours and costs of the newest runs of a folder, the newest last, and of all of
-    them."""
+    """Return a table with the GPU hours and costs of the `most` newest runs of a folder, the newest last, and their
+    sums."""
     table = Table("run", "pipeline", "outcome")
     for column in ("GPU hours", "cost", "estimate", "budget"):
         table.add_column(column, justify="right")

@@ -1,7 +1,7 @@
-"""Compute the layout of a graph of stages for `graph.svg`: boxes in columns by depth, and the edges between them.
+"""Compute the layout of the stage graph for `graph.svg`: boxes in columns by depth, and the edges between them.
 
-For small graphs: layers from left to right (Sugiyama's method, with one sweep by the mean height of the predecessors).
-An edge across several columns gets an empty slot in each of them, so that no edge crosses a box.
+The layout is made for small graphs: layers from left to right (Sugiyama's method, with one sweep by the mean height of
+the predecessors). An edge across several columns gets an empty slot in each of them, so that no edge crosses a box.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ _MARGIN = 4
 
 @dataclass(frozen=True)
 class Graph:
-    """Layout of a graph of stages, in pixels."""
+    """Layout of the graph of a run's stages; all lengths are in pixels."""
 
     width: float
     height: float
     boxes: list[tuple[float, float, StageRecord]]
-    """Left edge, top edge and stage of each box."""
+    """Position of the left edge, position of the top edge, and stage of each box."""
     edges: list[tuple[str, bool]]
-    """SVG path of each segment of an edge, and whether the segment ends at a box rather than at the slot of a long
-    edge."""
+    """SVG path of each segment of an edge, and whether the segment ends at a box; otherwise it ends at the slot of an
+    edge that spans several columns."""
     box_width: int = _BOX_WIDTH
     box_height: int = _BOX_HEIGHT
 
 
 @dataclass
 class _Node:
-    """Node of the layout: a stage, or the slot of a long edge in a column (`stage` is None)."""
+    """Node of the layout: a stage, or (`stage` is None) the slot of an edge that spans several columns."""
 
     column: int
     stage: StageRecord | None
@@ -50,7 +50,7 @@ class _Node:
 
 
 def layout(run: RunRecord) -> Graph | None:
-    """Return the layout of the stages of a run; None if there are no stages."""
+    """Return the layout of the stages of a run; None if the run has no stages."""
     nodes = _nodes(run.stages)
     if not nodes:
         return None

@@ -1,4 +1,4 @@
-"""Format durations, numbers and names of metrics, for the console and the report."""
+"""Format durations, numbers and names of metrics for the console and the report."""
 
 import math
 import time
@@ -15,11 +15,11 @@ _IN_TABLES = {
     "accuracy": "accuracy", "reward": "reward", "loss": "loss", "logprob_difference_p95": "log-prob difference p95",
 }  # fmt: skip
 _OF_BOTH = frozenset({"reward", "loss"})
-"""Names of metrics that both training and validation report, from different rows or completions."""
+"""Names of metrics that training and validation both report, computed from different rows or completions."""
 
 
 class Rank(Protocol):
-    """Machine and devices of a rank."""
+    """Interface of an object with the machine and the devices of a rank."""
 
     @property
     def host(self) -> str:
@@ -38,7 +38,7 @@ class Rank(Protocol):
 
 
 def duration(seconds: float | None) -> str:
-    """Return a duration as `3.1s`, `42s`, `1m40s`, `2h05m`, `3d04h`; a dash for None."""
+    """Return a duration in seconds as text such as `3.1s`, `42s`, `1m40s`, `2h05m`, `3d04h`; a dash for None."""
     if seconds is None or not math.isfinite(seconds):
         return "–"
     if seconds < 9.95:
@@ -54,7 +54,7 @@ def duration(seconds: float | None) -> str:
 
 
 def machines(ranks: Iterable[Rank]) -> str:
-    """Return the machines of a stage's ranks as text: `node-3 (8 ranks, NVIDIA H100, 16 threads)`."""
+    """Return the machines of a stage's ranks as text such as `node-3 (8 ranks, NVIDIA H100, 16 threads)`."""
     count = Counter((rank.host, ", ".join(dict.fromkeys(rank.gpus)) or "cpu", rank.threads) for rank in ranks)
     return "; ".join(
         f"{host} ({num} rank{'' if num == 1 else 's'}, {device}, {threads} threads)"
@@ -63,12 +63,12 @@ def machines(ranks: Iterable[Rank]) -> str:
 
 
 def clock(unix: float | None) -> str:
-    """Return a unix time as local date and time; empty if the time is unknown."""
+    """Return a unix time as local date and time; empty if the time is None or 0."""
     return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(unix)) if unix else ""
 
 
 def moment(unix: float | None) -> str:
-    """Return the local time as `20:14`, preceded by the date unless it is today; a dash for None."""
+    """Return a unix time as local time such as `20:14`, with the date if it is not today; a dash for None."""
     if unix is None:
         return "–"
     then, now = time.localtime(unix), time.localtime()
@@ -76,13 +76,13 @@ def moment(unix: float | None) -> str:
 
 
 def size(num_bytes: int) -> str:
-    """Return a size in bytes as text: `850 B`, `3.2 kB`, `1.4 MB`."""
+    """Return a number of bytes as text such as `850 B`, `3.2 kB`, `1.4 MB`."""
     text = count(num_bytes)
     return f"{text[:-1]} {text[-1]}B" if text[-1].isalpha() else f"{text} B"
 
 
 def as_float(value: float) -> float:
-    """Return a metric as a float; an integer that is too large for a float is infinite."""
+    """Return a metric as a float, or infinity if it is an integer that is too large for a float."""
     try:
         return float(value)
     except OverflowError:
@@ -90,8 +90,8 @@ def as_float(value: float) -> float:
 
 
 def number(value: Any) -> str:
-    """Return a metric with three decimals, a whole or large number with thousands separators, a tiny one with three
-    significant digits, and None as a dash."""
+    """Return a metric as text: with three decimals; whole and large numbers with thousands separators; numbers below
+    0.001 with three significant digits; None as a dash."""
     if value is None:
         return "–"
     if isinstance(value, bool | str):
@@ -105,7 +105,7 @@ def number(value: Any) -> str:
 
 
 def count(value: float) -> str:
-    """Return a count as text: `850`, `3.2k`, `1.4M`."""
+    """Return a count as text such as `850`, `3.2k`, `1.4M`."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{value / size:.1f}{letter}"
@@ -121,8 +121,8 @@ def family(key: str) -> str:
 
 
 def verdict(key: str, change: float | None) -> str:
-    """Return `better` or `worse` for a change of a metric; empty for metrics that are neither, such as a length or a
-    count."""
+    """Return whether a change of a metric is `better` or `worse`; empty for no change, and for metrics without a
+    preferred direction, such as a length."""
     lower_is_better = any(word in key.lower() for word in LOWER_IS_BETTER)
     if not change or not (lower_is_better or family(key) in _HEADLINES):
         return ""
@@ -130,8 +130,8 @@ def verdict(key: str, change: float | None) -> str:
 
 
 def headline(metrics: Mapping[str, Any]) -> tuple[str, float] | None:
-    """Return name and value of the metric for a progress line: the reward if there is one, otherwise the loss,
-    otherwise the accuracy; None if there is none of them."""
+    """Return name and value of the metric for a progress line: the reward, else the loss, else the accuracy; None if
+    none of the three was measured."""
     for name in _HEADLINES:
         for key, value in metrics.items():
             if family(key) == name and isinstance(value, int | float):
@@ -140,7 +140,7 @@ def headline(metrics: Mapping[str, Any]) -> tuple[str, float] | None:
 
 
 def tokens_per_second(metrics: Mapping[str, Any]) -> float | None:
-    """Return the number of tokens per second among the metrics; None if it was not measured."""
+    """Return the number of tokens per second from the metrics of a step; None if it was not measured."""
     for key, value in metrics.items():
         if family(key) == "tokens_per_second" and isinstance(value, int | float):
             return as_float(value)
@@ -148,8 +148,8 @@ def tokens_per_second(metrics: Mapping[str, Any]) -> float | None:
 
 
 def key_metrics(metrics: Mapping[str, Any], most: int = 4) -> dict[str, float]:
-    """Return the most important metrics, `most` at most: validation first, then reward, loss, accuracy, then the
-    rest."""
+    """Return at most `most` of the metrics, the most important first: metrics of validation, then reward, loss and
+    accuracy, then all others."""
 
     def rank(key: str) -> int:
         if key.startswith("validation/"):
@@ -161,14 +161,14 @@ def key_metrics(metrics: Mapping[str, Any], most: int = 4) -> dict[str, float]:
 
 
 def short(key: str) -> str:
-    """Return the short name of a metric: `loss` for training, `held-out loss` for validation."""
+    """Return the short name of a metric for tables: `loss` for training, `held-out loss` for validation."""
     name = _IN_TABLES.get(family(key), family(key))
     return f"held-out {name}" if key.startswith("validation/") and name in _OF_BOTH else name
 
 
 def table_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics for one row of a table, by short name; if none of the usual metrics exists, the first
-    three."""
+    """Return the metrics for one row of a table by short name: accuracy, reward, loss and log-prob difference, or the
+    first three metrics if none of these exists."""
     ranked = key_metrics(metrics, most=len(metrics))
     shown: dict[str, float] = {}
     for name in _IN_TABLES:

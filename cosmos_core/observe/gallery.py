@@ -4,7 +4,7 @@ and rewards.
     <stage>/visual_output/step_<N>/0-0.png | 0-0.mp4    prompt 0, completion 0
     <stage>/visual_output/step_<N>/grid.png             one row per prompt; the middle frame of a video
 
-The report, the artifacts of Prefect and the sinks read these files. Sampling itself is not part of this module.
+The report, the artifacts of Prefect and the metric sinks read these files. Other modules generate the samples.
 """
 
 import base64
@@ -23,28 +23,28 @@ GRID = "grid.png"
 VIDEO = ".mp4"
 FRAMES_PER_SECOND = 8
 MOST_PROMPTS, _MOST_OF_PROMPT = 12, 8
-_CELL = 96  # minimum width of a cell of the grid, in pixels
+_CELL = 96  # width in pixels up to which small images are enlarged in the grid
 _LARGEST = 256
 _LINE, _MARGIN, _INK, _PAPER = 12, 4, (40, 40, 48), (255, 255, 255)
-_LETTER = 6  # approximate width of a letter, in pixels
+_LETTER = 6  # approximate width in pixels of a letter in captions
 _MOST_EMBEDDED_BYTES = 2 << 20
 
 
 @dataclass(frozen=True)
 class GeneratedSample:
-    """A generated image or video with its prompt and reward."""
+    """Generated image or video with its prompt and its reward."""
 
     prompt: str
     pixels: np.ndarray
-    """uint8 array with the dimensions height, width, 3 for an image, and frames in front of them for a video."""
+    """uint8 array of shape (height, width, 3) for an image, or (frames, height, width, 3) for a video."""
     reward: float | None
-    """Reward of the image or video; None: there is no valid reward."""
+    """Reward of the image or video; None: the reward function returned no valid reward."""
     is_scored: bool = True
-    """Whether a reward was computed for the sample."""
+    """Whether a reward was computed for the image or video."""
 
     @property
     def is_video(self) -> bool:
-        """Return True if the pixels are those of a video."""
+        """Return True if the sample is a video."""
         return self.pixels.ndim == 4
 
     @property
@@ -54,21 +54,22 @@ class GeneratedSample:
 
     @property
     def caption(self) -> str:
-        """Return the caption of the sample: its reward as text; empty if none was computed."""
+        """Return the reward as text for the caption of the sample; empty if no reward was computed."""
         if not self.is_scored:
             return ""
         return "no valid reward" if self.reward is None else f"{self.reward:.3g}"
 
 
 def step_folder(stage: Path, step: int) -> Path:
-    """Return the folder with the samples that were generated after a train step."""
+    """Return the folder with the samples that were generated after train step `step`."""
     return stage / FOLDER / f"step_{step}"
 
 
 def save(stage: Path, step: int, rows: Sequence[Sequence[GeneratedSample]]) -> list[list[str]]:
-    """Write the samples of each prompt and their grid; return the paths of each row, relative to the stage.
+    """Write the samples of each prompt and their grid to the folder of a step; return the paths of each row, relative
+    to the stage.
 
-    Only the first prompts and the first samples of each prompt are saved, up to the limits of this module.
+    At most `MOST_PROMPTS` prompts and 8 samples per prompt are saved.
     """
     target = step_folder(stage, step)
     names = save_rows(target, [row[:_MOST_OF_PROMPT] for row in rows[:MOST_PROMPTS]])
@@ -76,7 +77,8 @@ def save(stage: Path, step: int, rows: Sequence[Sequence[GeneratedSample]]) -> l
 
 
 def save_rows(target: Path, rows: Sequence[Sequence[GeneratedSample]]) -> list[list[str]]:
-    """Write the samples of each prompt and their grid into a new folder `target`; return the file names of each row."""
+    """Write the samples of each prompt and their grid into a new folder `target`; return the file names of each
+    prompt."""
     with replaced_folder(target) as folder:
         names = [[_write(folder, f"{p}-{k}", drawing) for k, drawing in enumerate(row)] for p, row in enumerate(rows)]
         _image(grid(rows)).save(folder / GRID)
@@ -84,20 +86,25 @@ def save_rows(target: Path, rows: Sequence[Sequence[GeneratedSample]]) -> list[l
 
 
 def samples_of_group(scored: ScoredGroup, at: Iterable[int], *, is_scored: bool = True) -> list[GeneratedSample]:
-    """Return the generated images or videos among the completions of a group at the indices `at`."""
+    """Return the generated images or videos of the completions with the indices `at` in a scored group.
+
+    Args:
+        is_scored: Whether the scores of the group are rewards to show.
+    """
     samples = [(scored.group.completions[k].diffusion_sample, scored.scores[k].value) for k in at]
     text = scored.group.prompt.text
     return [GeneratedSample(text, each.pixels.numpy(), value, is_scored) for each, value in samples if each is not None]
 
 
 def newest_grid(stage: Path) -> Path | None:
-    """Return the path of the grid image of the newest step; None if there is no grid."""
+    """Return the path of the grid image of the newest step; None if no grid was written."""
     grids = {step_of(path.parent.name): path for path in (stage / FOLDER).glob(f"step_*/{GRID}")}
     return grids[max(grids)] if grids else None
 
 
 def grid(rows: Sequence[Sequence[GeneratedSample]]) -> np.ndarray:
-    """Return one image with all samples, a row for each prompt, with the prompt above the row and each reward below."""
+    """Return one image of all samples, with a row for each prompt, the prompt above its row, and each reward below its
+    sample."""
     from PIL import Image, ImageDraw
 
     height, width = _cell_size([drawing.still.shape for row in rows for drawing in row])
@@ -119,7 +126,8 @@ def grid(rows: Sequence[Sequence[GeneratedSample]]) -> np.ndarray:
 
 
 def data_uri(path: Path) -> str:
-    """Return a file as a data: URI, an image as a thumbnail; empty if the file is missing or too large to embed."""
+    """Return a media file as a data: URI, an image as a thumbnail; empty if the file is missing or too large to
+    embed."""
     from PIL import Image
 
     try:
@@ -135,7 +143,7 @@ def data_uri(path: Path) -> str:
 
 
 def png_uri(path: Path) -> str:
-    """Return an unmodified PNG file as a data: URI."""
+    """Return a PNG file as a data: URI, in its original size."""
     return _uri("image/png", path.read_bytes())
 
 
@@ -148,7 +156,7 @@ def _write(folder: Path, name: str, drawing: GeneratedSample) -> str:
 
 
 def _write_video(path: Path, frames: np.ndarray) -> None:
-    """Write frames as H.264, cropped to even width and height."""
+    """Write frames as an H.264 video, cropped to even width and height, which H.264 requires."""
     import av
 
     height, width = (length - length % 2 for length in frames.shape[1:3])
@@ -162,8 +170,8 @@ def _write_video(path: Path, frames: np.ndarray) -> None:
 
 
 def _cell_size(shapes: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """Return height and width of all cells of a grid: small images are enlarged by a whole number, large images
-    reduced."""
+    """Return height and width in pixels of the cells of a grid: small images are enlarged by a whole factor, large
+    images reduced."""
     height, width = max(shape[0] for shape in shapes), max(shape[1] for shape in shapes)
     scale = max(1, -(-_CELL // width)) if width < _CELL else min(1.0, _LARGEST / max(height, width))
     return round(height * scale), round(width * scale)
@@ -195,7 +203,7 @@ def _uri(kind: str, content: bytes) -> str:
 
 
 def _truncate(text: str, width: int) -> str:
-    """Return the text truncated to a width in pixels, with Latin-1 characters only, which the font of Pillow has."""
+    """Return a text in Latin-1, which the font of Pillow supports, truncated to a width in pixels."""
     line = text.replace("\n", " ").encode("latin-1", "replace").decode("latin-1")
     most = max(1, width // _LETTER)
     return line if len(line) <= most else f"{line[: most - 2]}.."

@@ -1,8 +1,7 @@
-"""Configure the log output of the command line and the worker, and the environment variables that disable telemetry of
-libraries.
+"""Configure the log output of the command line and the worker, and the environment variables that disable telemetry.
 
-Each record is one line, `12:03:44 INFO cosmos_core.train message`. The metrics of a stage are logged with one line per
-step, at most one per second, and with the few metrics of a table; all metrics are in `metrics.jsonl`.
+Each record is one line, `12:03:44 INFO cosmos_core.train message`. The log contains the most important metrics of a
+step, at most once per second; `metrics.jsonl` contains all metrics of all steps.
 """
 
 import logging
@@ -31,20 +30,20 @@ NO_PHONE_HOME: dict[str, str] = {
     "WANDB_ERROR_REPORTING": "false",
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
-"""Environment variables that disable the telemetry of every library used here."""
+"""Environment variables that disable the telemetry of all libraries in use."""
 _LESS_NOISE = {"TORCH_LOGS": "-torch.utils._pytree"}
-"""Environment variables against repeated warnings: torch has a separate log handler, which reports each enumeration
-that torchao registers twice."""
+"""Environment variables that suppress repeated warnings: torch logs a warning for each enumeration that torchao
+registers twice, through a separate log handler."""
 
 NOISY = frozenset({
     "PIL", "accelerate", "asyncio", "datasets", "filelock", "fsspec", "httpcore", "httpx", "huggingface_hub",
     "matplotlib", "numexpr", "prefect", "ray", "tensorboard", "torch", "transformers", "urllib3", "uvicorn",
     "wandb",
 })  # fmt: skip
-"""Names of the top-level loggers of which only warnings and errors are shown."""
+"""Names of top-level loggers whose records are shown only from level WARNING."""
 _ALARMED = frozenset({"torchao", "vllm"})
-"""Names of the loggers of which only errors are shown: vLLM warns a dozen times at each start and at each weight sync,
-and torchao for each kernel that it cannot load."""
+"""Names of top-level loggers whose records are shown only from level ERROR: vLLM logs a dozen warnings at each start
+and weight sync, and torchao one for each kernel that it cannot load."""
 
 _STEP_SECONDS = 1.0
 
@@ -52,16 +51,18 @@ _SHORT = {"WARNING": "WARN", "CRITICAL": "FATAL"}
 
 
 def configure(level: str | int = "INFO", stream: TextIO | None = None) -> None:
-    """Send every log record of this process to `stream` as one line; a second call replaces the first configuration.
+    """Write every log record of this process as one line to `stream`; a second call replaces the configuration of the
+    first.
 
-    With `stream=None` the handler uses the current `sys.stderr` for each record, so that a live display can redirect
-    it. Call this before importing vLLM: it sets `VLLM_CONFIGURE_LOGGING=0`, without which vLLM adds its own handler.
+    If `stream` is None, each record is written to the current `sys.stderr`, so that a live display can redirect it.
+    Call this function before importing vLLM, because it sets `VLLM_CONFIGURE_LOGGING=0`, without which vLLM adds its
+    own handler.
     """
     if "VLLM_LOGGING_CONFIG_PATH" not in os.environ:
         os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
     handler = LineHandler(stream)
     handler.setFormatter(_LineFormatter("%(asctime)s %(levelname)-5s %(name)s  %(message)s", datefmt="%H:%M:%S"))
-    # Libraries are silenced by a filter, because Prefect and vLLM reset logger levels when they are imported.
+    # A filter silences libraries, because Prefect and vLLM reset the levels of loggers when they are imported.
     handler.addFilter(_is_worth_a_line)
     root = logging.getLogger()
     for previous in [each for each in root.handlers if isinstance(each, LineHandler)]:
@@ -71,12 +72,13 @@ def configure(level: str | int = "INFO", stream: TextIO | None = None) -> None:
 
 
 def quiet_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Return a copy of `env` with variables that make libraries quiet; variables that the user has set are kept."""
+    """Return a copy of `env` with added variables that disable telemetry and suppress warnings; variables in `env` are
+    kept."""
     return {**NO_PHONE_HOME, **_LESS_NOISE, **env}
 
 
 class StepLog:
-    """Logger for the metrics of a stage: one line per step, at most one per second, and the last line."""
+    """Logger for the metrics of a stage: one line per step, at most one per second, and always the last step."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -84,7 +86,7 @@ class StepLog:
         self._logged = -math.inf
 
     def tell(self, line: dict[str, Any]) -> None:
-        """Log a line of `metrics.jsonl`, unless another line was logged within the last second."""
+        """Log one line of `metrics.jsonl`, or keep it for `flush` if another line was logged within the last second."""
         self._waiting = line
         if time.monotonic() - self._logged >= _STEP_SECONDS:
             self.flush()
@@ -103,7 +105,7 @@ class StepLog:
 
 
 class LineHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Log handler that writes to the given stream or, by default, to the current `sys.stderr` of each record.
+    """Log handler that writes to a stream or, if the stream is None, to the current `sys.stderr` at each record.
 
     The class name has no underscore: Prefect replaces the root handlers unless one has a formatter and a public name.
     """

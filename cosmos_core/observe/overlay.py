@@ -1,6 +1,7 @@
-"""Build one HTML page that compares several runs: changed settings, metrics, and curves in shared panels.
+"""Build one HTML page that compares several runs: changed settings, metrics, and the curves of all runs in shared
+plots.
 
-Built from the run directories and from the templates of the report; the page has no external resources.
+The page is built from the run directories with the templates of the report, and loads no external resources.
 """
 
 from collections.abc import Sequence
@@ -19,10 +20,10 @@ _PAGE = "compare.html"
 
 
 def build(paths: Sequence[Path]) -> str:
-    """Return the page that compares the runs at `paths`, whose stages are matched by name.
+    """Return the HTML page that compares the runs at `paths`; stages of different runs are matched by name.
 
     Raises:
-        ConfigError: there is one run only, one is named twice, or there are more than the panels can distinguish.
+        ConfigError: there is only one run, a run is named twice, or there are more runs than colours and line styles.
     """
     names = [path.name for path in paths]
     if len(set(names)) < len(names) or not 2 <= len(names) <= MOST_LINES:
@@ -42,7 +43,8 @@ def build(paths: Sequence[Path]) -> str:
 
 
 def _settings(runs: Sequence[RunRecord]) -> list[tuple[str, ...]]:
-    """Return the settings that differ, each as its key and one value per run; one that all stages share is one row."""
+    """Return the settings that differ between runs, each as its key and one value per run. A setting that differs in
+    the same way in all stages is one row."""
     settings = [resolved(run.path) for run in runs]
     changes: dict[str, list[tuple[str, ...]]] = {}
     for name in dict.fromkeys(name for each in settings for name in each):
@@ -54,7 +56,8 @@ def _settings(runs: Sequence[RunRecord]) -> list[tuple[str, ...]]:
 
 
 def _metrics(runs: Sequence[RunRecord], stages: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the most important metrics of each stage with one value per run, and the change from first to last run."""
+    """Return the most important metrics of each stage with one value per run, and whether the change from the first to
+    the last run is better or worse."""
     rows = []
     for name in stages:
         metrics = [next((stage.metrics for stage in run.stages if stage.name == name), {}) for run in runs]

@@ -1,4 +1,4 @@
-"""Table of the decisions of a plan: the stages that a run would reuse, those that would run, and the reasons."""
+"""Table of the decisions of `cosmos plan`: whether a run would reuse or run each stage, and the reasons."""
 
 from collections.abc import Mapping
 
@@ -13,8 +13,8 @@ _WILL = {"adopt": "be reused", "reuse": "be reused", "run": "run", "depends": "r
 
 
 def plan_table(pipeline: Pipeline, decisions: Mapping[str, Decision]) -> Table:
-    """Return a table of what `cosmos plan` decides for each stage: run it or reuse a result, and why. The caption lists
-    the sweeps, the devices on which the ranks of each stage run, and the smallest differences that gates can show."""
+    """Return a table of the decision of `cosmos plan` for each stage, run or reuse, with its reason. The caption lists
+    the sweeps, the devices for the ranks of each stage, and the smallest differences that gates can show."""
     table = Table("stage", "kind", "after", "will", "why", title=pipeline.config.name)
     for stage in pipeline.stages:
         decision = decisions[stage.name]

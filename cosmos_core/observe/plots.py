@@ -1,7 +1,7 @@
-"""Plot the curves of `metrics.jsonl` with matplotlib: a PNG for Prefect's artifacts, SVG for the report.
+"""Plot the curves of `metrics.jsonl` with matplotlib: as PNG for Prefect's artifacts, as SVG for the report.
 
-One panel for each family of metrics (`train/loss` and `validation/loss` share one), with the step as x axis. The names
-of the metrics are read from the lines, independent of the algorithm.
+Each family of metrics has one panel with the step as x axis; `train/loss` and `validation/loss` share one. The names of
+the metrics are read from the file, so the plots do not depend on the algorithm.
 """
 
 from __future__ import annotations
@@ -22,37 +22,38 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PANELS = ("loss", "reward", "accuracy", "kl", "grad_norm")
-"""Families of metrics that are plotted by default, one panel each."""
+"""Families of metrics that are plotted by default, each in one panel."""
 REPORT_PANELS = (*PANELS, "reward/", "entropy", "length", "lr", "time/", "memory/")
-"""Families of metrics that the report plots; a name that ends with a slash stands for every metric with that prefix
-that has no panel of its own."""
+"""Families of metrics that the report plots. A name that ends with a slash stands for all metrics with that prefix that
+have no panel otherwise."""
 _TITLES = {"reward/": "parts of the reward"}
 _NO_PARTS = {f"reward/{name}" for name in ("std", "group_std", "invalid", "constant_groups")}
 
 _INK, _GRID = "#6b7280", "#d4d4d8"
 _LINES = ("#4f6bed", "#e0802f", "#2f9e6e", "#b0569e")
 MOST_LINES = 2 * len(_LINES)
-"""Maximum number of lines in a panel; the second half is dashed."""
+"""Maximum number of lines in a panel; lines beyond the number of colours are dashed."""
 _VARIABLES = {_INK: "var(--ink-soft, #6b7280)", _GRID: "var(--grid, #d4d4d8)"} | {
     colour: f"var(--line-{index}, {colour})" for index, colour in enumerate(_LINES)
 }
-_LARGEST = 1e300  # largest plotted value: matplotlib's differences and margins must be finite
+_LARGEST = 1e300  # largest plotted value: beyond it, matplotlib's margins overflow to infinity
 _SIZE = (3.5, 2.1)  # width and height of one panel in inches
 _STYLE: Any = {
-    "svg.fonttype": "none",  # text as text elements: smaller than outlines, and in the font of the page
-    "svg.hashsalt": "cosmos",  # a fixed salt of ids, so that the same curves give the same bytes
+    "svg.fonttype": "none",  # text elements are smaller than outlines and use the font of the page
+    "svg.hashsalt": "cosmos",  # a fixed salt, so that the same curves give the same ids and bytes
     "font.family": ["sans-serif"],
     "font.size": 8.0,
     "text.parse_math": False,
 }
-_drawing = threading.Lock()  # matplotlib's settings are global, and several threads plot
+_drawing = threading.Lock()  # serialises plotting in several threads, because matplotlib's settings are global
 Series = dict[str, tuple[list[float], list[float]]]
 
 
 def curves(lines: Sequence[dict[str, Any]], keys: Sequence[str] = PANELS) -> bytes:
-    """Return a PNG with one panel for each family in `keys` that occurs in the metrics, or with a note if none occurs.
+    """Return a PNG with a panel for each metric family in `keys` that occurs, or with the text "no metrics yet" if none
+    occurs.
 
-    `lines` are the lines of `metrics.jsonl`. NaN, infinities and values beyond 1e300 leave a gap.
+    `lines` are the parsed lines of `metrics.jsonl`. NaN, infinities and values beyond 1e300 leave a gap in the curve.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -72,18 +73,21 @@ def curves(lines: Sequence[dict[str, Any]], keys: Sequence[str] = PANELS) -> byt
 
 
 def curves_svg(lines: Sequence[dict[str, Any]], keys: Sequence[str] = PANELS) -> str:
-    """Return one `<svg>` for each panel, to embed in an HTML page; empty if there is nothing to plot.
+    """Return one `<svg>` element for each metric family in `keys` that occurs, to embed in an HTML page; empty if none
+    occurs.
 
-    Colours are CSS variables of the page, `--ink-soft`, `--grid`, `--line-0` to `--line-3`, with defaults, so that they
-    follow its light or dark mode.
+    Colours are CSS variables, `--ink-soft`, `--grid`, `--line-0` to `--line-3`, with defaults, so that the plots follow
+    the light or dark mode of the page.
     """
     return _pictures(_panels(lines, keys))
 
 
 def overlay_svg(curves: Mapping[str, Sequence[dict[str, Any]]], keys: Sequence[str] = PANELS) -> str:
-    """Return one `<svg>` for each metric of the families in `keys`, with one line for each run.
+    """Return one `<svg>` element for each metric of the families in `keys`, with one line for each run.
 
-    `curves` are the lines of `metrics.jsonl` of each run, by its name.
+    Args:
+        curves: Parsed lines of `metrics.jsonl` by name of the run.
+        keys: Families of metrics to plot.
     """
     metrics: dict[str, Series] = {}
     for run, lines in curves.items():
@@ -114,7 +118,7 @@ def _panels(lines: Sequence[dict[str, Any]], keys: Sequence[str]) -> dict[str, S
             continue
         for key, value in line.items():
             prefix, slash, _ = key.partition("/")
-            panel = name if (name := family(key)) in panels else prefix + slash  # `time` alone is the clock's
+            panel = name if (name := family(key)) in panels else prefix + slash  # the key `time` is no metric
             if (
                 panel in panels
                 and key not in _NO_PARTS
@@ -136,7 +140,7 @@ def _title(name: str) -> str:
 
 
 def _plot_value(value: float) -> float:
-    """Return a value for the plot: NaN, which leaves a gap, for a value beyond the range of an axis."""
+    """Return a value to plot, or NaN, which leaves a gap in the curve, if the value exceeds the range of an axis."""
     number = as_float(value)
     return number if abs(number) <= _LARGEST else math.nan
 
@@ -172,7 +176,7 @@ def _inline(figure: Figure, label: str) -> str:
     figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
     svg = buffer.getvalue()
     body = svg[svg.index(">", svg.index("<svg")) + 1 : svg.rindex("</svg>")]
-    # Style sheets and ids of an SVG inside HTML apply to the whole page.
+    # Style sheets and ids of an SVG that is embedded in HTML apply to the whole page.
     body = re.sub(r"<(style|metadata)\b.*?</\1>", "", body, flags=re.DOTALL)
     body = re.sub(r'<g id="[^"]*"/>', "", body)
     body = re.sub(r'<g id="[^"]*">', "<g>", body)

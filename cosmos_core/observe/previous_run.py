@@ -17,18 +17,18 @@ _LEFT_OUT = ("recipe", "overrides")
 
 @dataclass(frozen=True)
 class PreviousRun:
-    """Previous run of the same pipeline, and its differences to the present run."""
+    """Previous run of the same pipeline, and its differences from the present run."""
 
     run: RunRecord
     settings: tuple[tuple[str, str, str], ...]
-    """Key, old value and new value of each changed setting; a change in all stages is listed once."""
+    """Key, old value and new value of each changed setting; a change that all stages share is listed once."""
     num_more: int
     metrics: tuple[tuple[str, str, str, str, str], ...]
-    """Stage, metric, old value, new value, and verdict (`better`, `worse` or empty) of each metric."""
+    """Stage, metric, old value, new value and verdict (`better`, `worse` or empty) for each metric of both runs."""
 
 
 def compare_with_previous(run: RunRecord) -> PreviousRun | None:
-    """Return the comparison of a run with the previous one; None if it is the first run of its pipeline."""
+    """Return the differences between a run and the previous run of its pipeline; None if it is the first run."""
     ids = [facts.run_id for facts in runs_in(run.path.parent) if facts.pipeline == run.facts.pipeline]
     if run.path.name not in ids or ids.index(run.path.name) == 0:
         return None
@@ -40,8 +40,8 @@ def compare_with_previous(run: RunRecord) -> PreviousRun | None:
 
 
 def resolved(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the settings of each stage by dotted key; empty for a damaged file, and without stages that have no
-    name."""
+    """Return the settings in `pipeline.toml` of a run by stage name and dotted key. Stages without a name are left out;
+    the result is empty if the file is damaged."""
     stages, settings = read_pipeline(path).get("stages", []), {}
     for stage in stages if isinstance(stages, list) else []:
         if isinstance(stage, dict) and isinstance(stage.get("name"), str):
@@ -62,7 +62,7 @@ def _settings(old: dict[str, dict[str, Any]], new: dict[str, dict[str, Any]]) ->
 
 
 def shown_setting(value: Any) -> str:
-    """Return a setting as text, cut to a length that fits a cell of a table; a dash for None."""
+    """Return the value of a setting as text, truncated to fit a cell of a table; a dash for None."""
     text = "–" if value is None else str(value)
     return text if len(text) <= _LETTERS else f"{text[: _LETTERS - 1]}…"
 

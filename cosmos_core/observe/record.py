@@ -1,4 +1,4 @@
-"""Parse a run directory for display: every file is read once, and missing or damaged parts are left empty.
+"""Parse a run directory for display: every file is read once, and missing or damaged files give empty values.
 
 Decisions about reuse or failure use the modules in `run` instead, which are strict.
 """
@@ -27,7 +27,7 @@ from cosmos_core.types import StageKind
 
 
 class Best(Document):
-    """Best step of a training so far according to validation, with the deciding metric."""
+    """Best step of a training so far according to validation, with the metric that decides."""
 
     step: int
     metric: str
@@ -40,15 +40,15 @@ class Condition(Document):
     condition: str
     value: float
     bound: float | None = None
-    """Number with which the value was compared; None if no model was published yet."""
+    """Bound with which the measured value was compared; None if no model was published yet."""
     passed: bool
-    metric: str = ""  # the metric that matched a condition with `*`
+    metric: str = ""  # name of the metric that matched `*` in the condition
     paired: dict[str, Any] | None = None
-    """Comparison of both models per item, see `run.paired_items.Paired.describe`; None if there was none."""
+    """Comparison with the published model per benchmark item (`Paired.describe`); None: not compared."""
 
     @property
     def title(self) -> str:
-        """Return the condition as text, with the metric that matched `*` and the difference per item."""
+        """Return the condition as text, with the metric that matched `*` and the statistics per benchmark item."""
         text, paired = self.condition + (f" ({self.metric})" if self.metric else ""), self.paired or {}
         template = "{}: {difference:+.3g} ({low:+.3g} .. {high:+.3g}) on {items:,} items"
         template += ", {needed:,} needed" if paired.get("needed") else ""
@@ -57,7 +57,7 @@ class Condition(Document):
 
 
 class Rank(Document):
-    """Hardware that a rank has reported."""
+    """Hardware that a rank of a stage has reported."""
 
     host: str
     gpus: list[str]
@@ -65,7 +65,7 @@ class Rank(Document):
 
 
 class Event(Document):
-    """One event of a stage, a line of `events.jsonl`."""
+    """Event of a stage, one line of `events.jsonl`."""
 
     time: Seconds
     event: str
@@ -73,25 +73,25 @@ class Event(Document):
 
 
 class Service(Document):
-    """State of a reward service when the stage ended."""
+    """State of a reward service at the end of the stage that used it."""
 
     url: str
     status: str
     rewards: dict[str, dict[str, float]] = {}
-    """Metrics of the service for each reward function: items, errors, ready, restarts, retried, seconds ..."""
+    """Metrics of the reward service by reward function: items, errors, ready, restarts, retried, seconds ..."""
     refused: dict[str, float] = {}
-    """Number of refused requests by HTTP status, without the statuses for scores and for scores that are not ready."""
+    """Number of requests that the service refused, by HTTP status."""
 
 
 class Branch(Document):
-    """Branch of a sweep, with its stages and its settings."""
+    """Branch of a sweep: the names of its stages, and the settings that distinguish it."""
 
     stages: list[str]
     settings: dict[str, Any] = {}
 
 
 class Choice(Document):
-    """Branches of a sweep from which a stage chooses, with the metric that decides."""
+    """Branches of a sweep from which a `select` stage chooses, and the metric that decides."""
 
     metric: str
     mode: str = "max"
@@ -99,7 +99,7 @@ class Choice(Document):
 
 
 class Sample(Document):
-    """One completion, a line of `samples.jsonl`."""
+    """Logged completion of a prompt, one line of `samples.jsonl`."""
 
     prompt: str
     step: float = 0
@@ -109,9 +109,9 @@ class Sample(Document):
     media: list[str] = []
     """Paths of the generated images or videos of a diffusion model, relative to the stage."""
     rewards: list[float | None] = []
-    """Reward of each file in `media`."""
+    """Reward of each file in `media`; None: no valid reward."""
     folder: str = ""
-    """Folder of the stage, which the line of the file does not contain."""
+    """Folder of the stage, which is added when `samples.jsonl` is read."""
 
 
 @dataclass(frozen=True)
@@ -121,25 +121,24 @@ class StageRecord:
     path: Path
     name: str
     kind: StageKind
-    """Kind of the stage as recorded by the run."""
+    """Stage kind as recorded by the run, which may be of an earlier version."""
     after: tuple[str, ...]
     depth: int
-    """Length of the longest chain of stages on which the stage depends; 0: none."""
+    """Length of the longest chain of stages on which the stage depends; 0: it depends on no stage."""
     state: State
     progress: Position | None
     result: Result | None
     sweep: Choice | None = None
-    """Branches from which the stage chooses; None: it does not choose."""
+    """Branches of a sweep from which the stage chooses; None: the stage does not choose."""
 
     @property
     def status(self) -> str:
-        """Return the status: `waiting`, `running`, `retrying`, `done`, `reused`, `failed`, `stopped` or `died`."""
+        """Return the displayed status: the state in `state.json`, or `died` for a stage that was killed."""
         return "died" if self.died is not None else self.state.state
 
     @cached_property
     def died(self) -> float | None:
-        """Return the unix time of the last heartbeat or renewal of a stage that was killed with its flow; None
-        otherwise."""
+        """Return the unix time of the last sign of life of a stage that was killed with its flow; otherwise None."""
         if not is_dead(self.state, time.time()):
             return None
         begins = [begin for begin, _ in self.state.spans]
@@ -148,14 +147,13 @@ class StageRecord:
 
     @property
     def resumes_after(self) -> int:
-        """Return the step of the newest checkpoint according to local files, from which the stage resumes; 0: it starts
-        from the beginning."""
+        """Return the step of the newest local checkpoint, from which the stage resumes; 0: there is no checkpoint."""
         steps = (self.state.checkpoint_step, self.progress and self.progress.checkpoint_step)
         return max((step for step in steps if step), default=0)
 
     @property
     def seconds(self) -> float | None:
-        """Return the time of all attempts without the pauses between them; None if the stage did not run here."""
+        """Return the total run time of all attempts in seconds; None if the stage did not run here."""
         is_here = self.state.spans and self.status not in {"waiting", "reused"}
         return self.state.seconds(time.time()) if is_here else None
 
@@ -167,18 +165,18 @@ class StageRecord:
 
     @property
     def position(self) -> tuple[int | None, int | None]:
-        """Return the current step and the total number of steps; None for an unknown number."""
+        """Return the current step and the total number of steps of the stage; None for an unknown number."""
         where = self.progress or self.state
         return where.step, where.total
 
     @property
     def info(self) -> dict[str, Any]:
-        """Return the results of the stage other than metrics: its model, checks, conditions."""
+        """Return the results of a finished stage other than metrics, such as its model, checks and conditions."""
         return dict(self.result["info"]) if self.result else {}
 
     @cached_property
     def conditions(self) -> list[Condition]:
-        """Return the conditions of a gate, whether it passed or refused."""
+        """Return the conditions of the stage, if it is a gate that has passed or refused; otherwise an empty list."""
         entries = self.info.get("conditions")
         if self.is_refusal:
             entries = read_json(self.path / CONDITIONS)
@@ -198,60 +196,61 @@ class StageRecord:
 
     @cached_property
     def curves(self) -> list[dict[str, Any]]:
-        """Return the lines of `metrics.jsonl`."""
+        """Return the parsed lines of `metrics.jsonl`."""
         return read_metrics(self.path / "metrics.jsonl")
 
     @cached_property
     def ranks(self) -> list[Rank]:
-        """Return the hardware that each rank has reported."""
+        """Return the hardware that each rank of the stage has reported."""
         entries = read_json(self.path / "facts.json")
         return parsed(entries, Rank) if isinstance(entries, list) else []
 
     @cached_property
     def services(self) -> list[Service]:
-        """Return the reward services that the stage used."""
+        """Return the states of the reward services that the stage used."""
         health = read_json(self.path / HEALTH)
         return parsed(health["services"], Service) if isinstance(health, dict) and "services" in health else []
 
     @cached_property
     def service_restarts(self) -> int:
-        """Return how many times the reward service that was started for the stage had to be restarted."""
+        """Return the number of restarts of the reward service that was started for the stage."""
         health = read_json(self.path / HEALTH)
         return int(health.get("restarts", 0)) if isinstance(health, dict) else 0
 
     @cached_property
     def events(self) -> list[Event]:
-        """Return the lines of `events.jsonl`."""
+        """Return the parsed lines of `events.jsonl`."""
         return parsed(json_objects(Tail(self.path / "events.jsonl").lines()), Event)
 
     @property
     def remade(self) -> str:
-        """Return why the stage last ran again although it was made before; empty if it never did."""
+        """Return the reason why the stage last ran again although it had a result; empty if it did not run again."""
         return next((each.detail for each in reversed(self.events) if each.event == REMADE), "")
 
     @cached_property
     def samples(self) -> list[Sample]:
-        """Return the lines of `samples.jsonl`."""
+        """Return the parsed lines of `samples.jsonl`."""
         lines = json_objects(Tail(self.path / "samples.jsonl").lines())
         return parsed([line | {"folder": str(self.path)} for line in lines], Sample)
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """All files of a run, parsed for display."""
+    """Files of a run, parsed for display."""
 
     path: Path
     name: str
     facts: Facts
-    """Content of `run.json`, which describes how the run was started."""
+    """Content of `run.json`, which records how the run was started."""
     stages: tuple[StageRecord, ...]
     """Stages of the run in topological order."""
 
     @property
     def outcome(self) -> str:
-        """Return `failed`, `stopped` or `died` if any stage is, `done` if all stages are finished, `waiting` for a
-        person's approval or `declined`, otherwise `running`; also `died` if the process of the run has ended."""
-        # The stage that writes the report shows the outcome and must not affect it.
+        """Return the displayed outcome of the run: `failed`, `stopped` or `died` if a stage is, `done` if all stages
+        are finished, `waiting` for approval, `declined`, `died` if the process of the run has ended, otherwise
+        `running`."""
+        # A report stage shows the outcome, so its own status must not affect the outcome.
         states = {stage.status for stage in self.stages if stage.kind.makes != "page"}
         for state in ("failed", "stopped", "died"):
             if state in states:
@@ -264,14 +263,13 @@ class RunRecord:
 
     @property
     def began(self) -> float:
-        """Return the unix time at which the last command for the run started, or at which the run was created; 0:
-        unknown."""
+        """Return the unix time at which the last command for the run started, or the run was created; 0: unknown."""
         holder = read_holder(self.path)
         return holder.since if holder is not None else self.facts.started
 
     @property
     def ended(self) -> float:
-        """Return the unix time of the last end of a stage, or the current time while the run is active."""
+        """Return the unix time at which the last stage ended, or the current time while the run is active."""
         ends = [end for stage in self.stages if (end := stage.died or stage.state.ended)]
         return max(ends) if ends and self.outcome != "running" else time.time()
 
@@ -288,8 +286,8 @@ class RunRecord:
 
     @property
     def model(self) -> Path | None:
-        """Return the folder of the run's final model: the last export, or the last model of any stage. None if there is
-        none, if a gate refused it, or if it exists only in an artifact store."""
+        """Return the folder of the run's final model: the last export, or else the last model of any stage. Return None
+        if there is no model, if a gate refused it, or if it exists only in an artifact store."""
         refused = self.refused
         makers = [stage for stage in self.stages if stage.kind.makes != "publication" and stage.name not in refused]
         makers = [stage for stage in makers if "://" not in str(stage.info.get("model") or "://")]
@@ -300,7 +298,7 @@ class RunRecord:
 
     @property
     def trained(self) -> list[StageRecord]:
-        """Return the stages that made a model with files on this machine, without models that a gate refused."""
+        """Return the stages that made a model whose files are on this machine, without models that a gate refused."""
         refused = self.refused
         makers = [stage for stage in self.stages if stage.kind.makes == "model" and stage.info.get("model")]
         makers = [stage for stage in makers if stage.name not in refused]
@@ -330,9 +328,9 @@ def read_run(path: Path) -> RunRecord:
 
 
 def read_pipeline(path: Path) -> dict[str, Any]:
-    """Return the table `pipeline` of a run, with all settings of its stages; empty if the file is missing or damaged.
+    """Return the table `pipeline` of a run's `pipeline.toml`; empty if the file is missing or damaged.
 
-    The result is cached and must not be changed.
+    The table contains all settings of all stages. It is cached and must not be changed.
     """
     try:
         table = read_toml(path / PIPELINE).get("pipeline", {})
@@ -342,8 +340,8 @@ def read_pipeline(path: Path) -> dict[str, Any]:
 
 
 def overhead(run: RunRecord) -> dict[str, float]:
-    """Return the time of the last command for a run, in seconds, inside and outside of its stages; empty if its start
-    is unknown."""
+    """Return three times of the last command for a run, in seconds: `wall`, `inside` its stages, and their difference
+    `overhead`; empty if the start of the command is unknown."""
     if not run.began:
         return {}
     wall, inside = max(0.0, run.ended - run.began), busy_seconds(run, run.began)
@@ -351,7 +349,7 @@ def overhead(run: RunRecord) -> dict[str, float]:
 
 
 def busy_seconds(run: RunRecord, since: float) -> float:
-    """Return the seconds after the unix time `since` in which any worker ran; parallel stages count once."""
+    """Return the number of seconds since the unix time `since` in which at least one worker ran."""
     now = time.time()
     total, reached = 0.0, since
     for begin, end in sorted(
@@ -363,7 +361,7 @@ def busy_seconds(run: RunRecord, since: float) -> float:
 
 
 def loading_line(model: Path) -> str:
-    """Return the line of Python that loads a model with transformers or diffusers."""
+    """Return the line of Python code that loads a model with transformers or diffusers."""
     if (model / "model_index.json").is_file():
         index = read_object(model / "model_index.json")
         call = f"DiffusionPipeline.from_pretrained({str(model)!r}{pipeline_arguments(index)})"
@@ -391,7 +389,7 @@ def _read_stage(path: Path, entry: dict[str, Any], after: dict[str, tuple[str, .
 def _kind(name: str, recorded: dict[str, dict[str, Any]]) -> StageKind:
     try:
         return read_kind(recorded[name])
-    except (KeyError, TypeError):  # a damaged entry, or one of a version with other fields
+    except (KeyError, TypeError):  # a damaged entry, or an entry of a version with other fields
         return StageKind(name=name, entry="", result_version=0)
 
 

@@ -1,6 +1,7 @@
-"""Build `report.html`: a whole run on one standalone page, without scripts or external resources.
+"""Build `report.html`, which shows a run on one standalone page without scripts or external resources.
 
-Built from the run directory alone, so that a failed run has a report too. Also the program of kind `report`.
+The page is built from the run directory alone, so that a failed run has a report too. `run` is the program of stages of
+kind `report`.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome
 
 PAGE = "report.html"
-_MAX_LETTERS = 1200  # maximum number of characters of one prompt or completion in the report
+_MAX_LETTERS = 1200  # maximum number of characters of a prompt or completion in the report
 
 
 def run(stage: Stage) -> Outcome:
-    """Write the report into the folder of the stage and into the folder of the run, where users look for it."""
+    """Write the report into the folder of the stage, and into the folder of the run, where users look for it."""
     for folder in (stage.path, stage.run_path):
         write_text(folder / PAGE, build(stage.run_path, folder))
     return Outcome(outputs=(PAGE,), info={"report": str(stage.run_path / PAGE)})
 
 
 def build(run_path: Path, folder: Path | None = None) -> str:
-    """Return the report of the run at `run_path` as HTML, from the files that exist; its links to logs are relative to
-    `folder`, by default that of the run."""
+    """Return the report of the run at `run_path` as HTML. Links to logs are relative to `folder`, the folder of the
+    report; None: the folder of the run."""
     record = read_run(run_path)
     return (
         environment()
@@ -63,7 +64,7 @@ def build(run_path: Path, folder: Path | None = None) -> str:
 
 
 def environment() -> Environment:
-    """Return the templates of the report, with their filters."""
+    """Return the Jinja environment with the templates of the report and their filters."""
     templates = Environment(
         loader=PackageLoader("cosmos_core.observe"), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )

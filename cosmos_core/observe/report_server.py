@@ -1,7 +1,8 @@
-"""Serve the reports of a folder of runs over HTTP, read-only, so that a link to a report works from other machines.
+"""Serve the reports of a folder of runs over HTTP, read-only, so that links to reports work from other machines.
 
-Only `/RUN/report.html` is served, to clients with the token as password of basic authentication and any user name. The
-report of a private run, whose folder is readable only for its owner, is not served. TLS is left to a reverse proxy.
+The server returns only `/RUN/report.html`, and only to clients with the token as password of basic authentication and
+any user name. The reports of private runs, whose folders only their owners can read, are not served. TLS requires a
+reverse proxy.
 """
 
 import base64
@@ -15,7 +16,7 @@ from cosmos_core.errors import ConfigError
 from cosmos_core.observe.report import PAGE
 
 URL = "COSMOS_REPORTS_URL"
-"""Environment variable with the address at which other machines reach the server."""
+"""Environment variable with the URL at which other machines reach the report server."""
 TOKEN = "COSMOS_REPORTS_TOKEN"
 _MIN_TOKEN_LENGTH = 16
 _PATH = re.compile(rf"/([A-Za-z0-9][\w.-]*)/{re.escape(PAGE)}", re.ASCII)
@@ -28,14 +29,14 @@ _HEADERS = {
 
 
 def report_url(run_path: Path) -> str:
-    """Return the address of a run's report on the server that COSMOS_REPORTS_URL names; empty if the variable is not
-    set or the run is private."""
+    """Return the URL of a run's report on the server in COSMOS_REPORTS_URL; empty if the variable is unset or the run
+    is private."""
     base = os.environ.get(URL, "").rstrip("/")
     return f"{base}/{run_path.name}/{PAGE}" if base and not _is_private(run_path) else ""
 
 
 class ReportServer(ThreadingHTTPServer):
-    """HTTP server for the reports in `output_dir`; `serve_forever` runs it.
+    """HTTP server for the reports of the runs in the folder `output_dir`; call `serve_forever` to run it.
 
     Raises:
         ConfigError: the token has fewer than 16 characters.
@@ -50,7 +51,7 @@ class ReportServer(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: ReportServer
-    timeout = 30.0  # seconds for one read, so that a client that sends nothing does not keep a thread
+    timeout = 30.0  # seconds until an idle connection is closed, so that it does not keep a thread
     server_version, sys_version = "cosmos", ""
 
     def do_GET(self) -> None:
@@ -71,7 +72,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _page(self) -> bytes | None:
         match = _PATH.fullmatch(self.path)
         file = self.server.output_dir / (match[1] if match else "") / PAGE
-        try:  # without links, which may lead to any file of the user who serves
+        try:  # symbolic links are not followed, because they may lead to any file of the server's user
             is_served = match and file.resolve() == file and not _is_private(file.parent)
             return file.read_bytes() if is_served else None
         except OSError:

@@ -1,5 +1,5 @@
-"""Write messages about interrupted runs: when the run died, its progress, the command that resumes it, and the step at
-which it resumes."""
+"""Describe interrupted runs: when a run died, its progress, the command that resumes it, and the step at which it
+resumes."""
 
 import shlex
 from pathlib import Path
@@ -12,8 +12,8 @@ from cosmos_core.run.state import ACTIVE
 
 
 def pause_or_death(run: RunRecord) -> str:
-    """Return a message about a run that no flow continues: it was killed, its stages still run after its flow ended, it
-    waits for approval, or a person declined it; empty for any other run."""
+    """Return a message about a run that no flow executes: it was killed, its stages still run after its flow ended, it
+    waits for approval, or a person declined the publication. Return an empty string for any other run."""
     if run.outcome == "declined":
         return "a person has declined: the model is not published"
     if run.outcome == "waiting" and (approval := read_approval(run.path)):
@@ -22,8 +22,7 @@ def pause_or_death(run: RunRecord) -> str:
 
 
 def _remaining_stages(run: RunRecord) -> str:
-    """Return a message about the stages that still run although the flow of the run has ended; empty if there are
-    none."""
+    """Return a message about stages that still run although the flow of the run has ended; empty if no stage runs."""
     running = [stage for stage in run.stages if stage.status in ACTIVE]
     ending = [stage for stage in running if has_lost_launcher(stage.state)]
     if not ending and (not running or holder_died(run.path) is None):
@@ -39,7 +38,7 @@ def _remaining_stages(run: RunRecord) -> str:
 def _death(run: RunRecord) -> str:
     how = f"resume with: {resume_command(run.path)}"
     dead = [stage for stage in run.stages if stage.died is not None]
-    if not dead:  # the run died between two stages, or before the first stage
+    if not dead:  # the run died between two stages or before the first stage
         ends = [stage.state.ended for stage in run.stages if stage.state.ended]
         return f"died after {formatting.moment(max(ends, default=holder_died(run.path)))}, {how}"
     last = max(dead, key=lambda stage: stage.died or 0.0)
@@ -50,19 +49,19 @@ def _death(run: RunRecord) -> str:
 
 
 def resume_command(run_path: Path) -> str:
-    """Return the command that continues a run, with a path relative to the current folder."""
+    """Return the command that continues a run, with the path of the run relative to the current folder."""
     path = run_path.relative_to(Path.cwd()) if run_path.is_relative_to(Path.cwd()) else run_path
     return f"cosmos resume {shlex.quote(str(path))}"
 
 
 def how_to_resume(run: RunRecord) -> str:
-    """Return the command that continues a run, and the step at which each interrupted training continues."""
+    """Return the command that continues a run, followed by the step at which each interrupted training continues."""
     cut_off = [stage for stage in run.stages if stage.status in {"stopped", "died", "failed"}]
     return resume_command(run.path) + _describe_steps(cut_off)
 
 
 def _describe_steps(stages: list[StageRecord]) -> str:
-    """Return a message with the steps at which trainings continue; empty if no training has completed a step."""
+    """Return a text with the step at which each training continues; empty if no training has completed a step."""
     messages = []
     for stage in stages:
         if stage.kind.trains and _last_step(stage):

@@ -1,4 +1,5 @@
-"""Tables of several runs: the list of runs in a folder, and a comparison of two in settings, metrics and time."""
+"""Tables of several runs: a list of the runs in a folder, and a comparison of two runs by settings, metrics and
+time."""
 
 import time
 from collections.abc import Iterator
@@ -16,8 +17,8 @@ from cosmos_core.run.state import ACTIVE, FINISHED
 
 
 def table_of_runs(output_dir: Path, most: int) -> Table:
-    """Return a table of the newest runs of a folder, the newest last, with their outcome and the metrics of the last
-    stage that has metrics."""
+    """Return a table of the `most` newest runs of a folder, the newest last, each with its outcome and the metrics of
+    its last stage that has metrics."""
     table = Table("run", "pipeline", "began", "took", "stages", "outcome", "metrics", caption_justify="left")
     deaths: list[str] = []
     for facts in runs_in(output_dir)[-most:]:
@@ -41,8 +42,8 @@ def _last_metrics(run: RunRecord) -> str:
 
 
 def compared(first: Path, second: Path, kinds: Kinds) -> Iterator[str | Table]:
-    """Yield the differences between two runs: settings as lines of text, then a table of the metrics of their common
-    stages.
+    """Yield the differences between two runs: the settings as lines of text, then a table of the metrics of stages that
+    both runs have.
 
     Raises:
         ConfigError: the pipeline of a run cannot be read.
@@ -86,7 +87,7 @@ def is_over(run: RunRecord) -> bool:
 
 
 _BETWEEN_SECONDS = 60.0
-"""Number of seconds within which a stage is expected to start after its inputs are complete."""
+"""Number of seconds after which a stage with complete inputs is no longer expected to start."""
 
 
 def _is_ready(stage: StageRecord, run: RunRecord) -> bool:

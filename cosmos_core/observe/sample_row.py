@@ -1,6 +1,6 @@
 """Read the first prepared row of a training for the report, as text with its loss mask.
 
-Only rows of text whose tokenizer has a `tokenizer.json` are shown. Neither torch nor transformers is imported.
+Only text rows whose tokenizer has a `tokenizer.json` are shown. Neither torch nor transformers is imported.
 """
 
 from collections.abc import Iterable
@@ -13,10 +13,14 @@ _MOST_TOKENS = 400
 
 
 def sample_row(data: Path, models: Iterable[str | Path]) -> list[tuple[str, bool]]:
-    """Return the first training row in `data` as runs of text, each with whether its tokens are learned.
+    """Return the first training row in the folder `data` as a list of texts, each with whether the loss includes its
+    tokens.
 
-    `models` are folders that may have the tokenizer; the first that has one decodes the row. The result is empty if no
-    folder has one, or if the rows cannot be read or are no text.
+    Args:
+        data: Folder of prepared rows.
+        models: Model folders; the first folder with a `tokenizer.json` decodes the row.
+
+    The result is empty if no folder has a tokenizer, or if the row cannot be read or has no text.
     """
     tokenizer = next((file for name in models if (file := Path(name) / "tokenizer.json").is_file()), None)
     if tokenizer is None or not (row := _first_row(data / "train.arrow")):
@@ -25,7 +29,7 @@ def sample_row(data: Path, models: Iterable[str | Path]) -> list[tuple[str, bool
 
     try:
         decode = Tokenizer.from_file(str(tokenizer)).decode
-    except Exception:  # noqa: BLE001 - tokenizers raises Exception itself for a damaged file
+    except Exception:  # noqa: BLE001 - for a damaged file, tokenizers raises the class Exception itself
         return []
     runs: list[tuple[str, bool]] = []
     for name in [name for name in row if name.endswith("_ids") and row[name]]:
@@ -40,7 +44,8 @@ def sample_row(data: Path, models: Iterable[str | Path]) -> list[tuple[str, bool
 
 
 def _first_row(file: Path) -> dict[str, Any]:
-    """Return the columns of token ids and masks in the first row of a file; empty if there are none."""
+    """Return the token ids and masks in the first row of an Arrow file by column name; empty if the file cannot be
+    read."""
     import pyarrow as pa
 
     try:

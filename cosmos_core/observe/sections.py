@@ -1,4 +1,5 @@
-"""Compute the content of the report as plain values: stages, prompts, metrics and files; `templates/` has the layout.
+"""Compute the content of the report as plain values: stages, prompts, metrics and files; `templates/` contains the
+layout.
 
 Each function takes the record of a run or of one of its stages.
 """
@@ -18,19 +19,20 @@ from cosmos_core.run.files import Document, parsed, read_json
 from cosmos_core.run.stage import PROFILES
 
 NUM_PROMPTS = 12
-"""Number of prompts in the report; all prompts are in `samples.jsonl`."""
-_NUM_ROLLOUTS = 4  # rollouts shown from the first and from the last logged step of a training
-_NUM_OPERATORS = 10  # operators shown from a profiler trace
-_NUM_DRAWINGS = 4  # images or videos shown for one prompt
-_NUM_FILES = 40  # output files listed for a stage
+"""Number of prompts in the report; `samples.jsonl` contains all prompts."""
+_NUM_ROLLOUTS = 4  # number of rollouts shown from the first and from the last logged step of a training
+_NUM_OPERATORS = 10  # number of operators shown from a profiler trace
+_NUM_DRAWINGS = 4  # number of images or videos shown for one prompt
+_NUM_FILES = 40  # number of output files listed for a stage
 _OF_A_REWARD = ("items", "errors", "ready", "restarts", "retried", "seconds")
 _LOGPROB_DIFFERENCE = "rollout/logprob_difference_p95"
 _THIS_PAGE = "this page"
 
 
 def measured(run: RunRecord) -> list[StageRecord]:
-    """Return the stages whose validation metrics are compared: stages that only measure or choose, otherwise all stages
-    with such metrics. Stages in a branch of a sweep have their own table."""
+    """Return the stages whose validation metrics are compared: stages that only measure or choose or, if there are
+    none, all stages with validation metrics. Stages in branches of a sweep are left out, because the sweep has its own
+    table."""
     branches = in_branches(run)
     candidates = [
         stage
@@ -41,14 +43,14 @@ def measured(run: RunRecord) -> list[StageRecord]:
 
 
 def cards(run: RunRecord) -> list[tuple[str, str]]:
-    """Return the summary at the top: metrics of the first and the last measured stage, times, number of finished
-    stages."""
+    """Return the summary at the top of the report as pairs of name and text: metrics of the first and the last measured
+    stage, times, number of finished stages."""
     shown = []
     metrics = [formatting.table_metrics(stage.metrics) for stage in measured(run)]
     differences = [stage.metrics[_LOGPROB_DIFFERENCE] for stage in run.stages if _LOGPROB_DIFFERENCE in stage.metrics]
     for name in metrics[-1] if metrics else ():
         if differences and name == formatting.short(_LOGPROB_DIFFERENCE):
-            continue  # the card below shows the maximum of this metric over all stages
+            continue  # a separate card shows the maximum of this metric over all stages
         values = [formatting.number(each[name]) for each in metrics if name in each]
         shown.append((name, f"{values[0]} → {values[-1]}" if len(values) > 1 else values[0]))
     shown += [("log-prob difference, p95", f"≤ {max(differences):.1e}")] if differences else []
@@ -62,8 +64,8 @@ def cards(run: RunRecord) -> list[tuple[str, str]]:
 
 def comparison(run: RunRecord) -> tuple[list[str], list[dict[str, Any]]]:
     """Return the table of validation metrics: the names of its columns, and one row per metric with its values and the
-    change from first to last. The first column is the validation before the first step of training, if there was
-    one."""
+    change from the first to the last column. If training validated before its first step, the first column shows that
+    validation."""
     first = next((stage for stage in run.stages if stage.kind.trains), None)
     start = next((line for line in first.curves if line.get("step") == 0), {}) if first else {}
     columns = [(f"before {first.name}", start)] if first and any(map(_is_validation, start)) else []
@@ -84,7 +86,8 @@ def _is_validation(key: str) -> bool:
 
 
 def samples(run: RunRecord) -> dict[str, Any]:
-    """Return completions of the same prompts from each stage that measures, to show them in adjacent columns."""
+    """Return completions of the same prompts from each stage that logs completions, to show them in adjacent
+    columns."""
     stages = [stage for stage in run.stages if stage.samples and stage.kind.feed != "rollouts"]
     completions = [_newest_by_prompt(stage) for stage in stages]
     everywhere = [prompt for prompt in completions[0] if all(prompt in c for c in completions)] if completions else []
@@ -103,7 +106,7 @@ def gates(run: RunRecord) -> list[tuple[StageRecord, Condition]]:
 
 
 def lineage(run: RunRecord) -> list[dict[str, Any]]:
-    """Return the inputs and outputs of each stage with their digests."""
+    """Return the inputs and outputs of each finished stage with their digests."""
     return [
         {
             "stage": stage,
@@ -121,8 +124,8 @@ def lineage(run: RunRecord) -> list[dict[str, Any]]:
 
 
 def setting(run: RunRecord) -> list[tuple[str, Any, bool]]:
-    """Return how the run was started, as (name, value, whether the value is shown as code): command, host, commit,
-    seeds and versions."""
+    """Return facts about the start of a run, as (name, value, whether to show the value as code): command, host,
+    commit, seeds and versions."""
     facts = run.facts
     return [
         ("command", " ".join(facts.command), True),
@@ -136,19 +139,19 @@ def setting(run: RunRecord) -> list[tuple[str, Any, bool]]:
 
 
 def label(stage: StageRecord) -> str:
-    """Return the displayed state of a stage; the stage that writes this report is still running and shown as `this
+    """Return the displayed state of a stage. The stage that writes this report is still running and is shown as `this
     page`."""
     return _THIS_PAGE if stage.kind.makes == "page" and stage.status == "running" else stage.status
 
 
 def headline(stage: StageRecord) -> str:
-    """Return name and value of the metric that is shown in the title of a stage."""
+    """Return name and value of the metric that is shown in the title of a stage; empty if the stage has no metrics."""
     items = formatting.key_metrics(stage.metrics, most=1).items()
     return " ".join(f"{formatting.family(key)} {formatting.number(value)}" for key, value in items)
 
 
 def times(stage: StageRecord) -> list[tuple[str, str]]:
-    """Return the known times, number of attempts and machines of a stage as pairs of name and value."""
+    """Return times, number of attempts and machines of a stage as pairs of name and value, without unknown values."""
     state = stage.state
     pairs = [
         ("started", formatting.clock(state.spans[0][0] if state.spans else None)),
@@ -167,13 +170,14 @@ def metrics(stage: StageRecord) -> list[tuple[str, str]]:
 
 
 def info(stage: StageRecord) -> dict[str, Any]:
-    """Return the results of a stage other than metrics; the conditions of a gate have a separate table."""
+    """Return the results of a stage other than metrics, without the conditions of a gate, which have a separate
+    table."""
     return {key: value for key, value in stage.info.items() if key != "conditions" and value not in ("", [], {}, None)}
 
 
 def services(stage: StageRecord) -> list[list[Any]]:
-    """Return a row for each reward of each service that a stage used, or one row for a service that reports no
-    rewards."""
+    """Return one row per reward of each reward service that a stage used; a service that reports no rewards has one
+    row."""
     rows: list[list[Any]] = []
     for service in stage.services:
         refused = ", ".join(f"{status}: {count:g}" for status, count in sorted(service.refused.items()))
@@ -190,13 +194,13 @@ def curves(stage: StageRecord) -> str:
 
 
 def logs(stage: StageRecord) -> list[str]:
-    """Return the logs of the attempts of a stage, relative to the folder of the run."""
+    """Return the log files of the attempts of a stage, relative to the folder of the run."""
     return [f"stages/{stage.name}/logs/{file.name}" for file in sorted((stage.path / "logs").glob("*.log"))]
 
 
 def outcome_of(lines: Sequence[Sample | None]) -> str:
-    """Return the classes by which the page filters completions of one prompt: `good` or `bad` by the last reward, and
-    `changed` if the first and the last reward differ."""
+    """Return the CSS classes by which the page filters the completions of a prompt: `good` or `bad` by the last reward,
+    and `changed` if the first and the last reward differ."""
     scores = [[line.reward, *line.rewards] for line in lines if line is not None]
     rewards = [max(valid) for each in scores if (valid := [value for value in each if value is not None])]
     if not rewards:
@@ -205,7 +209,8 @@ def outcome_of(lines: Sequence[Sample | None]) -> str:
 
 
 def rollouts(stage: StageRecord) -> list[Sample]:
-    """Return some rollouts of the first and of the last logged step of a training on rollouts."""
+    """Return some rollouts from the first and from the last logged step of a training; empty for a training without
+    rollouts."""
     if stage.kind.feed != "rollouts":
         return []
     steps = sorted({line.step for line in stage.samples})
@@ -214,7 +219,8 @@ def rollouts(stage: StageRecord) -> list[Sample]:
 
 
 class Operator(Document):
-    """Operator in a profiler trace, with its share of the time in the profiled steps."""
+    """Operator in a profiler trace, with its calls, its milliseconds and its share of the time of the profiled
+    steps."""
 
     operator: str
     calls: int
@@ -230,7 +236,7 @@ def operators(stage: StageRecord) -> list[Operator]:
 
 
 def drawings(line: Sample) -> list[dict[str, Any]]:
-    """Return the images and videos of a sample for the page, each with its reward."""
+    """Return the images and videos of a logged completion for the page, each with its reward."""
     shown = []
     for index, name in enumerate(line.media[:_NUM_DRAWINGS]):
         path = Path(line.folder) / name

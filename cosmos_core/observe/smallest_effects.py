@@ -1,5 +1,5 @@
-"""Smallest differences that the gates of a pipeline can show, for `cosmos plan`: they follow before the run from the
-items of the benchmarks on which the published model was measured."""
+"""Smallest differences from the published model that the gates of a pipeline can show, for `cosmos plan`. They are
+computed before the run from the benchmark items on which the published model was measured."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,12 +15,12 @@ from cosmos_core.run.paired_items import num_needed, published_items, smallest_e
 from cosmos_core.upload.base import open_target
 
 _SECONDS = 8.0
-"""Maximum number of seconds to wait for a publication target."""
+"""Maximum number of seconds to wait for the record of a publication target."""
 
 
 def smallest_effects(pipeline: Pipeline) -> Iterator[str]:
-    """Yield a line for each benchmark that a gate with `confidence` compares with the published model per item. A
-    target of a user is left out, because user code is imported only when a stage runs."""
+    """Yield a line of text for each benchmark that a gate with `confidence` compares with the published model per item.
+    User-defined publication targets are left out, because user code is imported only when a stage runs."""
     for stage in pipeline.stages:
         conditions = [each for each in map(parse_condition, stage.require) if each.needs_published]
         if not (conditions and stage.confidence and stage.target) or is_import_path(split_target(stage.target)[0]):
@@ -40,9 +40,9 @@ def _lines(stage: StageConfig, condition: Condition, metric: str, record: dict[s
     folder = next(published_items(record, metric), None)
     if condition.comparison == "==" or folder is None:
         return
-    if (found := smallest_effect(metric, record["metrics"][metric], folder, stage.confidence)) is None:
+    if (count_and_effect := smallest_effect(metric, record["metrics"][metric], folder, stage.confidence)) is None:
         return
-    items, effect = found
+    items, effect = count_and_effect
     margin = abs(condition.offset)
     needed = f"; {margin:g} needs {num_needed(items, effect, margin):,}" if margin else ""
     yield f"{stage.name}: {items:,} items of {metric} show a difference of {effect:.2g} in 80 of 100 cases{needed}"

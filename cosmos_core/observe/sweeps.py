@@ -1,4 +1,4 @@
-"""Tables of the sweeps of a run: a row for each branch with its settings, state and metric."""
+"""Tables of the sweeps of a run, with a row for each branch: its settings, state and metric."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,27 +15,27 @@ class Row:
     name: str
     settings: tuple[Any, ...]
     state: str
-    """State of the branch: the most urgent state of its stages."""
+    """Most urgent state among the stages of the branch, for example `failed`."""
     value: float | None
-    """Value of the metric that decides; None: not measured yet."""
+    """Value of the metric that decides between branches; None: not measured yet."""
     seconds: float | None
     is_chosen: bool
 
 
 @dataclass(frozen=True)
 class SweepTable:
-    """Table of the branches from which a stage chooses."""
+    """Table of the branches of a sweep from which a stage chooses."""
 
     stage: StageRecord
     metric: str
     mode: str
     keys: tuple[str, ...]
     rows: tuple[Row, ...]
-    """Rows of the branches, the best first and branches without a value last."""
+    """Rows of the branches, the best branch first and branches without a value last."""
 
 
 def sweeps(run: RunRecord) -> list[SweepTable]:
-    """Return a table for each stage of a run that chooses among branches."""
+    """Return a table of branches for each stage of a run that chooses among branches of a sweep."""
     stages = {stage.name: stage for stage in run.stages}
     tables = []
     for stage in run.stages:

@@ -11,10 +11,11 @@ from cosmos_core.run.tail import Tail
 
 
 def print_log(run_path: Path, stage: str, *, follow: bool) -> None:
-    """Write the log of a stage's newest attempt to standard output, once or, with `follow`, until the stage ends.
+    """Write the log of a stage's newest attempt to standard output: once, or continuously until the stage ends if
+    `follow` is true.
 
     Raises:
-        ConfigError: nothing has been logged yet.
+        ConfigError: the stage has no log yet.
     """
     log = _newest_log(run_path, stage)
     tail = Tail(log)

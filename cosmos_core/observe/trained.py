@@ -1,6 +1,7 @@
-"""Summary of each training of a run: base model, data with a sample row, learning rate, batch, length.
+"""Summary of each training of a run: base model, data with a sample row, learning rate, batch, steps and reward.
 
-It is made from the resolved settings in `pipeline.toml` and the files of the stages; unknown values are left out.
+The summary is made from the resolved settings in `pipeline.toml` and the files of the stages; unknown values are left
+out.
 """
 
 from typing import Any
@@ -16,7 +17,7 @@ _DIGEST_LETTERS = 12
 
 
 def trained(run: RunRecord) -> list[tuple[StageRecord, list[tuple[str, str]]]]:
-    """Return each training stage with its properties as pairs of name and value."""
+    """Return each training stage with its properties as pairs of name and text."""
     entries = _entries(run)
     rows = []
     for stage in run.stages:
@@ -35,8 +36,8 @@ def trained(run: RunRecord) -> list[tuple[StageRecord, list[tuple[str, str]]]]:
 
 
 def sample_rows(run: RunRecord) -> list[tuple[StageRecord, list[tuple[str, bool]]]]:
-    """Return each training stage with its first row as runs of text, each with whether it is learned; a data set that
-    several stages use is shown once."""
+    """Return each training stage with its first row as a list of texts, each with whether the loss includes it. A data
+    set that several stages use is shown once."""
     entries = _entries(run)
     stages = {stage.name: stage for stage in run.stages}
     shown: dict[str, tuple[StageRecord, list[tuple[str, bool]]]] = {}
@@ -55,13 +56,13 @@ def sample_rows(run: RunRecord) -> list[tuple[StageRecord, list[tuple[str, bool]
 
 
 def _entries(run: RunRecord) -> dict[str, dict[str, Any]]:
-    """Return the entries of the stages in `pipeline.toml` by name."""
+    """Return the entries of the stages in `pipeline.toml` by stage name."""
     stages = read_pipeline(run.path).get("stages", [])
     return {e["name"]: e for e in stages if isinstance(e, dict) and isinstance(e.get("name"), str)}
 
 
 def _chain(entries: dict[str, dict[str, Any]], name: str) -> list[str]:
-    """Return a stage and the stages that prepared its rows, from the last to the first."""
+    """Return the names of a stage and of the stages that prepared its rows, from the last to the first."""
     chain: list[str] = []
     while name in entries and name not in chain:
         chain.append(name)
@@ -70,7 +71,8 @@ def _chain(entries: dict[str, dict[str, Any]], name: str) -> list[str]:
 
 
 def _digests(run: RunRecord, chain: list[str], kind: str) -> str:
-    """Return the digests of the models or data sets (`kind`) that a chain of stages read from outside the run."""
+    """Return the digests of the models or data sets (`kind` is `model` or `data`) that a chain of stages read from
+    outside the run."""
     results = [stage.result for stage in run.stages if stage.name in chain and stage.result]
     sources = [source for result in results for source in result.get("sources", ()) if source["kind"] == kind]
     digests = [source["digest"] for source in sources]
@@ -78,7 +80,8 @@ def _digests(run: RunRecord, chain: list[str], kind: str) -> str:
 
 
 def _data(run: RunRecord, entries: dict[str, dict[str, Any]], chain: list[str]) -> str:
-    """Return the name of the data set, resolved through the stages that prepared its rows, and the number of rows."""
+    """Return the name of the data set, resolved through the stages in `chain` that prepared its rows, and the number of
+    rows."""
     source = ""
     for name in chain:
         settings = flat(entries[name].get("overrides") or {})
@@ -101,7 +104,7 @@ def _data(run: RunRecord, entries: dict[str, dict[str, Any]], chain: list[str]) 
 
 
 def _mixture(datasets: list[Any]) -> str:
-    """Return the names of mixed data sets, each with its weight if it has one."""
+    """Return the names of mixed data sets as text, each with its weight if it has one."""
     entries = [each for each in datasets if isinstance(each, dict)]
     return ", ".join(
         f"{each.get('name')}{f' x {weight:g}' if (weight := each.get('weight')) else ''}" for each in entries

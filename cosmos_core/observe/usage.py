@@ -1,4 +1,4 @@
-"""Tables of the report about used resources and about the distribution of rewards."""
+"""Tables of the report about the resources that stages used, and about the distribution of rewards."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _BINS = 10
 
 @dataclass(frozen=True)
 class Use:
-    """Resources that one stage used."""
+    """Resources that the worker of one stage used."""
 
     stage: StageRecord
     machines: str
     gpu_hours: float
     tokens_per_second: float | None
     size: int
-    """Size of the stage's outputs in bytes."""
+    """Total size of the stage's output files in bytes."""
 
 
 def resources(run: RunRecord) -> list[Use]:
-    """Return the resources of each stage that ran a worker in this run."""
+    """Return the resources of each stage that ran a worker process in this run."""
     return [
         Use(
             stage=stage,
@@ -40,36 +40,36 @@ def resources(run: RunRecord) -> list[Use]:
 
 
 def _gpu_hours(stage: StageRecord) -> float:
-    """Return the GPU hours that a stage held; of a run of an earlier version, which recorded none, those that it
-    used."""
+    """Return the GPU hours that a stage held. Runs of earlier versions recorded no holds: estimate them from run time
+    and number of GPUs."""
     if stage.state.holds:
         return gpu_seconds(closed_holds(stage.path)) / 3600
     return (stage.seconds or 0.0) * sum(bool(rank.gpus) for rank in stage.ranks) / 3600
 
 
 def _tokens_per_second(stage: StageRecord) -> float | None:
-    """Return the median of the tokens per second over the steps, which slow first steps do not affect; None if they
-    were not measured."""
+    """Return the median number of tokens per second over the steps, which slow first steps do not affect; None if it
+    was not measured."""
     speeds = sorted(value for line in stage.curves if (value := formatting.tokens_per_second(line)) is not None)
     return speeds[len(speeds) // 2] if speeds else None
 
 
 @dataclass(frozen=True)
 class Bin:
-    """Bin of two histograms of rewards, for the first and the second half of the logged steps."""
+    """Bin of two histograms of rewards, one for the first and one for the second half of the logged steps."""
 
     low: float
     high: float
     first: float
-    """Share of the rewards of the first half of the logged steps that lie in this bin, as a percentage of the largest
-    share of any bin."""
+    """Fraction of the rewards in the first half of the logged steps that lie in this bin, in percent of the largest
+    fraction of any bin."""
     last: float
     num_first: int
     num_last: int
 
 
 def reward_bins(stage: StageRecord) -> list[Bin]:
-    """Return histograms of the logged rewards of a training, for the first and the second half of its logged steps;
+    """Return the bins of two histograms of the logged rewards of a training, one for each half of its logged steps;
     empty if fewer than two steps or two different rewards were logged."""
     rewards = [
         (line.step, value)

@@ -67,10 +67,10 @@ def _compare_items(condition: Condition, paired: Paired, confidence: float) -> d
     statistics."""
     is_higher = condition.comparison.startswith(">")
     p_value = paired.p_value(condition.offset) if is_higher else paired.reversed.p_value(-condition.offset)
-    found = paired.describe(confidence)
+    values = paired.describe(confidence)
     distance = (paired.mean - condition.offset) * (1 if is_higher else -1)
-    needed = num_needed(found["items"], found["detectable"], distance)
-    return {"passed": p_value <= 1 - confidence, "paired": found | {"p_value": p_value, "needed": needed}}
+    needed = num_needed(values["items"], values["detectable"], distance)
+    return {"passed": p_value <= 1 - confidence, "paired": values | {"p_value": p_value, "needed": needed}}
 
 
 def _correct(entries: list[dict[str, Any]]) -> None:

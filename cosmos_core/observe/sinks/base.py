@@ -1,8 +1,8 @@
-"""Metric sinks, destinations of metrics in addition to the run directory: one module each in this folder, or a user's
-`file.py:Class`.
+"""Metric sinks, destinations of metrics in addition to the run directory, such as W&B: one module each in this folder,
+or a user's `file.py:Class`.
 
-A sink receives the lines of `metrics.jsonl` in a separate thread: if it is slow, unreachable or broken, the training
-logs a warning and continues.
+A metric sink receives the lines of `metrics.jsonl` in a separate thread. If it is slow, unreachable or broken, a
+warning is logged and the training continues.
 """
 
 from __future__ import annotations
@@ -31,28 +31,29 @@ from cosmos_core.run.stage import Stage
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 5.0
-"""Maximum number of seconds to wait for all metric sinks together at the end of a stage."""
+"""Maximum number of seconds to wait for all metric sinks together when a stage ends."""
 STOP_SECONDS = 2.0
-"""Maximum number of seconds to wait for all metric sinks if the stage was requested to stop: its grace period is
-reserved for the checkpoint."""
+"""Maximum number of seconds to wait for all metric sinks when a stage ends because it was requested to stop; the rest
+of its grace period is reserved for the checkpoint."""
 
 
 class Sink(Protocol):
-    """Interface of metric sinks, the classes in `logging.logger`, which are called with the stage and the first step
-    that this attempt logs.
+    """Interface of metric sinks, the classes that `logging.logger` names. The constructor gets the stage and the first
+    step that this attempt logs.
 
-    Any call may take long or raise. A built-in sink is `SomeNameSink` in `some_name.py`, and needs its `package`.
+    All calls may be slow or raise errors. A built-in metric sink is the class `SomeNameSink` in `some_name.py`, and the
+    attribute `package` names the Python package that it needs.
     """
 
     starting_step: int
-    """First step that the metric sink does not have; lines of earlier attempts in `metrics.jsonl` from this step on are
-    sent first."""
+    """First step that the metric sink has not stored. Earlier attempts' lines of `metrics.jsonl` from this step on are
+    sent before new lines."""
 
     def log(self, line: dict[str, Any]) -> None:
         """Receive one line of `metrics.jsonl`: `step`, `time` (seconds since 1970) and metrics by name."""
 
     def close(self, exit_code: int) -> None:
-        """Send remaining data; the stage ends with `exit_code`, 0 if it succeeded."""
+        """Send remaining data at the end of the stage; `exit_code` is 0 if the stage succeeded."""
 
 
 class FunctionSink:
@@ -73,10 +74,10 @@ Opener = Callable[[Stage, int], Sink]
 
 
 def find_sink(name: str) -> Opener:
-    """Return the class of a built-in sink or of a user's sink.
+    """Return the class of a built-in metric sink or of a user's metric sink.
 
     Raises:
-        ConfigError: the sink does not exist, or the user's file cannot be imported.
+        ConfigError: the metric sink does not exist, or the user's file cannot be imported.
     """
     sink = load_named(name, SINKS_FOLDER, "Sink")
     return partial(FunctionSink, sink) if inspect.isfunction(sink) else sink
@@ -84,9 +85,9 @@ def find_sink(name: str) -> Opener:
 
 @contextmanager
 def send_to_sinks(stage: Stage, find: Callable[[str], Opener] = find_sink) -> Iterator[None]:
-    """Send the metrics that the stage logs in the block to the metric sinks of its recipe.
+    """Send the metrics that a stage logs during the block to the metric sinks of its recipe.
 
-    A sink is opened with the first metric, so that a stage without metrics creates no empty run.
+    Each metric sink is opened with the first metric, so that a stage without metrics creates no empty run there.
     """
     names = dict.fromkeys(name for name in stage.recipe.logging.logger if name != CONSOLE)
     couriers = [_SinkThread(name, find, stage) for name in names]
@@ -105,8 +106,8 @@ def send_to_sinks(stage: Stage, find: Callable[[str], Opener] = find_sink) -> It
 
 
 class _SinkThread:
-    """Queue and thread that pass lines of metrics to one metric sink; after the first failure of the sink it receives
-    no more lines in this attempt."""
+    """Queue and thread that pass lines of metrics to one metric sink. After a failure, the metric sink receives no more
+    lines in this attempt."""
 
     def __init__(self, name: str, find: Callable[[str], Opener], stage: Stage) -> None:
         self._name, self._find, self._stage = name, find, stage
@@ -128,8 +129,8 @@ class _SinkThread:
         self._lines.put(None)
 
     def wait(self, deadline: float, seconds: float) -> None:
-        """Wait until the metric sink is closed or the monotonic clock reaches `deadline`, which is `seconds` after the
-        end."""
+        """Wait until the metric sink is closed, at most until the monotonic clock reaches `deadline`, `seconds` seconds
+        after the end of the stage."""
         if self._thread is None:
             return
         self._thread.join(max(0.0, deadline - time.monotonic()))
@@ -144,7 +145,8 @@ class _SinkThread:
 
     def _carry(self, first: dict[str, Any]) -> None:
         sink = self._find(self._name)(self._stage, first["step"])
-        # Send lines of earlier attempts that the sink lacks because it was unreachable or the attempt was killed.
+        # Send lines of earlier attempts that the metric sink lacks because it was unreachable or the attempt was
+        # killed.
         earlier = takewhile(lambda line: line["time"] != first["time"], read_metrics(self._stage.metrics.path))
         missing = (line for line in earlier if line["step"] < first["step"])
         for line in chain(missing, [first], iter(self._lines.get, None)):
@@ -170,17 +172,19 @@ def numbers(line: dict[str, Any]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class NamesOfRun:
-    """Names of the run of a stage in a service for experiment tracking."""
+    """Names under which an experiment tracking service (W&B, MLflow, trackio) stores the metrics of a stage."""
 
     project: str
     group: str
     name: str
     key: str
-    """Identifier that all attempts of the stage share; a stage that is made again has a new folder and a new key."""
+    """Identifier that all attempts of the stage share. A stage that is made again has a new folder and thus a new
+    identifier."""
 
 
 def names_of_run(stage: Stage, sink: str) -> NamesOfRun:
-    """Return the names of a stage's run; the key is kept in the folder `sink` of the stage."""
+    """Return the names of a stage's run in a tracking service; the identifier is saved in the subfolder `sink` of the
+    stage."""
     config, facts = stage.recipe.logging, read_facts(stage.run_path) or Facts()
     title = f"{config.experiment_name or facts.pipeline or 'cosmos'}-{stage.run_path.name}"
     path = stage.path / sink / "id"

@@ -1,5 +1,5 @@
-"""Metric sink for MLflow, with a run for each stage that logs metrics; it sends metrics and the settings of the recipe,
-and neither samples nor code."""
+"""Metric sink for MLflow, with an MLflow run for each stage that logs metrics. It sends metrics and the settings of the
+recipe, but neither samples nor code."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from cosmos_core.run.mlflow import keyed_run, metric_name, open_client
 from cosmos_core.run.stage import Stage
 
 _NEWEST = "step"
-"""Metric whose newest value is the newest step that the server has."""
-_MOST_PARAMS = 100  # of one request, and the letters of a value
+"""Name of the metric whose value is the newest step that the MLflow server has."""
+_MOST_PARAMS = 100  # maximum number of parameters per request; _MOST_LETTERS is the maximum length of a value
 _MOST_LETTERS = 6000
 
 
 class MlflowSink:
-    """Metric sink that is one run on MLflow; `MLFLOW_TRACKING_URI` selects the server or the database.
+    """Metric sink that writes to one MLflow run; `MLFLOW_TRACKING_URI` selects the server or the database.
 
-    A stage that is resumed continues its run after the newest step that the server has. The metrics of a step arrive in
-    one request, so that a kill leaves no step in part.
+    A resumed stage continues its MLflow run after the newest step that the server has. All metrics of a step are sent
+    in one request, so that a kill leaves no incomplete step.
     """
 
     package = "mlflow-skinny"
@@ -38,7 +38,7 @@ class MlflowSink:
         params = [
             Param(metric_name(key), str(value)[:_MOST_LETTERS])
             for key, value in settings.items()
-            if metric_name(key) not in run.data.params  # MLflow refuses another value, of a run that was resumed
+            if metric_name(key) not in run.data.params  # MLflow refuses to change parameters of a resumed run
         ]
         for start in range(0, len(params), _MOST_PARAMS):
             self._client.log_batch(self._run_id, params=params[start : start + _MOST_PARAMS])

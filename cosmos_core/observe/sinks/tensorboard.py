@@ -9,8 +9,8 @@ from cosmos_core.run.stage import Stage
 
 
 class TensorboardSink:
-    """Metric sink for TensorBoard; readers of its event files discard events of an earlier attempt from `first_step`
-    on."""
+    """Metric sink for TensorBoard. The event that it writes first tells readers to discard events of earlier attempts
+    from step `first_step` on."""
 
     package = "tensorboard"
 

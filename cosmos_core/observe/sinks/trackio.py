@@ -1,5 +1,5 @@
-"""Metric sink for trackio, with a run for each stage that logs metrics; it sends metrics and the settings of the
-recipe, and neither samples nor machine statistics."""
+"""Metric sink for trackio, with a trackio run for each stage that logs metrics. It sends metrics and the settings of
+the recipe, but neither samples nor machine statistics."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from cosmos_core.run.stage import Stage
 
 
 class TrackioSink:
-    """Metric sink that is one run in a trackio project; `TRACKIO_SERVER_URL` or `TRACKIO_SPACE_ID` selects a server,
-    `TRACKIO_DIR` the folder of the local database that is used otherwise.
+    """Metric sink that writes to one run in a trackio project. `TRACKIO_SERVER_URL` or `TRACKIO_SPACE_ID` selects a
+    server; otherwise `TRACKIO_DIR` selects the folder of a local database.
 
-    A stage that is resumed continues its run after the newest step that is stored. The name of the run ends with
-    letters that distinguish a stage that is made again, because trackio continues a run by its name.
+    A resumed stage continues its trackio run after the newest stored step. trackio continues runs by name, so the name
+    of the run ends with letters that differ when a stage is made again.
     """
 
     package = "trackio"

@@ -1,5 +1,6 @@
-"""Metric sink for Weights & Biases, with a run for each stage that logs metrics. The only samples that it sends are
-those of a diffusion model from held-out prompts; it sends neither code nor machine statistics."""
+"""Metric sink for Weights & Biases, with a run for each stage that logs metrics. The only samples that it sends are the
+images and videos that a diffusion model generated from held-out prompts. It sends neither code nor machine
+statistics."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ _INIT_SECONDS = 30.0
 
 
 class WandbSink:
-    """Metric sink that is one run on Weights & Biases; `WANDB_API_KEY`, `WANDB_BASE_URL` and `WANDB_MODE` select the
-    account, the server and the mode.
+    """Metric sink that writes to one run on Weights & Biases; `WANDB_API_KEY`, `WANDB_BASE_URL` and `WANDB_MODE` select
+    the account, the server and the mode.
 
-    A stage that is resumed continues its run, from the step that the server has. Without a server each attempt leaves a
-    folder with all steps so far; upload the newest with `wandb sync`.
+    A resumed stage continues its run from the step that the server has. In offline mode each attempt leaves a folder
+    with all steps so far; upload the newest folder with `wandb sync`.
     """
 
     package = "wandb"
@@ -45,16 +46,16 @@ class WandbSink:
         self.starting_step = int(self._run.starting_step)
 
     def log(self, line: dict[str, Any]) -> None:
-        """Send one line of `metrics.jsonl`. wandb accepts no earlier step after a later one: metrics of a late
-        validation are sent for the newest step, with their own step as `validation/step`."""
+        """Send one line of `metrics.jsonl`. wandb accepts no step before the newest one, so metrics of a late
+        validation are sent with the newest step, and their own step as `validation/step`."""
         step = line["step"]
         earlier = {"validation/step": step} if step < self._newest else {}
         self._newest = max(self._newest, step)
         self._run.log({**numbers(line), **earlier, **self._drawings(step)}, step=self._newest)
 
     def _drawings(self, step: int) -> dict[str, Any]:
-        """Return the images and videos that were generated from held-out prompts after a step; empty if there are
-        none."""
+        """Return the images and videos that were generated from held-out prompts after a train step; empty if none were
+        generated or the step is not a multiple of the log interval."""
         import wandb
 
         folder = gallery.step_folder(self._stage_path, step)
