@@ -2,9 +2,9 @@
 
 Each train step has its own prompts, in the order of the data, and waits for their groups. So the step that trains on a
 prompt does not depend on timing, no prompt is lost or used twice if a process dies, and long completions are not
-underrepresented. Prompts of step N are sent to engines once their weights are at most `max_lag` steps older than N, so
-no group is older when it is trained on. Groups that were generated ahead but not used before a training ended are
-generated again, with the same seeds, when it resumes.
+underrepresented. Prompts of step N are sent to engines once the engines' weights are at most `max_lag` steps older than
+N, so no step trains on an older group. Groups that were generated but not used before a training ended are generated
+again, with the same seeds, when the training resumes.
 """
 
 import math
@@ -30,11 +30,11 @@ Status = Literal["waiting", "stale", "whole"]
 
 @dataclass
 class AsyncGroupSource:
-    """Group source whose engines generate groups while the ranks train on earlier ones; ranks call it together."""
+    """Group source whose engines generate groups while the ranks train; all ranks call its methods together."""
 
     fleet: Fleet
     take: Callable[[int, int], Sequence[Prompt]]
-    """Function that returns `count` prompts from a position on, over all epochs; fewer at the end of the data."""
+    """Function `(position, count)` that returns `count` prompts in the order of the data, over all epochs, or fewer."""
     score: ScoreGroups
     """Function that scores groups of completions; called in a thread of the first rank only."""
     sampling: Sampling
@@ -48,10 +48,10 @@ class AsyncGroupSource:
     on_wait: Callable[[int], None] = lambda step: None
     """Function called with the train step while the source waits for groups; may raise to stop."""
     num_extra_prompts: int = 0
-    """Number of prompts that engines get in addition to the prompts of the allowed steps, so that engines stay busy.
+    """Number of prompts that engines get beyond those that `max_lag` allows, so that engines stay busy.
 
     Groups that turn out too old are generated again. With a filter, the number is limited to the groups that the filter
-    is expected to drop, judged by recent steps.
+    is expected to drop, estimated from recent steps.
     """
     most_steps: int | None = None
     """Maximum number of train steps whose prompts are in flight or waiting; None: unbounded."""
@@ -131,7 +131,7 @@ class AsyncGroupSource:
         }
 
     def state_dict(self) -> dict[str, JsonValue]:
-        """Return the number of prompts that were used."""
+        """Return the source's state: the number of prompts that were used."""
         return {"drawn": self._position}
 
     def load_state_dict(self, state: dict[str, JsonValue]) -> None:
@@ -187,13 +187,13 @@ class AsyncGroupSource:
         return kept_groups, sampled
 
     def _request_again(self, step: int, positions: Sequence[int]) -> None:
-        """Request all groups at these positions again whose weights are too old for `step`.
+        """Request the groups at `positions` again if their weights are too old for train step `step`.
 
         Nothing is requested until the engines have weights that are new enough.
         """
         if self.fleet.version + self.max_lag < step:
             return
-        # Urgent requests go to the front of the queue, so request the position that is needed first last.
+        # Each urgent request goes to the front of the queue, so the group that is needed first is requested last.
         for position in reversed(positions):
             scored = self._scored.get(position)
             if scored is not None and step - scored.group.version > self.max_lag:
@@ -204,7 +204,7 @@ class AsyncGroupSource:
     def _request_group(self, position: int, prompt: Prompt, *, is_urgent: bool = False) -> Future[Group]:
         """Request the group at `position`, and return its future.
 
-        Seeds are those of the step that would use the group if no group were dropped. A step that spans two epochs may
+        The seed is that of the step that would use the group if no group were dropped. A step that spans two epochs may
         sample a prompt twice, with different seeds.
         """
         step = self.steps.step_of(position)
@@ -223,7 +223,7 @@ class AsyncGroupSource:
                 self._ready.notify_all()
 
     def _send_prompts(self) -> None:
-        """Send the engines the prompts of all steps for which their weights are new enough."""
+        """Send the engines the prompts of all train steps for which the engines' weights are new enough."""
         with self._ready:
             if self.sleeps_in_training and not self._is_awaited:
                 return
@@ -233,7 +233,7 @@ class AsyncGroupSource:
                 self._next += 1
 
     def _max_prompts_ahead(self) -> int:
-        """Return how many prompts after `_position` the engines may have been sent."""
+        """Return how many prompts, counted from `_position`, may have been sent to the engines."""
         newest_step = self.fleet.version + self.max_lag  # the last step that may train on groups of the current weights
         num_kept = self._num_groups(newest_step - self._step + 1)
         most = math.inf if self.most_steps is None else self._num_groups(self.most_steps)
@@ -241,7 +241,7 @@ class AsyncGroupSource:
             return int(min(num_kept + self.num_extra_prompts, most))
         if num_kept <= 0:
             return 0
-        # Engines may sample a further prompt for each dropped group, or its train step would never be complete.
+        # Engines may sample another prompt for each dropped group; otherwise the train step would never be complete.
         num_dropped = sum(not self.filter.has_learning_signal(scored) for scored in self._scored.values())
         num_expected = min(self.num_extra_prompts, num_kept * (self._sampled_per_kept - 1))
         most_sampled = (
@@ -273,8 +273,8 @@ class AsyncGroupSource:
 
 
 def steps_of(order: Callable[[int], Sequence[Any]], num_groups: int, num_steps: int) -> Callable[[int, int], list[Any]]:
-    """Convert `order`, a function that returns the prompts of a train step, into a function that returns prompts by
-    position."""
+    """Return a function `(position, count)` that returns prompts in the order of the data, from `order`, which returns
+    the prompts of a train step."""
 
     def take(start: int, count: int) -> list[Any]:
         end = min(start + count, num_steps * num_groups)

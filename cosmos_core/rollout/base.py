@@ -59,7 +59,7 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True)
 class LoadReceipt:
-    """Acknowledgement of a weight load."""
+    """Acknowledgement of an engine that it has loaded a version of the weights."""
 
     version: int
     num_tensors: int
@@ -93,7 +93,7 @@ class Engine(Protocol):
     def completed(self) -> list[Group]:
         """Return groups that are complete and were not returned before, in any order.
 
-        Waits until a group is complete; an empty list means that no request is in flight.
+        The call waits until a group is complete; an empty list means that no request is in flight.
         """
         ...
 
@@ -153,7 +153,7 @@ class EngineWrapper:
 
     @property
     def slept(self) -> int:
-        """Return the level of the deepest sleep since the last weight load; 0 if the wrapped engine lacks a record."""
+        """Return the level of the deepest sleep since the last weight load; 0: no sleep, or none recorded."""
         return getattr(self._inner, "slept", 0)
 
     def close(self) -> None:
@@ -177,9 +177,9 @@ def request_seed(seed: int, step: int, prompt_id: int, k: int) -> int:
 
 
 def reseed(sampling: Sampling, times: int) -> Sampling:
-    """Return sampling settings for a prompt that its train step has sampled `times` times before.
+    """Return sampling settings with another seed for a prompt that the train step has already sampled `times` times.
 
-    The settings get another seed, because the seed of a completion depends only on settings, step and prompt.
+    The seed of a completion depends only on settings, step and prompt, so without it the completions would be equal.
     """
     return replace(sampling, seed=request_seed(sampling.seed, -times, 0, 0)) if times else sampling
 
@@ -217,8 +217,8 @@ def completion(  # noqa: PLR0913 - one parameter per property of a completion
 ) -> Completion:
     """Return a completion of one turn, with its text.
 
-    `earlier`: for each previous version of the weights, the number of tokens sampled by its end, and the version. With
-    `vision`, the completion is truncated before the first image placeholder token.
+    `earlier` has, for each earlier version of the weights, the number of tokens sampled up to its replacement, and the
+    version. With `vision`, the completion is truncated before the first image placeholder token.
     """
     if vision is not None and (count := vision.num_before_images(token_ids)) < len(token_ids):
         token_ids, logprobs, is_stopped = token_ids[:count], logprobs[:count], False

@@ -11,14 +11,14 @@ class DataParallel(EngineWrapper):
     """`Engine` whose methods all ranks call together, with the same prompts and the same weights."""
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
-        """Submit this rank's share of the prompts to its engine, see `Engine.submit`; the rank changes no seed."""
+        """Submit this rank's share of the prompts to its engine, with unchanged seeds; see `Engine.submit`."""
         num_engines = num_ranks() // self.ranks_per_engine
         local_prompts = prompts[rank_number() // self.ranks_per_engine :: num_engines]
         if local_prompts:
             self._inner.submit(local_prompts, sampling, step)
 
     def completed(self) -> list[Group]:
-        """Drain each rank's engine, then exchange all groups at once; see `Engine.completed`."""
+        """Wait for all groups of this rank's engine, then gather the groups of all ranks; see `Engine.completed`."""
         local_groups: list[Group] = []
         while groups := self._inner.completed():
             local_groups += groups

@@ -1,4 +1,4 @@
-"""Pool of the engines of a fleet on the first rank, and the thread that communicates with them.
+"""Pool of rollout engines in separate processes, and the thread of the first rank that communicates with the engines.
 
 The thread sends prompts to the least loaded engines, collects groups, kills engines that hang, and reassigns requests
 of dead engines. The process that started an engine restarts it; a restarted engine gets no prompts until it has
@@ -30,7 +30,7 @@ _OPEN_SECONDS = 1200.0
 engine."""
 _RETRY_SECONDS = 0.5
 _MOST_DEATHS = 3
-"""Maximum number of deaths of an engine between two groups that it returns; more are a permanent failure."""
+"""Maximum number of times that an engine may die without returning a group; one more time fails the stage."""
 
 
 class LostWeights(StageFailed):
@@ -38,7 +38,7 @@ class LostWeights(StageFailed):
 
 
 class Handle(Protocol):
-    """Remote handle of a replica; see `Replica` for its methods."""
+    """Remote handle of a `replica.Replica`, a rollout engine in a separate process."""
 
     def call(self, method: str, *arguments: Any, shared: Any = None, **keywords: Any) -> Future[Any]:
         """Call a method of the replica; a `ConnectionError` in the future means that its process has died.
@@ -48,12 +48,12 @@ class Handle(Protocol):
         ...
 
     def put(self, value: Any) -> Any:
-        """Return a reference to `value` for calls of `call`, so that the value is transferred once instead of once per
-        replica."""
+        """Return a reference to `value`, the argument `shared` of `call`, so that the value is transferred once instead
+        of once per replica."""
         ...
 
     def kill(self) -> None:
-        """Kill the replica's process; the process manager starts another process."""
+        """Kill the replica's process, which the process manager then restarts."""
         ...
 
 
@@ -93,7 +93,7 @@ class PooledEngine:
     died_at: float = -math.inf
     """Monotonic time in seconds when the engine was last seen dead; -inf: never."""
     error: ConnectionError | None = None
-    """Error by which another thread saw that the engine is dead; the engine is unused until it is open again."""
+    """Error of a call in another thread, because the engine is dead; None: no error since the engine was opened."""
     passes: int = 0
     last_progress: float = 0.0
     """Monotonic time in seconds of the last observed progress of the engine."""
@@ -142,7 +142,7 @@ class EnginePool:
     def request(
         self, prompt: Prompt, sampling: Sampling, step: int, *, is_urgent: bool, version: int | None = None
     ) -> Future[Group]:
-        """Request one group from any thread; an urgent request precedes all waiting requests, others follow them.
+        """Request one group, from any thread; an urgent request is queued before all other requests.
 
         `version` is the version of the weights that must generate the group; the future raises `LostWeights` if no
         engine holds that version any more.
@@ -168,9 +168,9 @@ class EnginePool:
             return [member for member in self.engines.values() if member.version is not None and not member.error]
 
     def mark_lost(self, member: PooledEngine, description: Description | None, error: ConnectionError) -> None:
-        """Stop using a member whose death another thread saw first.
+        """Stop using the engine `member`, because a call in another thread showed by `error` that its process is dead.
 
-        `description` identifies the process that the call was made to, because another process may have replaced it.
+        `description` identifies the process that was called, because a new process may have replaced it.
         """
         with self.lock:
             if member.description is description and description is not None:
@@ -233,7 +233,7 @@ class EnginePool:
         member.reply = member.handle.call("begin", self._session)
 
     def _requeue(self, member: PooledEngine) -> None:
-        """Return a member's requests in flight to the front of the queues that they came from."""
+        """Move the requests in flight of an engine back to the front of their queues."""
         requests = list(reversed(member.in_flight.values()))
         self._waiting.extendleft(each for each in requests if each.version is None)
         self._versioned.extendleft(each for each in requests if each.version is not None)
@@ -279,7 +279,7 @@ class EnginePool:
         member.reply = member.handle.call("completed", self._session, POLL_SECONDS)
 
     def _replace(self, member: PooledEngine, error: ConnectionError) -> None:
-        """Reopen a member whose process has died and is being replaced.
+        """Open an engine again after its process died; the process manager starts the new process.
 
         Raises:
             StageFailed: the engine died too often without returning a group.
@@ -306,18 +306,18 @@ class EnginePool:
         self._send_to(ready, self._waiting)
         if not self._versioned or self.is_loading:
             return
-        of_version = [member for member in ready if member.version == self._versioned[0].version]
-        self._send_to(of_version, self._versioned)
-        # If no engine has a newer version, the next engine that opens gets this version.
-        if not of_version and any((member.version or 0) > (self._versioned[0].version or 0) for member in ready):
+        matching = [member for member in ready if member.version == self._versioned[0].version]
+        self._send_to(matching, self._versioned)
+        # Without an engine with newer weights the requests wait, because the next engine loads the requested version.
+        if not matching and any((member.version or 0) > (self._versioned[0].version or 0) for member in ready):
             while self._versioned:
                 lost = self._versioned.popleft()
                 lost.group.set_exception(LostWeights(f"the engines with the weights of step {lost.version} have died"))
 
     def _send_to(self, ready: Sequence[PooledEngine], queue: deque[_Request]) -> None:
         while queue and ready:
-            able = [member for member in ready if queue[0].key not in member.in_flight]
-            member = min(able, key=lambda member: len(member.in_flight), default=None)
+            candidates = [member for member in ready if queue[0].key not in member.in_flight]
+            member = min(candidates, key=lambda member: len(member.in_flight), default=None)
             if member is None or len(member.in_flight) >= self._most_groups:
                 return
             most = min(self._most_groups - len(member.in_flight), -(-len(queue) // len(ready)))

@@ -1,6 +1,6 @@
 """Several rollout engines in separate processes, as one engine that generates while the ranks train.
 
-Only the first rank communicates with the engines (`members`). The other ranks take part in collective operations:
+Only the first rank communicates with the engines (`engine_pool`). The other ranks take part in collective operations:
 gathering weights, and waiting.
 """
 
@@ -76,7 +76,7 @@ class Fleet:
         self.has_new = False
         """Whether the last weight load was the first load of at least one engine."""
         self.slept = 0
-        """1 if engines that take turns with the trainer have slept since the last load, else 0."""
+        """1 if the engines share the trainer's GPUs and have slept since the last weight load; else 0."""
         self.version = -1
         """The lowest version of weights among the engines that have weights."""
         self.resync: Callable[[], object] = lambda: None
@@ -159,7 +159,7 @@ class Fleet:
         return next(iter(self.logprobs_per_engine(token_ids)))
 
     def logprobs_per_engine(self, token_ids: Sequence[int], version: int | None = None) -> list[list[float]]:
-        """Return the log-probabilities by each engine with weights, or with weights of `version` unless it is None."""
+        """Return the log-probabilities of each engine with weights of `version`; None: weights of any version."""
         logprobs: list[list[float]] = []
         if is_first():
             members = [member for member in self._pool.loaded_engines() if version in {None, member.version}]

@@ -34,7 +34,7 @@ _WINDOWS, _GIVEN = 0x77696E, 0x676976
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """Sampling path of a batch, on the CPU in float32."""
+    """Latents and log-probabilities along the sampling path of a batch, on the CPU in float32."""
 
     latents: Tensor
     """Clean latents at the end of the sampling path."""
@@ -50,7 +50,7 @@ class Path:
     """Number of conditioning frames of each sample, shape B; None: no conditioning frames."""
 
     def to_sample(self, b: int, pixels: Tensor, sigmas_N: Tensor, version: int) -> DiffusionSample:
-        """Return sample `b` of the path in the form that a completion holds."""
+        """Return sample `b` of the batch as the `DiffusionSample` of a completion."""
 
         def stack_steps(tensors: Sequence[Tensor]) -> Tensor | None:
             return torch.stack([each[b] for each in tensors]) if tensors else None
@@ -131,12 +131,12 @@ def denoise(  # noqa: PLR0913 - a sampler has this many parameters
     """Return the sampling path from noise to clean latents.
 
     Args:
-        velocity: the model's velocity at latents in float32.
-        noise: the latents at the first noise level, for unit variance.
-        sigmas_N: the table of N + 1 noise levels.
-        sampling: solver, kernel, and which steps to record.
+        velocity: function that returns the model's velocity for float32 latents and their noise levels.
+        noise: noise of unit variance, the latents at the first noise level.
+        sigmas_N: table of N + 1 noise levels.
+        sampling: sampling settings: solver, kernel, and the steps to record.
         generators: one generator per sample, for the noise of stochastic steps.
-        stochastic: the stochastic steps.
+        stochastic: numbers of the stochastic steps.
         conditioning: clean first frames that are inserted at each step; None: no conditioning frames.
     """
     put = conditioning.insert if conditioning else lambda x: x

@@ -2,7 +2,7 @@
 
 Samples of all prompts and completions form one batch, which is distributed over the data-parallel ranks sample by
 sample, so that each rank calls a sharded denoiser equally often. A completion depends only on the weights, its prompt
-and its seed. Loading and sleeping do nothing: the weights are the trained ones, or a named set of them.
+and its seed. Weight loads and sleep do nothing: the engine uses the trainer's weights, or a named set of weights.
 
 Not here: the sampling steps (`flow_path`), the noise levels and the inputs of the network (`models/diffusion.py`).
 """
@@ -130,8 +130,8 @@ class FlowSamplerEngine:
         local_rows = mesh.select_local_items(rows)
         size = -(-len(rows) // self._num_ranks)
         samples = self._draw([*local_rows, *[rows[0]] * (size - len(local_rows))], sampling, step)[: len(local_rows)]
-        of_ranks = mesh.all_gather_object(samples)
-        return [of_ranks[i % self._num_ranks][i // self._num_ranks] for i in range(len(rows))]
+        rank_samples = mesh.all_gather_object(samples)
+        return [rank_samples[i % self._num_ranks][i // self._num_ranks] for i in range(len(rows))]
 
     def _conditioning_frames(
         self, rows: Sequence[_Row], sampling: Sampling, step: int, shape: Sequence[int]
@@ -193,8 +193,8 @@ class FlowSamplerEngine:
 
 
 def decode_latents(model: Any, latents: Tensor) -> Tensor:
-    """Decode latents to uint8 pixels, see `to_bytes`; on a GPU one sample at a time, because a VAE needs gigabytes of
-    memory for each sample."""
+    """Return latents decoded to uint8 pixels (see `to_bytes`); a GPU decodes one sample at a time, because a VAE needs
+    gigabytes of memory for each sample."""
     size = 1 if latents.is_cuda else len(latents)
     return torch.cat([to_bytes(model.decode(each)) for each in latents.split(size)])
 

@@ -1,4 +1,4 @@
-"""Sources of the scored groups of a train step.
+"""Sources of the scored groups of a train step; a group consists of the completions of one prompt.
 
 `SyncGroupSource` generates groups with the newest weights at each step; `FilteredGroupSource` drops groups without a
 learning signal and generates replacements. `async_groups.AsyncGroupSource` generates groups during training.
@@ -28,7 +28,7 @@ class GroupSource(Protocol):
     """Source of the scored groups of each train step."""
 
     sampled: Sequence[ScoredGroup]
-    """Groups that were sampled for the last train step, those that a filter dropped included."""
+    """Groups that were sampled for the last train step, including groups that a filter dropped."""
 
     @property
     def is_over(self) -> bool:
@@ -47,7 +47,7 @@ class GroupSource(Protocol):
         ...
 
     def load_state_dict(self, state: dict[str, JsonValue]) -> None:
-        """Restore the source's state that `state_dict` returned."""
+        """Restore the state that `state_dict` returned."""
         ...
 
 
@@ -97,7 +97,7 @@ class SyncGroupSource:
     sampled: Sequence[ScoredGroup] = ()
 
     def next(self, step: int, num_groups: int | None = None) -> tuple[list[ScoredGroup], dict[str, float]]:
-        """Generate and score the groups of train step `step`, or the first `num_groups` of them."""
+        """Generate and score the groups of train step `step`, or only the first `num_groups` groups."""
         start = time.perf_counter()
         self.engine.wake()
         groups = self.generate_repeated(self.prompts(step)[:num_groups], step, Counter())
@@ -186,9 +186,9 @@ class FilteredGroupSource:
 
     sync: SyncGroupSource
     take: Callable[[int, int], Sequence[Prompt]]
-    """Function that returns `count` prompts from a position on, over all epochs; fewer at the end of the data."""
+    """Function `(position, count)` that returns `count` prompts in the order of the data, over all epochs, or fewer."""
     num_groups: int
-    """Number of groups in a train step, unless the caller of `next` sets another."""
+    """Number of groups in a train step, unless the caller of `next` sets another number."""
     filter: Filter | None = Filter()
     """Filter that selects groups; None: every group is kept."""
     sampled: Sequence[ScoredGroup] = ()
@@ -211,7 +211,7 @@ class FilteredGroupSource:
         sampled: list[ScoredGroup] = []
         num_rounds, seconds, start = 0, 0.0, time.perf_counter()
         times = Counter[int]()
-        # stored at the end of the step only, so that a run that stops within the step resumes with the same prompts
+        # `_drawn` is set only at the end of the step, so that a run that stops earlier resumes with the same prompts.
         num_taken = self._drawn
         self.sync.engine.wake()
         while len(kept_groups) < num_requested and not 0 < most_rounds < num_rounds:
@@ -304,8 +304,8 @@ def _valid(group: ScoredGroup) -> list[float]:
 
 
 def lag_metrics(groups: Sequence[ScoredGroup], step: int) -> dict[str, float]:
-    """Return how many train steps older than `step` the sampling weights are: maximum, mean and number of groups by
-    age."""
+    """Return metrics of how many train steps older than `step` the weights are that sampled the groups: maximum, mean,
+    and number of groups by age."""
     lags = [step - scored.group.version for scored in groups]
     return {
         "rollout/version_lag": float(max(lags)),
@@ -356,7 +356,7 @@ def source_means(groups: Sequence[ScoredGroup]) -> dict[str, float]:
 
 
 def reward_means(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Return the mean of each reward function and of each further metric that it reports."""
+    """Return the mean of each reward function and of each further metric that a reward function reports."""
     scores = [score for group in groups for score in group.scores]
     names = sorted({name for score in scores for name in score.metrics})
     return {n: float(np.mean([score.metrics[n] for score in scores if n in score.metrics])) for n in names}

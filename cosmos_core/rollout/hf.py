@@ -1,8 +1,8 @@
 """Rollout with transformers modules, for models and machines that vLLM does not support.
 
-It has its own sampling loop instead of `generate`, because each completion needs its own random generator and the
-log-probabilities of the distribution that it was sampled from. It has no paged cache and no continuous batching: a
-batch runs until its last completion ends, and shrinks whenever half of its rows have ended.
+The engine has its own sampling loop instead of transformers' `generate`, because each completion needs a separate
+random generator and the log-probabilities of its sampling distribution. The engine has no paged cache and no continuous
+batching: a batch runs until its last completion ends, and shrinks whenever half of its rows have ended.
 
 Shape legend: P prompts, K completions of each, R = P * K rows, B rows still in progress, T tokens, V vocabulary.
 """
@@ -148,7 +148,7 @@ class HfEngine:
 
     @contextmanager
     def _inference(self) -> Iterator[None]:
-        """Return a context manager without dropout, gradients and gradient checkpointing, which forbids a cache."""
+        """Return a context manager without dropout and gradients, in which the model may use a key-value cache."""
         model, was_training = self._model, self._model.training
         model.eval()
         try:
@@ -166,9 +166,9 @@ class HfEngine:
         budget_B = (self._max_model_len - mask_PT.sum(-1)).clamp(max=sampling.max_tokens).repeat_interleave(k)
         uniforms_RT = _uniforms(prompts, sampling, step, ks).to(device)
         positions_PT = (mask_PT.cumsum(-1) - 1).clamp(min=0)
-        shown = self._image_inputs(prompts, input_ids_PT)
+        image_inputs = self._image_inputs(prompts, input_ids_PT)
         cache = _preallocate_layers(DynamicCache(config=self._model.config))
-        inputs = {"attention_mask": mask_PT, **(shown or {"position_ids": positions_PT})}
+        inputs = {"attention_mask": mask_PT, **(image_inputs or {"position_ids": positions_PT})}
         logits_PV = self._forward(input_ids_PT, cache, inputs)
         cache.batch_repeat_interleave(k)  # the completions of a group share one pass over the prompt
         logits_BV, mask_BT = logits_PV.repeat_interleave(k, 0), mask_PT.repeat_interleave(k, 0)
@@ -181,7 +181,7 @@ class HfEngine:
         logprobs_RT, lengths_R = torch.zeros_like(tokens_RT, dtype=torch.float32), budget_B.clone()
         alive_B = torch.ones_like(budget_B, dtype=torch.bool)
         # Finished rows stay in a batch with images, because the model keeps image positions for each row.
-        may_shrink = not shown and all(type(layer) is _PreallocatedLayer for layer in cache.layers)
+        may_shrink = not image_inputs and all(type(layer) is _PreallocatedLayer for layer in cache.layers)
         for t in range(tokens_RT.shape[1]):
             logprobs_BV = process_logits(logits_BV, seen_BV, sampling)
             is_greedy = sampling.temperature == 0
@@ -195,7 +195,7 @@ class HfEngine:
                 break
             seen_BV.scatter_(-1, tokens_B.unsqueeze(-1), True)
             mask_BT = torch.cat([mask_BT, mask_BT.new_ones(len(mask_BT), 1)], dim=-1)
-            # the position of a finished row stops growing, because it must not exceed the model's position table
+            # The position of a finished row no longer grows, because it must not exceed the model's position table.
             positions_B = positions_B + alive_B
             if may_shrink and 2 * alive_B.sum() <= len(alive_B):
                 kept_B = alive_B.nonzero().squeeze(-1)
@@ -205,7 +205,7 @@ class HfEngine:
                 )
                 rows_B, budget_B, alive_B = rows_B[kept_B], budget_B[kept_B], alive_B[kept_B]
             # A model with images computes the positions of new tokens itself; batches with images have no padding.
-            inputs = {} if shown else {"attention_mask": mask_BT, "position_ids": positions_B.unsqueeze(-1)}
+            inputs = {} if image_inputs else {"attention_mask": mask_BT, "position_ids": positions_B.unsqueeze(-1)}
             logits_BV = self._forward(tokens_B.unsqueeze(-1), cache, inputs)
         return tokens_RT, logprobs_RT, lengths_R
 
@@ -245,7 +245,7 @@ class _PreallocatedLayer(DynamicLayer):
     _buffers: tuple[Tensor, Tensor] | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Append keys and values, and return all of the layer; see `DynamicLayer.update`."""
+        """Append keys and values, and return all keys and values of the layer; see `DynamicLayer.update`."""
         length, more = self.get_seq_length(), key_states.shape[-2]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)

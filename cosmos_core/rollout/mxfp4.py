@@ -1,7 +1,7 @@
 """Quantization of experts to MXFP4, the format of gpt-oss checkpoints, for engines that hold experts in this format.
 
 Blocks of 32 values of 4 bits (E2M1) share a scale, a power of two (OCP Microscaling Formats 1.0). vLLM computes in
-MXFP4 if the checkpoint does, so the trainer's weights are rounded to it.
+MXFP4 if the checkpoint has this format, so the trainer's weights are rounded to MXFP4.
 
 Shape legend: E experts, I inputs, O outputs, N blocks of a row.
 """
@@ -47,7 +47,7 @@ def quantize(weight_EOI: Tensor) -> tuple[Tensor, Tensor]:
     Blocks are uint8 E x O x N x 16 with two values in each byte, the first in the lower half. Scales are uint8 E x O x
     N, the exponents plus 127.
     """
-    # quantize one expert at a time, since the intermediate codes need as much memory as the float weights
+    # Experts are quantized one at a time, because intermediate values need as much memory as the float weights.
     experts = [_quantize_expert(weight_OI) for weight_OI in weight_EOI]
     return torch.stack([blocks for blocks, _ in experts]), torch.stack([scales for _, scales in experts])
 
@@ -59,7 +59,7 @@ def _quantize_expert(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     exponents_ON = torch.where(largest_ON > 0, exponents_ON, -_BIAS).clamp(-_BIAS, _BIAS)
     scaled = torch.ldexp(values, -exponents_ON.unsqueeze(-1))
     middles = torch.tensor(_MIDDLES, device=scaled.device)
-    # every second midpoint has its even neighbour above, so it is rounded up
+    # A midpoint is rounded to the neighbour with the even code, which is the upper one for every second midpoint.
     middles[1::2] = torch.nextafter(middles[1::2], torch.zeros_like(middles[1::2]))
     codes = torch.bucketize(scaled.abs().contiguous(), middles, out_int32=True) + 8 * torch.signbit(scaled)
     codes = codes.to(torch.uint8)

@@ -32,7 +32,7 @@ A module whose weights are larger, such as an embedding, is a separate bucket.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
 """Mean absolute difference of log-probabilities that rounding can cause, by the dtype of the engine.
 
-Exchanged tensors cause differences of whole nats.
+Tensors that are loaded under wrong names cause differences of whole nats.
 """
 _PROBE_TOKENS = 16
 
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class WeightPublisher:
-    """Publisher of the weights of a model to an engine; on several ranks all call its methods together.
+    """Sender of the weights of a model to an engine; all ranks call its methods together.
 
     A new engine needs a new publisher, so that its first load is probed.
     """
@@ -57,7 +57,7 @@ class WeightPublisher:
     meta_copy: PreTrainedModel | None = None
     """The same model on the meta device before it was sharded; None: `model` is complete."""
     probe_interval: int = 50
-    """Number of versions between two probes; the first load, and the first after each sleep level, are probed too."""
+    """Number of weight versions between two probes, in addition to probes after the first load and after a sleep."""
     transfer_dtype: torch.dtype | None = None
     """Dtype that weights are cast to before they are sent; None: no cast."""
     bucket_bytes: int = BUCKET_BYTES
@@ -97,7 +97,7 @@ class WeightPublisher:
                 f"{num_sent} of version {version}"
             )
         has_new = isinstance(self.engine, Fleet) and self.engine.has_new
-        # The version decides, and not a counter, so that a resumed run probes the same versions.
+        # The version number determines the probes, not a counter, so that a resumed run probes the same versions.
         is_due = version % self.probe_interval == 0
         if slept not in self._proven or has_new or is_due:
             self._probe(version)
@@ -141,15 +141,15 @@ def tolerance_of(dtype: torch.dtype, transfer_dtype: torch.dtype | None) -> floa
 
 def probe_tokens(vocab_size: int) -> list[int]:
     """Return a short sequence of tokens over the vocabulary, to be scored by trainer and engine."""
-    return [(7919 * (i + 1)) % vocab_size for i in range(_PROBE_TOKENS)]  # steps of a prime number spread over all ids
+    return [(7919 * (i + 1)) % vocab_size for i in range(_PROBE_TOKENS)]  # multiples of a prime, spread over all ids
 
 
 @dataclass
 class _Unit:
     """Weights of a module and its neighbours, which must be sent in one bucket.
 
-    Engines fuse neighbours (query, key and value) and keep the first until the last arrives. Merging adapters and
-    splitting fused experts also need several tensors at once.
+    Engines fuse the weights of neighbours (query, key and value), and hold the first until the last has arrived. Merging
+    adapters and splitting fused experts also need several tensors at once.
     """
 
     tensors: dict[str, FullTensor] = field(default_factory=dict)
@@ -172,7 +172,7 @@ class _Weights:
     ) -> None:
         self._model, self._form = model, form
         units = _factors(whole or model) if form == "adapter" else _units(whole or model)
-        # Halve the bucket on a mesh, because one half is read while the other half is gathered.
+        # On a mesh a bucket has half the size, because one bucket is read while the next is gathered.
         self._units = _pack_buckets(units, bucket_bytes if whole is None else bucket_bytes // 2)
         most_bytes = max(sum(unit.num_bytes for unit in units) for units in self._units)
         self._gatherer = Gatherer(model.state_dict(keep_vars=True), most_bytes) if whole is not None else None
@@ -224,27 +224,27 @@ def _units(whole: PreTrainedModel) -> list[_Unit]:
 
 
 def _factors(whole: PreTrainedModel) -> list[_Unit]:
-    """Return a unit for each factor of the adapter, under its key in the state dict."""
+    """Return a unit for each factor of the LoRA adapter, which has the name of its key in the state dict."""
     state, names = whole.state_dict(keep_vars=True), names_without_adapter(whole)
     factors = [key for key, name in names.items() if not name]
     return [_Unit({key: FullTensor(state[key].shape, state[key].dtype)}, {key: key}) for key in factors]
 
 
 def _parent(name: str) -> str:
-    """Return the parent of the module that a weight belongs to."""
+    """Return the name of the parent of the module that a weight belongs to."""
     return name.rpartition(".")[0].rpartition(".")[0]
 
 
 def _pack_buckets(units: Sequence[_Unit], bucket_bytes: int) -> list[list[_Unit]]:
     """Group units into buckets of at most `bucket_bytes`, in their order."""
     buckets: list[list[_Unit]] = []
-    room = 0
+    free_bytes = 0
     for unit in units:
-        if not buckets or unit.num_bytes > room:
+        if not buckets or unit.num_bytes > free_bytes:
             buckets.append([])
-            room = bucket_bytes
+            free_bytes = bucket_bytes
         buckets[-1].append(unit)
-        room -= unit.num_bytes
+        free_bytes -= unit.num_bytes
     return buckets
 
 

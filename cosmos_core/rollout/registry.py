@@ -18,10 +18,10 @@ logger = logging.getLogger(__name__)
 
 
 def make_engine(settings: EngineSettings) -> Engine:
-    """Make the engine of `rollout.backend`; with several ranks, one on each.
+    """Return the engine that `rollout.backend` names; with several ranks, each rank has an engine.
 
-    If the library of an engine cannot be imported, `hf` is the fallback, with a warning. Random states, thread count,
-    signal handlers and environment are unchanged.
+    If the library of the engine cannot be imported, the engine `hf` is the fallback, and a warning is logged. Random
+    states, thread count, signal handlers and environment are unchanged.
 
     Raises:
         ConfigError: there is no such engine, or it does not support the model or the settings.

@@ -1,7 +1,7 @@
-"""Rollout engine in a separate process, which generates while others train and loads weights between two passes.
+"""Rollout engine in a separate process: generates while the ranks train, and loads weights between two forward passes.
 
 Methods may be called from any thread. Only one thread uses the engine; it generates until a command arrives. This
-module does not depend on how the process was started or on who calls it.
+module does not depend on how the process was started or is called.
 """
 
 import logging
@@ -31,7 +31,7 @@ for other engines first."""
 
 
 class Description(NamedTuple):
-    """Description of a replica."""
+    """Description of an engine and its process."""
 
     name: str
     weight_format: WeightFormat
@@ -61,7 +61,7 @@ class _Load:
     seconds: float
     """Time limit for the next bucket to arrive or to be loaded."""
     is_scheduled: bool = False
-    """Whether the engine's thread has the command to load the buckets, now or after earlier commands."""
+    """Whether the command to load the buckets has been queued for the engine's thread."""
 
 
 class Replica:
@@ -96,7 +96,7 @@ class Replica:
             with self._ended:
                 self._session, self._groups = session, []
 
-        if self._load is not None and not self._load.done.done():  # the trainer of the unfinished load died
+        if self._load is not None and not self._load.done.done():  # the trainer died during the weight load
             if self._load.is_scheduled:
                 self._load.buckets.put(_ABANDONED, timeout=self._load.seconds)
             self._load = None
@@ -107,7 +107,7 @@ class Replica:
         """Submit prompts to the engine, and raise its error for invalid prompts; see `Engine.submit`.
 
         Raises:
-            ConnectionError: see `completed`.
+            ConnectionError: the session is over, or it began in an earlier process that has died.
         """
 
         def submit(engine: Engine) -> None:
@@ -118,7 +118,7 @@ class Replica:
         self._run_on_engine_thread(submit)
 
     def completed(self, session: str, seconds: float) -> tuple[list[Group], int]:
-        """Wait at most `seconds` for a group; return the groups that are done, and the number of passes made so far.
+        """Wait at most `seconds` for a group; return all finished groups, and the engine's number of forward passes.
 
         The number of passes distinguishes a working engine from one that hangs.
 
@@ -138,7 +138,7 @@ class Replica:
     def begin_load(self, version: int, *, background: bool, patience: float) -> None:
         """Prepare to receive the buckets of a version.
 
-        With `background`, the engine continues generating until the last bucket has arrived, and then loads all.
+        With `background`, the engine generates until the last bucket has arrived, and then loads all buckets.
         `patience` is the number of seconds after which the trainer kills an engine that does not reply.
         """
         assert self._load is None or self._load.done.done(), "one load at a time"
@@ -158,7 +158,7 @@ class Replica:
         With `background`, loading begins only now. With `waits`, it begins only when no request is in flight any more.
 
         Raises:
-            StageFailed: see `Engine.load_weights`.
+            StageFailed: a tensor is missing, or the model has no such tensor.
         """
         load = self._current_load()
         load.buckets.put(None, timeout=load.seconds)
@@ -211,7 +211,7 @@ class Replica:
     def _run(self, open_engine: Callable[[], Engine]) -> None:
         try:
             engine = open_engine()
-        except Exception as error:  # noqa: BLE001 - see `_run_on_engine_thread`
+        except Exception as error:  # noqa: BLE001 - raised again in `begin`
             self._opened.set_exception(error)
             return
         self._opened.set_result(Description(engine.name, engine.weight_format, os.getpid()))
@@ -221,7 +221,7 @@ class Replica:
             self._generate(_step_of(engine))
 
     def _generate(self, step: Callable[[], list[Group]]) -> None:
-        """Run the engine once; if the pass fails, the process exits, and its requests are lost."""
+        """Call `step`, which runs the engine; if it fails, the process exits and its requests are lost."""
         try:
             groups = step()
         except Exception:
@@ -236,13 +236,13 @@ class Replica:
 
     def _load_buckets(self, engine: Engine, load: _Load, version: int, *, drained: bool = False) -> None:
         """Load the buckets of `load`; with `drained`, first generate until no request is in flight."""
-        while drained and self._in_flight:  # the trainer sees the number of passes as progress
+        while drained and self._in_flight:  # each forward pass is progress, so the trainer does not kill the engine
             self._generate(_step_of(engine))
         try:
             loaded = engine.load_weights(version, _buckets(load))
             self._version = version
             load.done.set_result(loaded)
-        except Exception as error:  # noqa: BLE001 - see `_run_on_engine_thread`
+        except Exception as error:  # noqa: BLE001 - raised again in `end_load`
             load.done.set_exception(error)
 
 
@@ -274,7 +274,7 @@ def unpack(bucket: PackedBucket) -> Bucket:
 
 
 def _step_of(engine: Engine) -> Callable[[], list[Group]]:
-    """Return the method that runs an engine for the shortest time: `step`, or `completed` if it has no `step`."""
+    """Return an engine's method `step`, which makes one forward pass, or `completed` if the engine has no `step`."""
     step: Callable[[], list[Group]] = getattr(engine, "step", engine.completed)
     return step
 

@@ -1,4 +1,4 @@
-"""Sample tokens with one uniform number per token from the completion's own generator, in every engine on CPU.
+"""Sampling of tokens on CPU, the same in every engine: one uniform number per token, from a generator per completion.
 
 Shapes: B rows, V vocabulary.
 """
@@ -8,8 +8,7 @@ from torch import Tensor
 
 
 def sample_tokens(logprobs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
-    """Return one token id per row (shape B), by inverting the cumulative distribution at a uniform number in
-    float64."""
+    """Return one token id per row (shape B): the inverse of the cumulative distribution at the row's uniform number."""
     cumulative_BV = logprobs_BV.double().exp().cumsum(-1)
     targets_B1 = uniforms_B.unsqueeze(-1) * cumulative_BV[:, -1:]
     return torch.searchsorted(cumulative_BV, targets_B1, right=True).squeeze(-1)

@@ -1,9 +1,9 @@
 """Multi-turn rollouts: the policy calls tools, reads their results and continues until it makes no call.
 
 `Turns` wraps an engine, which samples the tokens. Sampled tokens are kept as they are: the next turn's prompt consists
-of the ids so far and those of the tools' text, never of a new rendering of the conversation. Tools of turns that the
-inner engine returns together are called concurrently, and other turns wait for them. So the batch of a turn does not
-depend on the speed of a tool, and a resumed run samples the same tokens.
+of the token ids so far and the ids of the tool results; the chat template is not applied again. Tools of turns that the
+inner engine returns together are called concurrently, and other turns wait for the results. So the batch of a turn does
+not depend on the speed of a tool, and a resumed run samples the same tokens.
 
 A sampled turn is a segment with mask 1; the text of tools is a segment with mask 0.
 """
@@ -134,11 +134,11 @@ class Turns(EngineWrapper):
 
     def _add_turn(self, conversation: _Conversation, turn: Completion) -> bool:
         """Add a turn of the policy; return whether the conversation has ended."""
-        room = conversation.num_tokens_left
-        is_cut = turn.finish_reason == "length" or turn.num_sampled > room
-        segments = _first_tokens(turn.segments, room)
+        num_left = conversation.num_tokens_left
+        is_cut = turn.finish_reason == "length" or turn.num_sampled > num_left
+        segments = _first_tokens(turn.segments, num_left)
         text = turn.text
-        if turn.num_sampled > room:  # turns of a submission are sampled with one token limit, its largest
+        if turn.num_sampled > num_left:  # possible, because all prompts of a submission get the largest token limit
             ids = [token for segment in segments for token in segment.token_ids]
             text = str(self._tokenizer.decode(ids, skip_special_tokens=True))
         conversation.segments += segments
@@ -169,13 +169,13 @@ class Turns(EngineWrapper):
                 (prompt, conversation.num_tokens_left)
             )
         for (sampling, step), prompts in prompts_by_settings.items():
-            # One submission with the largest token limit, since it may be one batch; longer turns are truncated later.
-            longest = max(room for _, room in prompts)
+            # All prompts of a submission get the largest of their token limits; longer turns are truncated afterwards.
+            longest = max(num_left for _, num_left in prompts)
             each = replace(sampling, num_completions=1, max_tokens=longest)
             self._inner.submit([prompt for prompt, _ in prompts], each, step)
 
     def _next_prompt(self, conversation: _Conversation, results: Sequence[tuple[str, ToolResult]]) -> Prompt | None:
-        """Add tool results to a conversation, and return the next turn's prompt; None if no tokens are left for it."""
+        """Add tool results to a conversation, and return the prompt of its next turn; None: no tokens are left."""
         conversation.turns += [Turn("tool", result.text, result.is_error) for _, result in results]
         ids = self._text.ids(results)
         group = conversation.group
@@ -191,17 +191,17 @@ class Turns(EngineWrapper):
 
 
 def turn_id(prompt_id: int, step: int, k: int, turn: int, attempt: int = 0) -> int:
-    """Return the prompt id of a later turn in the inner engine.
+    """Return the id under which the prompt of a later turn is submitted to the inner engine.
 
     Seeds are derived from the id (`request_seed`), so they are a function of run seed, step, prompt, completion and
-    turn. `attempt` counts the requests in flight with equal values, such as a prompt submitted twice for one step.
+    turn. `attempt` distinguishes requests that are otherwise equal, such as a prompt submitted twice for one step.
     """
     digest = hashlib.sha256(f"turn/{prompt_id}/{step}/{k}/{turn}/{attempt}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
 def _first_tokens(segments: Sequence[Segment], count: int) -> list[Segment]:
-    """Return the first `count` tokens of sampled segments; an empty turn is one empty segment, which has a version."""
+    """Return the first `count` tokens of sampled segments; without tokens, one empty segment with a weight version."""
     shortened = []
     for segment in segments:
         ids = segment.token_ids[: max(0, count)]

@@ -3,8 +3,8 @@
 
 In the trainer's process, weights are passed by reference and no child process can outlive the stage. An engine in a
 separate process may have ranks of its own (`vllm_ranks`). `restore_process` undoes what vLLM changes in its process.
-vLLM's own weight transfer (NCCL, CUDA IPC) is not used. Code for GPUs only (sleep levels, CUDA graphs) was never run on
-one, and prompts with images were never run at all.
+vLLM's own weight transfer (NCCL, CUDA IPC) is not used. The code for GPUs only (sleep levels, CUDA graphs) and prompts
+with images are untested.
 """
 
 import logging
@@ -124,14 +124,14 @@ class VllmEngine:
         check_prompts(prompts, self._max_model_len)
         groups = [_Unfinished(prompt, sampling.num_completions, step) for prompt in prompts]
         requests = [(group, k) for group in groups for k in range(sampling.num_completions)]
-        shown = {id(prompt): self._tokens_prompt(prompt) for prompt in prompts}
-        tokens = [shown[id(group.prompt)] for group, _ in requests]
+        inputs = {id(prompt): self._tokens_prompt(prompt) for prompt in prompts}
+        tokens = [inputs[id(group.prompt)] for group, _ in requests]
         parameters = [
             self._parameters(sampling, request_seed(sampling.seed, step, g.prompt.id, k)) for g, k in requests
         ]
         with restore_process():
             if not self._in_flight:
-                self._llm.reset_prefix_cache()  # cached prefixes would make kernels depend on earlier requests
+                self._llm.reset_prefix_cache()  # with cached prefixes, rounding would depend on earlier requests
             ids = self._llm.enqueue(tokens, parameters, lora_request=self._request, use_tqdm=False)
         # Outputs carry the request's number without the random suffix that vLLM appends to ids internally.
         self._in_flight |= {id_.partition("-")[0]: request for id_, request in zip(ids, requests, strict=True)}
@@ -169,7 +169,7 @@ class VllmEngine:
                 self._reload(buckets)
             else:
                 self._adapter.load(self._llm, self._receiver.tensors(buckets))
-        # The KV cache is reallocated after the load, which needs memory in addition to the weights.
+        # The KV cache is reallocated after the load, because a load needs more memory than the weights alone.
         self._wake(_KV_CACHE)
         with restore_process():
             self._llm.reset_prefix_cache(reset_running_requests=bool(self._in_flight))
@@ -334,7 +334,7 @@ def _engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "max_model_len": settings.max_model_len,
         "tensor_parallel_size": rollout.parallelism.tp_size,
         "enforce_eager": rollout.enforce_eager or not has_gpu,  # CUDA graphs need a GPU
-        # If the trainer has a process group, the engine of each rank creates its own process groups.
+        # With "external_launcher", the engines use the trainer's ranks, but create separate process groups.
         "distributed_executor_backend": "uni" if is_single_rank() else "external_launcher",
         "logprobs_mode": "processed_logprobs",  # log-probabilities after temperature, top-k and top-p
         # The model's own sampling defaults must not apply to settings that the recipe leaves unset.

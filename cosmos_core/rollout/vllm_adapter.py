@@ -1,7 +1,7 @@
 """LoRA adapter in vLLM: the engine holds the base weights, and each version of the policy consists of the factors only.
 
-vLLM has one scale for the whole adapter, so the scale of each layer is multiplied into its factor B. Adapters with more
-than factors of linear layers (`models.lora.is_adapter_alone`) are sent merged.
+vLLM has one scale for the whole adapter, so the scale of each layer is multiplied into its factor B. An adapter that
+does not only consist of factors of linear layers (`models.lora.is_adapter_alone`) is merged into the weights and sent.
 """
 
 import json
@@ -57,7 +57,7 @@ class VllmAdapter:
 
 
 def adapter_of(settings: EngineSettings) -> VllmAdapter | None:
-    """Return the adapter of an engine that loads only LoRA factors; None: no adapter, or an adapter sent merged."""
+    """Return the adapter of an engine that loads only LoRA factors; None: the engine loads complete weights."""
     if not is_adapter_alone(settings.model) or settings.vision is not None:
         return None
     if settings.rollout.parallelism.tp_size > 1 or settings.rollout.quantization != "none":

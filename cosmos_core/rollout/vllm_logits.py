@@ -1,4 +1,4 @@
-"""Logits that vLLM computes for the tokens of prompts, over the whole vocabulary, and the formats that it can run here.
+"""Logits over the whole vocabulary that vLLM computes for prompts, and a check of the formats that vLLM supports.
 
 vLLM returns log-probabilities of single tokens; the logits are captured in its worker, which runs in this process.
 
@@ -35,7 +35,7 @@ def vllm_version() -> str:
 
 
 def vllm_problem(name: str) -> str:
-    """Return the reason why vLLM does not run a format on this machine; empty if it does."""
+    """Return the reason why vLLM does not support the weight format `name` on this machine; empty: vLLM supports it."""
     if importlib.util.find_spec("vllm") is None:
         return "vLLM is not installed"
     if torch.cuda.is_available():
@@ -48,10 +48,10 @@ def vllm_problem(name: str) -> str:
 
 
 def prompt_logits(folder: Path, rows: Sequence[list[int]]) -> Iterator[Tensor]:
-    """Yield the logits TV of the next token at all positions of each row but the last.
+    """Yield, for each row, the logits TV of the next token at all positions except the last.
 
     Raises:
-        StageFailed: they are not those whose log-probabilities vLLM returns.
+        StageFailed: the captured logits disagree with the log-probabilities that vLLM returns.
     """
     set_environment()
     vllm = import_vllm()
@@ -70,7 +70,7 @@ def prompt_logits(folder: Path, rows: Sequence[list[int]]) -> Iterator[Tensor]:
         [output] = llm.generate([vllm.TokensPrompt(prompt_token_ids=row)], sampling, use_tqdm=False)
         returned = zip(output.prompt_logprobs[1:], row[1:], strict=True)
         returned_T = torch.tensor([logprobs[token].logprob for logprobs, token in returned])
-        # The first call is for the sampled token, the last for the tokens of the prompt.
+        # vLLM computes logits first for the sampled token, and last for the tokens of the prompt.
         logits_TV = captured[-1].float().cpu()
         if len(logits_TV) != len(returned_T):
             raise StageFailed(f"{_UNEXPECTED}: {len(logits_TV)} positions for a prompt of {len(row)} tokens")

@@ -24,7 +24,7 @@ _CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
 
 
 def has_ranks(settings: EngineSettings) -> bool:
-    """Return whether a vLLM engine starts ranks as child processes; in a stage with ranks, it uses these instead."""
+    """Return whether a vLLM engine starts ranks as child processes; in a stage with several ranks, it uses those."""
     return settings.is_separate and settings.rollout.parallelism.tp_size > 1 and is_single_rank()
 
 
