@@ -186,7 +186,7 @@ def run_check(  # noqa: PLR0913 - a stage, and the inputs that differ between ca
 
 def _base(pipeline: Pipeline, stage: StageConfig) -> StageConfig | None:
     """Return the stage whose external model has the architecture and tokenizer of the model of `stage`: the first stage
-    of the chain of trainings before it, or `stage` itself. Return None if the architecture may differ, or if the model
+    of the chain of stages before it, or `stage` itself. Return None if the architecture may differ, or if the model
     of the first stage is not in one local folder."""
     first = stage
     while name := source_of(stage.model):

@@ -35,7 +35,7 @@ _SHA256, _MD5 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{32}")
 
 
 class _AlteredError(ConnectionError):
-    """Error for an object whose bytes after the transfer do not match the digest that the store reports."""
+    """Error for an object whose received bytes do not match the digest that the store reports."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Object:
 
 
 def run_threads(function: Callable[..., T], calls: Iterable[tuple[Any, ...]], num_threads: int, name: str) -> list[T]:
-    """Call a function in parallel threads, once per tuple of arguments, and return the results in order; if a call
-    raises, cancel the calls that have not started."""
+    """Call a function in parallel threads, once per tuple of arguments; return the results in the order of `calls`. If
+    a call raises an error, cancel the calls that have not started."""
     with ThreadPoolExecutor(num_threads, name) as pool:
         running = [pool.submit(function, *arguments) for arguments in calls]
         try:
@@ -84,7 +84,7 @@ class _Settings(NamedTuple):
 
 
 def _new_client(settings: _Settings) -> Any:
-    """Return a new boto3 client; None without credentials."""
+    """Return a new boto3 client; None if there are no credentials."""
     import boto3
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError
@@ -110,7 +110,7 @@ def _new_client(settings: _Settings) -> Any:
     )
     try:
         return session.client("s3", endpoint_url=endpoint, config=config)
-    except BotoCoreError:  # some subclasses are also a ValueError
+    except BotoCoreError:  # some subclasses of it are ValueErrors too
         raise
     except ValueError as error:
         variable = next(name for name in _ENDPOINTS if os.environ.get(name) == endpoint)
@@ -119,8 +119,8 @@ def _new_client(settings: _Settings) -> Any:
 
 @lru_cache(maxsize=8)
 def _shared_client(settings: _Settings, pid: int) -> Any:
-    """Return the client of a process; creating one takes a tenth of a second, and a child must not use its parent's
-    connections."""
+    """Return the cached boto3 client of the process `pid`: creating a client takes a tenth of a second, and a child
+    process must not use the connections of its parent."""
     return _new_client(settings)
 
 
@@ -149,7 +149,7 @@ class Bucket:
             token,
             self._read_seconds,
         )
-        # Credentials of other sources, such as files and roles, may change while the process runs.
+        # Credentials from files or roles may change while the process runs, so a client with them is not cached.
         client = _shared_client(settings, os.getpid()) if key else _new_client(settings)
         if client is None:
             raise ConfigError(f"{SCHEME}{self.name}: no credentials; set {CREDENTIALS}")
@@ -375,8 +375,8 @@ def _code(error: Any) -> str:
 
 
 def _variable(name: str, *others: str) -> str | None:
-    """Return the value of the first of these environment variables that is set; if Cosmos-RL's variable for the access
-    key is set, only Cosmos-RL's variable `name` counts."""
+    """Return the value of the first environment variable in `others` that is set; if the access key of Cosmos-RL is
+    set, return the value of Cosmos-RL's variable `name` instead."""
     if os.environ.get(f"{_PREFIX}ACCESS_KEY_ID"):
         return os.environ.get(f"{_PREFIX}{name}") or None
     return next((value for value in map(os.environ.get, others) if value), None)

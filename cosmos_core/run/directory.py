@@ -1,5 +1,5 @@
-"""The run directory: creating it, opening it, and finding it by id or path. It is the source of truth; Prefect's
-database is not."""
+"""Create, open and find run directories. A run directory is the source of truth about its run; Prefect's database is
+not."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 class Facts(Document):
-    """Content of `run.json`: how the run was started."""
+    """Content of `run.json`, which describes how a run was started."""
 
     run_id: str = ""
     pipeline: str = ""
@@ -86,7 +86,8 @@ class Run:
     pipeline: Pipeline
     verify: bool = False
     """Whether to hash files again instead of trusting their size, times and inode."""
-    has_new_money: bool = False  # of `with_money`
+    has_new_money: bool = False
+    """True if the price or budget of the run was changed and is not saved yet."""
 
     @property
     def id(self) -> str:
@@ -111,8 +112,8 @@ class Run:
 def create_run(
     pipeline: Pipeline, *, run_id: str = "", entrypoint: str = "", parameters: dict[str, Any] | None = None
 ) -> Run:
-    """Create the directory of a new run; create nothing if the pipeline cannot run here. `entrypoint` and `parameters`
-    are those of a flow in Python, see `Facts`.
+    """Create the directory of a new run; create nothing if the pipeline cannot run here. For a flow in Python,
+    `entrypoint` and `parameters` are saved in `run.json`.
 
     Raises:
         ConfigError: this version does not support a setting, the output folder is not writable, or `run_id` is invalid.
@@ -153,7 +154,7 @@ def create_run(
 
 
 def extend_run(run: Run, pipeline: Pipeline) -> Run:
-    """Save a pipeline that has more stages than that of the run, and return the run with it.
+    """Replace the saved pipeline of a run by `pipeline`, which has additional stages, and return the run.
 
     Raises:
         ConfigError, ModelError, DataError, RewardError: as `create_run`.
@@ -221,20 +222,21 @@ def _protect(path: Path, pipeline: Pipeline) -> None:
 
 
 def flow_run_notes(output_dir: Path) -> Path:
-    """Return the folder with one note per flow run, which names the run that the flow run worked on."""
+    """Return the folder with one file per flow run, which contains the id of the run that the flow run worked on."""
     return output_dir / SHARED / "flow_runs"
 
 
 def note_flow_run(run: Run, flow_run: str) -> None:
-    """Record which run a flow run works on, so that a retry continues it; the newest file belongs to the newest flow
-    run."""
+    """Save the id of the run that a flow run works on, so that a retry of the flow run continues this run; the newest
+    file belongs to the newest flow run."""
     notes = flow_run_notes(run.output_dir)
     notes.mkdir(parents=True, exist_ok=True)
     write_text(notes / flow_run, run.id)
 
 
 def claim(run: Run, since: float | None = None) -> Lock:
-    """Acquire the right to run the stages of `run` until it is released or this process ends; save new money.
+    """Acquire the lock of a run, which allows this process to run its stages until the lock is released or the process
+    ends; save a changed price or budget.
 
     Args:
         since: unix time at which the command began; None: now.
@@ -246,7 +248,7 @@ def claim(run: Run, since: float | None = None) -> Lock:
     if lock.try_acquire():
         remove_leftovers(run.path)
         note_holder(run.path, time.time() if since is None else since)
-        if run.has_new_money:  # the run may have more stages since it was opened
+        if run.has_new_money:  # another process may have added stages since the run was opened
             saved = with_money(open_run(run.path, run.pipeline.kinds), run.pipeline.config)
             write_text(run.path / PIPELINE, tomli_w.dumps(saved.pipeline.as_toml()))
         return lock
@@ -262,7 +264,7 @@ def find_run(name: str, output_dir: Path) -> Path:
     Raises:
         ConfigError: the run does not exist; the message lists the newest runs.
     """
-    # Os.path.isfile returns False for an invalid path; Path.is_file raises.
+    # Unlike Path.is_file, os.path.isfile returns False for an invalid path.
     if name and os.path.isfile(Path(name) / PIPELINE):
         return Path(name).resolve()
     runs = [facts.run_id for facts in runs_in(output_dir)]
@@ -300,7 +302,7 @@ def writable(folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
-    except (OSError, ValueError, RuntimeError) as error:  # a path with a null byte, or `~` of an unknown user
+    except (OSError, ValueError, RuntimeError) as error:  # null byte, or `~` of an unknown user
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
             f"pipeline.output_dir = {str(folder)!r} cannot be written: {reason}; choose another folder"
@@ -314,7 +316,7 @@ def _timestamp(pipeline: Pipeline) -> str:
 
 
 def _made(output_dir: Path, run_id: str, pipeline: str, facts: Facts) -> Path:
-    """Create the folder of a run atomically; append a number to the name if it is taken."""
+    """Create the folder of a run atomically; append a number to the name if a run of this name exists."""
     if not _RUN_ID.fullmatch(run_id):
         raise ConfigError(
             f"run_id = {run_id!r} must be a plain folder name of letters, digits, '.', '-' and '_', at most 100"
@@ -349,7 +351,7 @@ def read_facts(run_path: Path) -> Facts | None:
 
 
 def runs_in(output_dir: Path) -> list[Facts]:
-    """Return the facts of all runs in a folder, the oldest first."""
+    """Return the content of `run.json` of each run in a folder, the oldest run first."""
     paths = [file.parent for file in output_dir.glob(f"*/{PIPELINE}")]
     runs = [(read_facts(path) or Facts()).model_copy(update={"run_id": path.name}) for path in paths]
     return sorted(runs, key=lambda facts: (facts.started, facts.run_id))
@@ -378,7 +380,7 @@ def differences(run_path: Path, pipeline: Pipeline) -> list[str]:
 
 
 def _changes(pipeline: Pipeline, saved: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the keys whose values differ, each with the values in the pipeline and in the saved settings."""
+    """Return the keys whose values differ, each with its value in the pipeline and its value in the saved settings."""
     old, new = _flat(pipeline.as_toml()), _flat(saved)
     return {key: (old.get(key), new.get(key)) for key in sorted({*old, *new}) if old.get(key) != new.get(key)}
 

@@ -1,4 +1,5 @@
-"""Estimates of `cosmos plan --estimate`, kept so that a later run with the same settings shows them with its cost."""
+"""Saved estimates of `cosmos plan --estimate`: a later run with the same settings shows them next to its actual
+cost."""
 
 from __future__ import annotations
 
@@ -13,13 +14,13 @@ from cosmos_core.run.files import SHARED, Document, read_document, write_json
 
 
 class Estimate(Document):
-    """GPU seconds of each stage of a run; None if they are unknown."""
+    """Content of an estimate file: GPU seconds of each stage of a run, None if unknown."""
 
     gpu_seconds: dict[str, float | None] = {}
 
 
 def save_estimate(pipeline: Pipeline, output_dir: Path, gpu_seconds: Mapping[str, float | None]) -> None:
-    """Save the estimated GPU seconds of each stage of a pipeline, in place of an earlier estimate."""
+    """Save the estimated GPU seconds of each stage of a pipeline; this replaces an earlier estimate."""
     file = _file(pipeline, output_dir)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_json(file, Estimate(gpu_seconds=dict(gpu_seconds)).model_dump(), durable=False)

@@ -113,7 +113,8 @@ DocumentT = TypeVar("DocumentT", bound=Document)
 
 
 def read_document(path: Path, shape: type[DocumentT]) -> DocumentT | None:
-    """Return the content of a JSON file as a `shape`; None if the file is missing, damaged or does not match."""
+    """Return the content of a JSON file as a `shape`; None if the file is missing, damaged or does not match the
+    class."""
     try:
         return shape.model_validate_json(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
@@ -127,7 +128,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def parsed(values: Iterable[Any], shape: type[DocumentT]) -> list[DocumentT]:
-    """Return the JSON values that match a document type; skip the others."""
+    """Return the JSON values that match the document class `shape`, as instances of it; skip all other values."""
     documents = []
     for value in values:
         with suppress(ValueError):
@@ -162,8 +163,8 @@ def user_cache() -> Path:
 def replaced_folder(target: Path) -> Iterator[Path]:
     """Yield a new empty folder that replaces `target` when the block ends without an error.
 
-    The old folder is renamed first and removed last, so a reader sees the old or the new one, or for an instant none,
-    never a mixture.
+    The old folder is renamed first and removed last: a reader sees the old folder, for an instant no folder, then the
+    new folder, but never a mixture of both.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     building = target.with_name(f".{target.name}.{os.getpid()}.tmp")
@@ -173,7 +174,7 @@ def replaced_folder(target: Path) -> Iterator[Path]:
         yield building
         for folder, _, names in os.walk(building):
             for name in names:
-                # Opened for reading, because copies of read-only files are not writable.
+                # The file is opened for reading, because a copy of a read-only file is not writable.
                 with open(os.path.join(folder, name), "rb") as file:
                     os.fsync(file.fileno())
             sync_folder(Path(folder))
@@ -235,9 +236,8 @@ def copy_file(source: str | Path, target: str | Path) -> None:
         except OSError as error:
             if error.errno in _NO_ROOM:
                 raise
-            shutil.copyfileobj(
-                old, new
-            )  # the kernel cannot copy between these file systems; this continues at the current offsets
+            # The kernel cannot copy between these file systems; copyfileobj continues at the current offsets.
+            shutil.copyfileobj(old, new)
     shutil.copystat(source, target)
 
 

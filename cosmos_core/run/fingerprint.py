@@ -100,7 +100,7 @@ def fingerprint(
         # Tables of other kinds with only default values are left out, even if user code reads them.
         if (table := getattr(recipe, name)) == type(table)():
             values.pop(name)
-    # User functions and classes receive the whole config.
+    # User functions and classes receive the whole config, so each setting may change their result.
     is_whole = any(each.role in {"entry", "data_code"} for each in inputs)
     settings = values if is_whole else {k: v for k, v in flat_keys(_renamed(values, labels)).items() if reads(k)}
     world_size = recipe.policy.parallelism.world_size if kind.has_mesh else None
@@ -153,7 +153,7 @@ def _counts(each: Input, kind: StageKind, reads: Callable[[str], bool]) -> bool:
 def _digest(each: Input, digests: Digests) -> Any:
     """Return the digest of the content of an input in any form; for `end_tokens`, the token ids themselves."""
     if each.form in {"stage", "literal"}:
-        return each.location  # the digest of the stage's result is in `inputs`
+        return each.location  # `inputs` has the digest of the result of another stage
     if each.form == "store":
         return f"remote:{each.location.rpartition('#')[2]}"  # a pinned URL ends with the digest of its content
     if each.form == "hub":  # the revision of a data set is in the config
@@ -199,7 +199,7 @@ def _hashed(ingredients: Mapping[str, Any]) -> str:
 def _keys_of(stage: StageConfig, kind: StageKind) -> dict[str, Any]:
     """Return the keys of the stage itself that are set and change its result."""
     values: dict[str, Any] = {}
-    if "after" in kind.required_keys:  # the order of the upstream models, to which the merge weights belong
+    if "after" in kind.required_keys:  # the merge weights refer to the upstream models by this order
         values["after"] = list(stage.after)
     for key in ("checkpoint", "format", "require", "confidence"):
         if value := getattr(stage, key):
@@ -250,7 +250,7 @@ def _completes_prompts(pipeline: Pipeline, stage: StageConfig) -> bool:
 
 
 def threads(pipeline: Pipeline) -> int:
-    """Return the number of CPU threads of a worker."""
+    """Return the number of CPU threads of a worker: the setting of the pipeline, or else that of the machine."""
     return pipeline.config.threads or stage_facts(pipeline).threads
 
 

@@ -1,7 +1,8 @@
 """Time for which the attempts of a stage held GPUs, from `state.json`, to compute costs and to enforce budgets.
 
-An interval ends when the GPUs are free for other stages. If the launcher was killed, it ends with the last sign of life
-of launcher or worker. Stages that were made again count with all earlier attempts, whose files are in `superseded/`.
+An interval ends when the GPUs are free for other stages. If the launcher was killed, the interval ends with the last
+heartbeat of launcher or worker. The time of a stage that ran again includes all earlier attempts, whose files are in
+`superseded/`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def holding(stage_path: Path, gpus: int) -> Iterator[None]:
 
 
 def closed_holds(stage_path: Path) -> list[Hold]:
-    """Return the intervals in which a stage held GPUs; an open interval lasts until the last sign of life."""
+    """Return the intervals in which a stage held GPUs; an interval without an end lasts until the last heartbeat of
+    launcher or worker."""
     state, progress = read_state(stage_path), read_progress(stage_path)
     signs = (state.renewed, state.heartbeat, progress.heartbeat if progress else None)
     last = min(max((sign for sign in signs if sign), default=0.0), time.time())
@@ -49,13 +51,14 @@ def gpu_seconds(holds: list[Hold]) -> float:
 
 
 def holds_of_run(run_path: Path) -> dict[str, list[Hold]]:
-    """Return the closed intervals of each stage of a run that held GPUs, with those of superseded attempts."""
+    """Return the closed intervals of each stage of a run that held GPUs, including the intervals of superseded
+    attempts."""
     holds: dict[str, list[Hold]] = {}
     for folder in sorted((run_path / "superseded").glob("*")):
         holds.setdefault(folder.name.rpartition(".")[0], []).extend(closed_holds(folder))
     for folder in sorted((run_path / "stages").glob("*")):
         holds.setdefault(folder.name, []).extend(closed_holds(folder))
-    return {name: found for name, found in holds.items() if found}
+    return {name: intervals for name, intervals in holds.items() if intervals}
 
 
 def gpu_seconds_of_run(run_path: Path) -> float:
@@ -65,7 +68,8 @@ def gpu_seconds_of_run(run_path: Path) -> float:
 
 def note_in_result(stage_path: Path) -> Result:
     """Add the GPU seconds of a finished stage to its `result.json`, in total as `gpu_seconds` and by attempt as
-    `attempts`; return the manifest. They are no part of its digest, and may be missing after a full disk."""
+    `attempts`; return the manifest. The digest of the result does not cover these values, and a full disk may prevent
+    the write."""
     result, path = read_result(stage_path), stage_path / RESULT
     assert result is not None
     by_attempt: dict[int, list[Hold]] = {}
@@ -79,5 +83,5 @@ def note_in_result(stage_path: Path) -> Result:
     with warn_if_disk_full(f"the GPU seconds of {stage_path.name}"):
         mode = path.stat().st_mode
         write_json(path, result)
-        path.chmod(mode)  # the worker that wrote the file may be private
+        path.chmod(mode)  # the worker may have made the file private
     return result

@@ -36,7 +36,7 @@ def pin_hub_revisions(pipeline: Pipeline) -> Pipeline:
     Raises:
         ModelError, DataError: the Hub has no such repository, or neither the Hub nor its local cache is readable.
     """
-    commits: dict[Repository, str] = {}  # shared by all stages, which so read the same commit
+    commits: dict[Repository, str] = {}  # stages that name the same repository read the same commit
     recipes = {}
     for stage in pipeline.stages:
         try:
@@ -104,7 +104,7 @@ def within(seconds: float, call: Callable[[], Any]) -> Any:
     def run() -> None:
         try:
             result.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - the caller raises it
+        except BaseException as error:  # noqa: BLE001 - the caller of `within` raises the error
             result.set_exception(error)
 
     threading.Thread(target=run, name="within", daemon=True).start()

@@ -24,16 +24,16 @@ from cosmos_core.run.content import files_of_model
 
 _REWARDS = "cosmos_core.rewards"
 GENERATORS = "reasoning-gym"
-"""Package of the generators of rows and of their reward."""
+"""Package that generates rows of reasoning tasks and computes their reward."""
 _NEAR_DUPLICATES = "train.train_policy.clean.near_duplicates"
 _OF_KINDS = ("sample.endpoint", _NEAR_DUPLICATES)
-"""Keys that need a package only in stages of the kinds that read them."""
+"""Keys whose package is needed only by stages of the kinds that read the key."""
 _EXTRAS = {"datasketch": "clean", "mlflow-skinny": "mlflow"}
-"""Extras that have another name than the package that they install."""
+"""Name of the extra that installs a package, if it differs from the name of the package."""
 
 
 def check_inputs(pipeline: Pipeline) -> None:
-    """Check that every input exists that a stage names and no other stage makes.
+    """Check that every input exists that a stage reads from outside the run.
 
     Raises:
         ModelError, DataError, RewardError, ConfigError: an input is missing; the message names stage and key.
@@ -56,7 +56,7 @@ def check_inputs(pipeline: Pipeline) -> None:
                     _check_reward(each)
             if kind.trains:
                 _check_gpu(recipe)
-                if not stage.work_pool:  # the machine that runs a stage of a work pool checks its inputs
+                if not stage.work_pool:  # a stage of a work pool is checked by the machine that runs it
                     _check_compiler(recipe, pipeline.config.python)
             for package in missing & kind.extras.keys():
                 raise ConfigError(
@@ -79,7 +79,8 @@ def check_located(inputs: Sequence[Input]) -> None:
     """Check that the files and folders among the inputs exist.
 
     Raises:
-        ModelError, DataError, ConfigError: one is missing, or is not what its key needs; the message names the key.
+        ModelError, DataError, ConfigError: a file or folder is missing or has the wrong type; the message names the
+            key.
     """
     model = next((each for each in inputs if each.role == "model"), None)
     for each in inputs:
@@ -152,7 +153,7 @@ def _check_reward(each: Input) -> None:
 
 
 def _check_code(each: Input, error_class: type[CosmosError] = ConfigError) -> None:
-    """Check that the file of user code exists."""
+    """Check that the file exists from which user code is imported."""
     try:
         code_file(each.location)
     except ConfigError as error:
@@ -160,7 +161,7 @@ def _check_code(each: Input, error_class: type[CosmosError] = ConfigError) -> No
 
 
 def clean_packages(recipe: Recipe) -> tuple[str, ...]:
-    """Return the packages that the search for near duplicates needs."""
+    """Return the packages that the search for near-duplicate rows needs."""
     clean = recipe.train.train_policy.clean
     return ("datasketch",) if clean and clean.near_duplicates else ()
 

@@ -12,7 +12,7 @@ TRAINING = (*ROWS, *WEIGHTS, "diffusers", "latex2sympy2-extended", "math-verify"
 USER_CODE = (*TRAINING, "av", "datasets")
 """Packages that a user's own stage may compute with."""
 EVALUATION = (*WEIGHTS, "datasets", "lm-eval", *ENGINES)
-"""Packages that run benchmarks."""
+"""Packages that run benchmarks of models."""
 QUANTIZATION = ("compressed-tensors", *ENGINES)
 """Packages that quantise exports and load them."""
 LIBRARIES = (*USER_CODE, "compressed-tensors", "datasketch", "lm-eval")

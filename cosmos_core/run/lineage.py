@@ -47,7 +47,7 @@ class Link:
 
 
 def lineage_of(path: Path) -> list[Link]:
-    """Return the lineage of a run, stage or model; for a published model the first entry is the delivered files.
+    """Return the lineage of a run, stage or model; the first entry for a published model describes its published files.
 
     Raises:
         ConfigError: the path belongs to no run, or the stage has not finished.
@@ -102,8 +102,8 @@ def _walk(stage_path: Path, result: Result, depth: int, seen: set[Path]) -> Iter
 
 
 def _source_status(source: Source) -> str:
-    """Return the status of a source. A file is hashed again; a folder is not, because only some of its files were
-    read."""
+    """Return the status of an external model or data set: a file is hashed again; a folder is not, because only some of
+    its files were read."""
     path = Path(source.name)
     if path.is_file():
         return "verified" if sha256(path) == source.digest else "altered since"

@@ -40,7 +40,7 @@ class Approval(Document):
 
 
 def note_approval(run_path: Path, approval: Approval) -> None:
-    """Record that a run waits for approval, or that it was declined, until a process claims the run again."""
+    """Save the request to approve a run, or that it was declined; the next claim of the run removes the file."""
     write_json(run_path / "locks" / _APPROVAL, approval.model_dump(), durable=False)
 
 
@@ -66,8 +66,8 @@ def read_holder(run_path: Path) -> Holder | None:
 
 
 def holder_died(run_path: Path) -> float | None:
-    """Return the start time of the command whose process last claimed a run, if that process has ended; None if it is
-    alive or runs on another machine."""
+    """Return the start time of the command whose process last claimed a run, if that process has ended; None if the
+    process is alive or runs on another machine."""
     holder = read_holder(run_path)
     if holder is None or not is_here(holder.launcher_machine, holder.launcher_host):
         return None

@@ -10,8 +10,9 @@ _ENCODERS = ("text_encoder", "tokenizer")
 
 
 def pipeline_arguments(index: Mapping[str, Any]) -> str:
-    """Return the arguments after the folder in a call of `DiffusionPipeline.from_pretrained`, from model_index.json:
-    diffusers looks for an encoder that is missing in the folder unless the argument is None."""
+    """Return the arguments after the folder in a call of `DiffusionPipeline.from_pretrained`, for a pipeline with the
+    content `index` of model_index.json. An encoder that the pipeline lacks is set to None, since diffusers looks for
+    its files otherwise."""
     absent = [name for name, entry in index.items() if name.startswith(_ENCODERS) and entry == [None, None]]
     return "".join(f", {name}=None" for name in absent)
 

@@ -24,7 +24,7 @@ class Lock:
         self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def try_acquire(self) -> bool:
-        """Acquire the lock and return True, or return False if it is held elsewhere."""
+        """Acquire the lock and return True, or return False if another descriptor holds it."""
         try:
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -38,7 +38,7 @@ class Lock:
             time.sleep(_POLL_SECONDS)
 
     def release(self) -> None:
-        """Release the lock in this process; a child with the descriptor still holds it."""
+        """Release the lock in this process; a child process that inherited the descriptor still holds it."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1

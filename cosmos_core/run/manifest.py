@@ -29,7 +29,8 @@ from cosmos_core.types import Outcome
 
 RESULT = "result.json"
 STORED = "stored"
-"""Key of a manifest whose outputs are in an artifact store; local copies may be missing until a stage reads them."""
+"""Key of a manifest for the URL of the artifact store with the outputs; local copies may be missing until a stage reads
+them."""
 Result = dict[str, Any]
 
 
@@ -57,7 +58,7 @@ class Source(Document):
 
 
 class _Shape(Document):
-    """Schema of the required keys of a manifest, `result.json`."""
+    """Schema of the required keys of `result.json`, the manifest of a stage."""
 
     name: str
     kind: str

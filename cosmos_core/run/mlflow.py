@@ -1,4 +1,5 @@
-"""Client of MLflow, with runs that have a key: a call that is repeated after a kill finds its run and creates no other.
+"""Client of MLflow for runs that have a key: a call that is repeated after a kill continues the run with its key
+instead of creating another run.
 
 The environment of MLflow selects server and account, such as `MLFLOW_TRACKING_URI` and `MLFLOW_TRACKING_TOKEN`.
 """
@@ -11,7 +12,7 @@ from typing import Any
 from cosmos_core.errors import ConfigError
 
 KEY = "cosmos.key"
-"""Tag that identifies a run or the version of a model."""
+"""Name of the tag with the key of an MLflow run or model version."""
 _ADDED = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false"}
 _REFUSED = re.compile(r"[^\w/. :-]")
 
@@ -35,17 +36,17 @@ def keyed_run(client: Any, experiment: str, key: str, name: str, tags: Mapping[s
     """Return the run with a key in an experiment; create the run, and the experiment, if it does not exist."""
     from mlflow.exceptions import MlflowException
 
-    if (found := client.get_experiment_by_name(experiment)) is None:
+    if (existing := client.get_experiment_by_name(experiment)) is None:
         try:
             client.create_experiment(experiment)
-        except MlflowException:  # another process may have created it
+        except MlflowException:  # another process may have created the experiment
             if client.get_experiment_by_name(experiment) is None:
                 raise
-        found = client.get_experiment_by_name(experiment)
-    search = (([found.experiment_id], f"tags.`{KEY}` = '{key}'"), {"order_by": ["attributes.start_time ASC"]})
+        existing = client.get_experiment_by_name(experiment)
+    search = (([existing.experiment_id], f"tags.`{KEY}` = '{key}'"), {"order_by": ["attributes.start_time ASC"]})
     if not client.search_runs(*search[0], **search[1]):
-        client.create_run(found.experiment_id, tags={**tags, KEY: key}, run_name=name)
-    # Searched again, because the client repeats a request whose response was lost: only the first run is used.
+        client.create_run(existing.experiment_id, tags={**tags, KEY: key}, run_name=name)
+    # The second search returns the first run if the client repeated a request whose response was lost.
     return client.search_runs(*search[0], **search[1])[0]
 
 

@@ -21,11 +21,11 @@ _POWER = 0.8
 
 @dataclass(frozen=True)
 class Paired:
-    """Differences of a metric per item, of the new model minus the old one."""
+    """Differences of a metric between a new and an old model, one per item of a benchmark."""
 
     differences: tuple[float, ...]
     is_binary: bool
-    """Whether every item is either right or wrong, 1 or 0."""
+    """True if the metric of every item is 0 or 1 (wrong or right)."""
 
     @property
     def mean(self) -> float:
@@ -34,14 +34,15 @@ class Paired:
 
     @property
     def reversed(self) -> Paired:
-        """Return the comparison of a metric whose lower values are better."""
+        """Return the comparison with all differences negated, for a metric whose lower values are better."""
         return Paired(tuple(-difference for difference in self.differences), self.is_binary)
 
     def p_value(self, margin: float = 0.0) -> float:
         """Return the probability (p-value) of a mean difference as high as this one or higher if the true mean
         difference is `margin`.
 
-        The exact test of McNemar for right and wrong without a margin, otherwise Student's t-test of paired samples.
+        The test is McNemar's exact test for a binary metric without a margin, otherwise Student's t-test of paired
+        samples.
 
         Raises:
             ConfigError: SciPy is not installed.
@@ -71,15 +72,15 @@ class Paired:
 
     @property
     def _padded(self) -> tuple[float, ...]:
-        """Return the differences with one additional item in each direction, so that a few equal items do not count as
-        certain."""
+        """Return the differences with two additional items, one in each direction, so that a few equal items do not
+        count as certain."""
         size = 1.0 if self.is_binary else max(map(abs, self.differences)) or 1e-12
         return (*self.differences, size, -size)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return the p-values of several tests with Holm's correction: those at most 0.05 are found in all of the tests
-    together with at most 5 % chance of one wrong finding."""
+    """Return the p-values of several tests after Holm's correction: if all tests with a corrected value of at most 0.05
+    are rejected, the probability of any false rejection is at most 5 %."""
     adjusted, highest = [1.0] * len(p_values), 0.0
     for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
         highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[index]))
@@ -88,14 +89,14 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def num_needed(items: int, detectable: float, distance: float) -> int | None:
-    """Return the number of items that show a difference of `distance` in 80 of 100 cases, if `items` show one of
-    `detectable`; None for no difference."""
+    """Return the number of items that detects a difference of `distance` in 80 of 100 cases, if `items` items detect a
+    difference of `detectable`; None if `distance` is not positive."""
     return math.ceil(items * (detectable / distance) ** 2 - 1e-9) if distance > 0 else None
 
 
 def published_items(record: Mapping[str, Any], metric: str) -> Iterator[Path]:
-    """Yield the stage directories on this machine with the items of the evaluation that measured a metric of the
-    published model, whose record is given."""
+    """Yield the stage directories on this machine with the items of the evaluation that measured `metric` of the
+    published model; `record` is the record of the published model."""
     for file in sorted(Path(record.get("stage") or "-").parent.glob(f"*/{ITEMS}")):
         result = read_result(file.parent)
         if result is not None and result["metrics"].get(metric) == record["metrics"][metric]:
@@ -103,9 +104,9 @@ def published_items(record: Mapping[str, Any], metric: str) -> Iterator[Path]:
 
 
 def smallest_effect(metric: str, value: float, folder: Path, confidence: float) -> tuple[int, float] | None:
-    """Return the number of items of an evaluation, and the smallest difference that another model must have on them to
-    be found in 80 of 100 cases; None if the evaluation kept no items, or if `value` of the metric is not their mean.
-    Both models count as independent: those that agree on most items show smaller differences."""
+    """Return the number of items of the evaluation in `folder`, and the smallest difference to another model that these
+    items detect in 80 of 100 cases. Both models count as independent; models that agree on most items show smaller
+    differences. Return None if the evaluation kept no items, or if `value` of the metric is not their mean."""
     values = list(_values(metric, folder / ITEMS).values())
     if len(values) < 2 or not abs(math.fsum(values) / len(values) - value) <= 1e-6:
         return None
@@ -114,8 +115,8 @@ def smallest_effect(metric: str, value: float, folder: Path, confidence: float) 
 
 
 def compare_items(metric: str, new: Path, old: Path) -> Paired | None:
-    """Return the differences of `evaluation/TASK/METRIC` between the evaluations in two stage directories; None if one
-    of them kept no items, or if they are not of the same items."""
+    """Return the differences per item of the metric `evaluation/TASK/METRIC` between the evaluations in two stage
+    directories; None if an evaluation kept no items, or if the items differ."""
     values = [_values(metric, folder / ITEMS) for folder in (new, old)]
     if len(values[0]) < 2 or values[0].keys() != values[1].keys():
         return None
@@ -140,7 +141,7 @@ def _values(metric: str, file: Path) -> dict[tuple[int, str], float]:
 
 
 def _quantiles(confidence: float) -> float:
-    """Return how many standard errors a difference must have to be found in 80 of 100 cases."""
+    """Return the number of standard errors that a difference must have to be detected in 80 of 100 cases."""
     return NormalDist().inv_cdf(confidence) + NormalDist().inv_cdf(_POWER)
 
 

@@ -50,7 +50,8 @@ def register(output_dir: Path, stage_path: Path, value: str) -> None:
 def decide(
     output_dir: Path, stage_path: Path | None, expected: Fingerprint, *, thorough: bool = False
 ) -> Decision | None:
-    """Return what to do with a stage, from the finished stages with its fingerprint; None if there are none.
+    """Return the decision about a stage from the finished stages with its fingerprint; None if there are no such
+    stages.
 
     `stage_path` is the directory of the stage in its run; None: the run does not exist yet.
     """
@@ -80,7 +81,7 @@ def plan(
     stored: Callable[[str], Result | None] = lambda fingerprint: None,
 ) -> dict[str, Decision]:
     """Return a decision for every stage, in topological order, without changing anything; `stored` returns the result
-    with a fingerprint from an artifact store.
+    of a fingerprint from an artifact store.
 
     Raises:
         ConfigError, ModelError, DataError: an input of a stage is missing.
@@ -130,9 +131,8 @@ def reason_to_rerun(run: Run, stage: StageConfig, current: Fingerprint) -> str:
     if not run.pipeline.kind_of(stage).is_reusable:
         return ""
     if saved := read_fingerprint(path):
-        if (
-            saved.value != current.value or read_result(path) is None
-        ):  # an attempt with the same fingerprint and no result is a retry
+        # An attempt with the same fingerprint and no result is a retry.
+        if saved.value != current.value or read_result(path) is None:
             return "; ".join(current.difference(saved))
     elif read_state(path).forced:
         return "requested by the user"
@@ -196,7 +196,8 @@ def _run_of(stage_path: Path) -> str:
 
 
 def _why_new(output_dir: Path, pipeline: str, stage: str, current: Fingerprint) -> str:
-    """Return the difference to the most similar earlier run of the stage, or that there is none."""
+    """Return the differences from the most similar earlier run of the stage as a text, or a text that there is no such
+    run."""
     run_id, changes = _nearest(output_dir, pipeline, stage, current)
     if not changes:
         return f"unfinished in run {run_id}" if run_id else "never made before"

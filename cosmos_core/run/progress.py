@@ -38,9 +38,9 @@ class Position(Document):
     started: float = 0.0
     heartbeat: float = 0.0
     compile_seconds: float = 0.0
-    """Number of seconds in the phase `compile` so far, which are not part of the step time."""
+    """Seconds in the phase `compile` so far, which are not part of the step time."""
     done: int = 0
-    """Number of processed items, of `count`, in the current phase; 0 of 0 if the phase reports none."""
+    """Number of items, out of `count`, that the current phase has processed; 0 if the phase reports no items."""
     count: int = 0
     longest_step_seconds: float = 0.0
     """Longest time from one step to the next in seconds, including validation and other work between steps."""
@@ -49,7 +49,7 @@ class Position(Document):
 
 
 class Progress:
-    """Writes `progress.json`: phase, step of total, rate, latest metrics, and a heartbeat.
+    """Writer of `progress.json`: phase, step of total, rate, latest metrics, and a heartbeat.
 
     The heartbeat comes from calls in the main loop, not from a separate thread, which would continue while the loop
     hangs.
@@ -70,14 +70,15 @@ class Progress:
         return self._position.total
 
     def phase(self, name: str, deadline_seconds: float | None = None) -> None:
-        """Enter a phase of the worker; with `deadline_seconds` = None it has its default deadline."""
+        """Enter a phase of the worker, which counts as hung after `deadline_seconds` without a heartbeat; None selects
+        the default deadline of the phase."""
         changed = name != self._position.phase
         self._position.phase, self._position.done, self._position.count = name, 0, 0
         self._position.deadline_seconds = deadline_seconds or PHASE_SECONDS.get(name, 600)
         self._write(force=changed)
 
     def step(self, step: int, total: int | None = None, **metrics: float) -> None:
-        """Report that `step` of `total` is done; `metrics` are shown in the progress line."""
+        """Report that step `step` of `total` steps is done; the progress line shows `metrics`."""
         now, position = time.monotonic(), self._position
         if self._stepped is not None and step > position.step:
             seconds = (now - self._stepped) / (step - position.step)
@@ -87,7 +88,7 @@ class Progress:
         self._write(force=step == total)
 
     def saved(self, step: int) -> None:
-        """Report that the checkpoint of `step` is complete, which counts as progress between attempts."""
+        """Report that the checkpoint of `step` is complete, which counts as progress of the attempt."""
         self._position.checkpoint_step = step
         self._write(force=True)
 
@@ -146,8 +147,8 @@ class Metrics:
         line = {"step": step, "time": time.time(), **values}
         with self._lock, open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-        for tell in self.watchers:
-            tell(line)
+        for watcher in self.watchers:
+            watcher(line)
 
     def sync(self) -> None:
         """Wait until all lines of metrics are on the disk, so that a later checkpoint does not refer to missing

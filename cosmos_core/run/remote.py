@@ -57,7 +57,7 @@ def pin_urls(pipeline: Pipeline) -> Pipeline:
 
 
 def pinned_url(url: str) -> str:
-    """Return a URL of a store pinned to its present content; see `pin_urls`."""
+    """Return the URL of an object or prefix in a store with a digest of its present content appended, `URL#DIGEST`."""
     with translate_errors(url, DataError):
         url = _without_pointer(url)
         return f"{url}#{_digest(url, _listed(url))}"
@@ -67,7 +67,7 @@ def download_inputs(pipeline: Pipeline, stage: StageConfig, pause: Callable[[], 
     """Download the inputs of a stage from stores, and return the stage and its recipe with local paths in place of
     URLs.
 
-    `pause` is called between files and may raise to stop.
+    `pause` is called between files and may raise an error to stop the download.
 
     Raises:
         DataError: the content has changed since it was pinned, or the store is not reachable.
@@ -89,25 +89,25 @@ def download_inputs(pipeline: Pipeline, stage: StageConfig, pause: Callable[[], 
 def fetch(url: str, folder: Path, pause: Callable[[], None] = lambda: None) -> Path:
     """Return the local file or folder, below `folder`, with the content of a pinned URL; download it if it is missing.
 
-    A killed download keeps the files that are complete.
+    A repeated call after a kill downloads the missing files only.
 
     Raises:
         DataError, ConfigError: as `download_inputs`.
     """
     plain, _, digest = url.partition("#")
-    held = folder / (digest or pinned_url(url).rpartition("#")[2])
+    local_folder = folder / (digest or pinned_url(url).rpartition("#")[2])
     name = split_url(plain)[1].rpartition("/")[2]
-    with Lock(folder / f"{held.name}.lock") as lock:
+    with Lock(folder / f"{local_folder.name}.lock") as lock:
         lock.acquire(while_waiting=pause)
-        if not held.is_dir():
+        if not local_folder.is_dir():
             with translate_errors(plain, DataError):
                 objects = _listed(plain)
-                if _digest(plain, objects) != held.name:
+                if _digest(plain, objects) != local_folder.name:
                     raise DataError(f"{plain} was changed since the run began; start a new run")
-                _download(plain, objects, held.with_name(held.name + PARTIAL), pause)
-            os.rename(held.with_name(held.name + PARTIAL), held)
-    file = held / name
-    return file if [path.name for path in held.iterdir()] == [name] and file.is_file() else held
+                _download(plain, objects, local_folder.with_name(local_folder.name + PARTIAL), pause)
+            os.rename(local_folder.with_name(local_folder.name + PARTIAL), local_folder)
+    file = local_folder / name
+    return file if [path.name for path in local_folder.iterdir()] == [name] and file.is_file() else local_folder
 
 
 def _without_pointer(url: str) -> str:
@@ -130,7 +130,7 @@ def _without_pointer(url: str) -> str:
 
 def _listed(url: str) -> list[Object]:
     name, prefix = split_url(url)
-    below = f"{prefix}/".lstrip("/")  # an empty prefix means the whole bucket
+    below = f"{prefix}/".lstrip("/")  # with an empty prefix, the URL is that of the whole bucket
     objects = [each for each in Bucket(name).objects(prefix) if each.key == prefix or each.key.startswith(below)]
     # Some tools create an empty object for each folder.
     objects = [each for each in objects if not each.key.endswith("/")]

@@ -1,4 +1,4 @@
-"""State of scheduled retrainings, in one note per config and set of overrides: a digest over the content of all rows,
+"""State of scheduled retrainings, in one file per config and set of overrides: a digest over the content of all rows,
 every setting that changes a result, and the conditions and target of publication.
 
 The digest leaves out the model that training starts from: each publication changes it, and would start a retraining.
@@ -24,7 +24,7 @@ _COUNTS = (
 
 
 class RetrainState(Document):
-    """Content of a note: digest, run and outcome of the newest retraining."""
+    """Content of the state file of scheduled retrainings: digest, run and outcome of the newest retraining."""
 
     digest: str
     run_id: str
@@ -41,7 +41,7 @@ def content_of(pipeline: Pipeline) -> str:
     digests = shared_digests(pipeline.output_dir.expanduser().absolute())
     content: dict[str, Any] = {}
     for stage in pipeline.stages:
-        if not pipeline.kind_of(stage).is_reusable:  # skip gates and uploads, whose inputs are outputs of other stages
+        if not pipeline.kind_of(stage).is_reusable:  # the inputs of gates and uploads are outputs of other stages
             content[stage.name] = stage.model_dump(mode="json", include=_OF_PUBLISHING)
             continue
         ingredients = fingerprint(pipeline, stage, pipeline.kind_of(stage), {}, digests).ingredients
@@ -51,10 +51,11 @@ def content_of(pipeline: Pipeline) -> str:
 
 
 def note_of(pipeline: Pipeline, overrides: Sequence[str], start: str) -> Path:
-    """Return the path of the note, the file with the state of retrainings, for a pipeline with these overrides and this
-    start.
+    """Return the path of the state file of retrainings for a pipeline, its overrides and `start`, the model that they
+    start from (`published` or `base`).
 
-    The config is identified by the name it was given: a deployment may unpack its files into a new folder per trigger.
+    The path of the config is used as the user wrote it: a deployment may unpack its files into a new folder per
+    trigger.
     """
     key = json.dumps([pipeline.config.name, str(pipeline.source), list(overrides), start])
     name = hashlib.sha256(key.encode()).hexdigest()[:16]
@@ -62,23 +63,23 @@ def note_of(pipeline: Pipeline, overrides: Sequence[str], start: str) -> Path:
 
 
 def note_of_flow_run(note: Path, flow_run: str) -> Path:
-    """Return the path of the file with the run and the content digest of a flow run; the file has no outcome."""
+    """Return the path of the file with the run and the content digest of one flow run; the file contains no outcome."""
     return note.with_suffix("") / f"{flow_run}.json"
 
 
 def read_seen(note: Path) -> RetrainState | None:
-    """Return the state of the newest retraining in a note, the state file of a schedule; None if there is none."""
+    """Return the state of the newest retraining from the state file `note`; None if there is no state."""
     return read_document(note, RetrainState)
 
 
 def write_seen(note: Path, seen: RetrainState) -> None:
-    """Write the state of the newest retraining to a note."""
+    """Write the state of the newest retraining to the state file `note`."""
     note.parent.mkdir(parents=True, exist_ok=True)
     write_json(note, seen.model_dump())
 
 
 def retraining_lock(note: Path) -> Lock:
-    """Open the lock that a triggered retraining on this machine holds from reading the note until it ends.
+    """Open the lock that a triggered retraining on this machine holds from reading the state file `note` until it ends.
 
     Otherwise, a retraining that began with older data could publish after one that began with newer data.
     """

@@ -62,7 +62,8 @@ class Stage:
     engines: list[Any] = field(default_factory=list)
     """Rollout engines in separate processes, as `rollout.fleet.Handle` objects; their number may change later."""
     stop_requested: bool = field(default=False)
-    """Whether a signal requested a stop: save at the next safe point and raise `Preempted`."""
+    """True after a signal has requested a stop: the program saves a checkpoint at the next safe point and raises
+    `Preempted`."""
 
     @property
     def name(self) -> str:
@@ -76,7 +77,8 @@ class Stage:
 
     @property
     def checkpoint_fingerprint(self) -> str:
-        """Return the fingerprint of the stage's checkpoints; any stage with the same one may resume from them."""
+        """Return the fingerprint of the stage's checkpoints; any stage with the same checkpoint fingerprint may resume
+        from them."""
         return self.of_training or self.fingerprint
 
     @property

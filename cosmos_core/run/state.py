@@ -24,14 +24,14 @@ logger = logging.getLogger(__name__)
 
 
 class Hold(Document):
-    """Time interval in which an attempt of a stage held GPUs."""
+    """Time interval in which an attempt of a stage held GPUs, to compute costs and budgets."""
 
     attempt: int
     gpus: int
     """Number of GPUs; on a machine without GPUs, the number of ranks and engines of the stage."""
     begin: Seconds
     end: Seconds | None = None
-    """None if the attempt holds them now, or if its launcher was killed."""
+    """End of the interval; None if the attempt still holds the GPUs, or if its launcher was killed."""
 
 
 class State(Document):
@@ -112,7 +112,7 @@ def read_state(stage_path: Path) -> State:
 def update_state(stage_path: Path, **changes: Any) -> State:
     """Replace some fields of `state.json` atomically.
 
-    The write does not wait for the disk, because it happens ten times per stage: a kill loses nothing, and a power cut
+    The write is not synced to disk, because it happens ten times per stage: a kill loses nothing, and a power failure
     also ends the attempt that the state describes.
     """
     stage_path.mkdir(parents=True, exist_ok=True)

@@ -6,12 +6,12 @@ from pathlib import Path
 
 
 class Tail:
-    """Reader of the text that was appended to a file since the last call; a missing file counts as empty."""
+    """Reader of the text that was appended to a file since the last read; a missing file counts as empty."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.was_replaced = False
-        """Whether the last call read from the start because the file was replaced or truncated."""
+        """True if the last call read from the start of the file because the file was replaced or truncated."""
         self._inode: int | None = None
         self._offset = 0
         self._rest = ""
