@@ -135,8 +135,8 @@ def load_reward(name: str) -> Reward:
 
 
 def metric_names(rewards: Iterable[str]) -> dict[str, str]:
-    """Return a short unique metric name for each reward: the function name, prefixed with file and folders if functions
-    share it."""
+    """Return a short unique metric name for each reward: the function name, with file and folders as prefix if several
+    reward functions have this name."""
     full = {reward: _parts(reward) for reward in rewards}
     names = {}
     for reward, parts in full.items():
@@ -215,7 +215,7 @@ async def _await_result(result: Awaitable[Any]) -> Any:
 
 
 def _parse_score(result: Any) -> Scored:
-    if isinstance(result, Mapping) and "score" in result:  # verl's format; values that are no numbers are for logs
+    if isinstance(result, Mapping) and "score" in result:  # verl's format, in which text values are only for logs
         metrics = {k: v for k, v in result.items() if k != "score" and isinstance(v, int | float)}
         result = (result["score"], metrics)
     value, metrics = result if isinstance(result, tuple) else (result, {})
@@ -248,5 +248,5 @@ def full_value(rewards: Rewards, source: str = "") -> float | None:
 
 
 def has_full_reward(value: float, full: float) -> bool:
-    """Return whether a reward is the full reward, of which it may differ by a rounding error; see `full_value`."""
+    """Return whether a reward equals the full reward (see `full_value`), except for a rounding error."""
     return value >= full - 1e-9

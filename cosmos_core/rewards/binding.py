@@ -1,9 +1,9 @@
 """Binding of the arguments of a reward function by parameter name, never by position.
 
 Accepted are the names of Cosmos-RL (`to_be_evaluated`, `reference`), of TRL (`prompts`, `completions`,
-`completion_ids`), of verl (`data_source`, `solution_str`, `ground_truth`, `extra_info`), those of `base.KEYWORDS`, and
+`completion_ids`), of verl (`data_source`, `solution_str`, `ground_truth`, `extra_info`), the keys of `KEYWORDS`, and
 the columns of the row. A plural name, such as `completions`, means that the function takes lists and is called once for
-all completions of a prompt. The calls are made in `base.py`.
+all completions of a prompt. The module `base.py` calls the functions.
 """
 
 import inspect
@@ -86,8 +86,7 @@ class Binding:
         return self._bind_values(lambda name: _value(name, fields), [fields])
 
     def list_arguments(self, group: Sequence[Fields]) -> tuple[list[Any], dict[str, Any]]:
-        """Return the arguments for all completions of a prompt: lists for parameters that differ between rows or
-        completions.
+        """Return the arguments for all completions of a prompt, with a list for each parameter of a completion or row.
 
         Raises:
             TypeError: a parameter is neither a known name nor a column of the row.
@@ -135,7 +134,8 @@ def bind(name: str, function: Callable[..., Any]) -> Binding:
     accepted = {
         _PLURALS.get(each.name, each.name) for each in binding.parameters if each.kind is not each.VAR_POSITIONAL
     }
-    is_all_known = accepted <= {*KEYWORDS, *_PLURALS.values(), *_others_of(binding)}  # `answer` may mean the completion
+    # A required parameter with an unknown name, such as `answer`, may be meant as the completion.
+    is_all_known = accepted <= {*KEYWORDS, *_PLURALS.values(), *_others_of(binding)}
     if not accepted & {*_OF_A_COMPLETION} and not (binding._takes_others and is_all_known):
         names = ", ".join(each.name for each in binding.parameters) or "nothing"
         raise RewardError(f"{name!r} takes {names}: no parameter is the completion; arguments are bound by name, "
@@ -174,7 +174,7 @@ def _values(name: str, group: Sequence[Fields]) -> Any:
     if name in _OF_THE_RECIPE:
         return _value(name, group[0])
     if name in _PLURALS and name not in columns:
-        if name == "completions":  # as in TRL, a list of messages if the prompt is one
+        if name == "completions":  # as in TRL, a completion is a list of messages if the prompt is a list
             return [fields["turns"] if isinstance(columns.get("prompt"), list) else fields["to_be_evaluated"]
                     for fields in group]  # fmt: skip
         if name == "prompts":

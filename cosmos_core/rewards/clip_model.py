@@ -16,7 +16,7 @@ class ClipModel:
     folder."""
 
     def __init__(self, name: str, settings: Settings, model_path: str, processor_path: str = "") -> None:
-        """Load the model in `settings`, or `model_path` if `settings` names none.
+        """Load the model in `settings`, or without one the model `model_path` with the processor `processor_path`.
 
         Raises:
             RewardError: the model cannot be loaded, or a package is not installed.

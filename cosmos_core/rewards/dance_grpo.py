@@ -1,7 +1,7 @@
 """Visual quality, motion quality and text alignment of a video by VideoAlign (arXiv 2501.13918), as used in DanceGRPO.
 
-The model class is in DanceGRPO's package `fastvideo`, or in VideoAlign's repository. It reads
-`./Qwen2-VL-2B-Instruct` in `download_path`, or in `work_dir` if that is empty.
+The model class is in DanceGRPO's package `fastvideo`, or in VideoAlign's repository. The class reads
+`./Qwen2-VL-2B-Instruct` in `download_path`, or in `work_dir` if `download_path` is empty.
 """
 
 import contextlib

@@ -75,8 +75,8 @@ def service_of(environment: Mapping[str, str] = os.environ) -> Service:
             f"{ENQUEUE_URL} has {len(enqueue)} URLs and {FETCH_URL} {len(fetch)}; give one of each a replica"
         )
     replicas = tuple(
-        (_check_url(ENQUEUE_URL, enqueue_url), _check_url(FETCH_URL, here))
-        for enqueue_url, here in zip(enqueue, fetch, strict=True)
+        (_check_url(ENQUEUE_URL, enqueue_url), _check_url(FETCH_URL, fetch_url))
+        for enqueue_url, fetch_url in zip(enqueue, fetch, strict=True)
     )
     return Service(replicas, environment.get(TOKEN, ""), environment.get(NO_PINNING, "0") != "1")
 
@@ -120,7 +120,7 @@ def ping(service: Service, names: Sequence[str]) -> None:
 
 @dataclass
 class ReplicaState:
-    """State about the replicas that the concurrent requests of one client share."""
+    """State of the replicas of a reward service, shared by the concurrent requests of one client."""
 
     busy: list[int]
     """Number of pending requests at each replica."""
@@ -143,8 +143,8 @@ class MissingScores(Exception):
 
 
 class ServiceRequest:
-    """Request to a reward service, which is enqueued at a replica, whose scores are fetched, and which is enqueued
-    again if the service has lost it."""
+    """Request to a reward service: enqueued at a replica, enqueued again if the service loses it, until its scores are
+    fetched."""
 
     def __init__(self, service: Service, client: httpx.AsyncClient, seconds: float, state: ReplicaState) -> None:
         self._service, self._client, self._replica_state, self._seconds = service, client, state, seconds
@@ -154,10 +154,10 @@ class ServiceRequest:
         self._pause = _FIRST_PAUSE
 
     async def results(self, body: bytes, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Return the response of the service for each function.
+        """Return the response of the service for each reward function in `names`.
 
         Raises:
-            Missing: the deadline passed without scores.
+            MissingScores: the deadline passed without scores.
             RewardError: the service refuses the request.
         """
         key, results = str(uuid.uuid4()), dict[str, dict[str, Any]]()
@@ -200,7 +200,7 @@ class ServiceRequest:
                 await self._wait(response, reason)
 
     async def _fetch(self, request_id: str, name: str) -> dict[str, Any] | None:
-        """Return the response of the service for one function; None if the service has lost the request."""
+        """Return the response of the service for one reward function; None if the service has lost the request."""
         headers = {PIN: self._pin} if self._pin and self._service.pins else {}
         url = self._service.replicas[self._replica][1]
         self._pause, misses = _FIRST_PAUSE, 0
@@ -226,10 +226,10 @@ class ServiceRequest:
             await self._wait(response, f"no score of {name!r} after {self._seconds:g} s{last}")
 
     async def _post(self, url: str, seconds: float, **content: Any) -> httpx.Response | None:
-        """Post a request and return the response; None if the service did not respond, after a pause."""
+        """Post a request and return the response; if the service does not respond, pause and return None."""
         remaining = max(0.1, self._remaining_seconds())
         try:
-            # The timeout of httpx restarts with each received byte, so limit the whole exchange.
+            # The timeout of httpx restarts with each received byte, so asyncio limits the whole exchange.
             async with asyncio.timeout(remaining):
                 return await self._client.post(url, timeout=min(seconds, remaining), **content)
         except (httpx.RequestError, httpx.InvalidURL) as error:
@@ -242,8 +242,8 @@ class ServiceRequest:
         return None
 
     def _choose(self) -> str:
-        """Return the enqueue URL of the request's replica; choose one that did not fail recently and has the fewest
-        pending requests, at random among equals."""
+        """Return the enqueue URL of the request's replica. Without a replica, choose at random one of those with the
+        fewest pending requests that did not fail recently."""
         state = self._replica_state
         if self._replica < 0:
             replicas = range(len(state.busy))
@@ -266,10 +266,10 @@ class ServiceRequest:
         return self._deadline - time.monotonic()
 
     async def _wait(self, response: httpx.Response | None, reason: str) -> None:
-        """Pause with exponential backoff and jitter.
+        """Pause with exponential backoff and jitter, at least for the `Retry-After` of the response.
 
         Raises:
-            Missing: the deadline has passed.
+            MissingScores: the deadline would pass; its message is `reason`.
         """
         pause = self._pause * random.uniform(0.5, 1.5)
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
@@ -281,7 +281,7 @@ class ServiceRequest:
 
 
 def _seconds_to_wait(response: httpx.Response) -> float:
-    """Return the seconds in the `Retry-After` header of a response, at most 30."""
+    """Return the seconds in the `Retry-After` header of a response, at most 30; 0 without the header."""
     after = response.headers.get("Retry-After", "")
     return min(float(after), 30.0) if after.isascii() and after.isdigit() else 0.0
 

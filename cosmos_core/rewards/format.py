@@ -8,6 +8,6 @@ _SHAPE = re.compile(r"<think>(?:(?!</?think>).)*</think>\n\n<answer>.*?</answer>
 def format(to_be_evaluated: str, reference: str) -> float:
     """Return 1 if the completion is exactly `<think>...</think>`, a blank line, `<answer>...</answer>`, else 0.
 
-    The thoughts contain no think tags, one newline may follow the end, and the reference is ignored.
+    The text in `<think>` contains no think tags, one newline may follow the end, and the reference is ignored.
     """
     return float(_SHAPE.match(to_be_evaluated) is not None)

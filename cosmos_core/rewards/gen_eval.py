@@ -26,7 +26,7 @@ _ALIASES = {"computer mouse": "mouse", "tv remote": "remote", "computer keyboard
 _THRESHOLD, _COUNTING_THRESHOLD, _MOST_OBJECTS = 0.3, 0.9, 16
 _POSITION_THRESHOLD = 0.1
 _NOT_OF_THE_TAG = -10.0
-"""Value of `gen_eval_group` under each tag that is not the tag of the item, as in Cosmos-RL."""
+"""Score in `gen_eval_group` for each tag that is not the tag of the item, as in Cosmos-RL."""
 
 
 @dataclass
@@ -118,14 +118,14 @@ class GenEvalReward:
         return {name: sorted(each, key=lambda f: -f.confidence)[:_MOST_OBJECTS] for name, each in objects.items()}
 
     def color(self, image: Image.Image, found: Detection, name: str) -> str:
-        """Return the colour of an object by CLIP: its crop on grey against the mean embedding of three prompt templates
-        per colour."""
+        """Return the colour whose mean CLIP embedding of three prompt templates is most similar to the object, cropped
+        and on a grey background."""
         grey = Image.new("RGB", image.size, "#999")
-        shown = Image.composite(image, grey, Image.fromarray(found.mask)).crop(found.box)  # type: ignore[arg-type]
+        crop = Image.composite(image, grey, Image.fromarray(found.mask)).crop(found.box)  # type: ignore[arg-type]
         texts = [template.format(color=color, name=name) for color in _COLORS for template in _TEMPLATES]
         embedded = self._clip.texts(texts).reshape(len(_COLORS), len(_TEMPLATES), -1).mean(1)
         embedded = embedded / embedded.norm(dim=-1, keepdim=True)
-        return _COLORS[int((embedded @ self._clip.images([shown])[0]).argmax())]
+        return _COLORS[int((embedded @ self._clip.images([crop])[0]).argmax())]
 
 
 Objects = Mapping[str, Sequence[Detection]]
@@ -135,7 +135,7 @@ Colors = Mapping[str, Sequence[str]]
 def meets_request(
     include: Sequence[Mapping[str, Any]], exclude: Sequence[Mapping[str, Any]], objects: Objects, colors: Colors
 ) -> bool:
-    """Return True if all requested objects are present and no excluded object is."""
+    """Return True if all requested objects are present, and fewer excluded objects than the request forbids."""
     groups: list[Sequence[Detection] | None] = []
     for request in include:
         name, count = request["class"], request["count"]
@@ -162,9 +162,9 @@ def strict_score(include: Sequence[Mapping[str, Any]], objects: Objects, colors:
         if not is_present and ("color" in request or "position" in request):
             scores.append(0.0)
         if is_present and "color" in request:
-            of_color = list(colors[name]).count(request["color"])
-            scores.append(1 - abs(count - of_color) / count)
-            is_present = of_color == count
+            num_colored = list(colors[name]).count(request["color"])
+            scores.append(1 - abs(count - num_colored) / count)
+            is_present = num_colored == count
         if is_present and "position" in request:
             is_present = _has_relations(matches, request["position"], groups)
             scores.append(float(is_present))

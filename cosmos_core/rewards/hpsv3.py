@@ -28,7 +28,7 @@ class Hpsv3Reward:
         self._has_sigma = bool(settings.options.get("sigma", False))
 
     def score(self, items: Sequence[Item]) -> Columns:
-        """Return the mean and the spread of each image, or of the middle frame of each video."""
+        """Return the mean and the spread of the score of each image, or of the middle frame of each video."""
         images = [image_of(item.media) for item in items]
         rewards = self._inferencer.reward(prompts=[item.prompt for item in items], image_paths=images)
         rows = rewards.float().reshape(len(items), -1).tolist()

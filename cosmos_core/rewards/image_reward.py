@@ -89,8 +89,8 @@ def _file(settings: Settings) -> Path:
 
 
 def _modules(state: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-    """Return the image encoder, the text encoder and the linear layers of a checkpoint; their sizes follow from its
-    shapes."""
+    """Return the image encoder, the text encoder and the linear layers of a checkpoint, with sizes from the shapes of
+    its tensors."""
     import torch
     from transformers import BlipTextConfig, BlipTextModel, BlipVisionConfig, BlipVisionModel
 

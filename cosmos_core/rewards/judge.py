@@ -18,8 +18,8 @@ _FORM = '\n\nReply with JSON: {{"reason": one sentence, "score": a whole number 
 async def judge(
     prompts: Sequence[Any], completions: Sequence[Any], references: Sequence[str], judge_config: Mapping[str, Any]
 ) -> list[tuple[float, dict[str, float]] | ValueError]:
-    """Return for each completion the judge's score divided by `highest_score`, with the numbers of tokens of the
-    request, 0 if the reply was in the cache. A reply without a score makes its completion invalid.
+    """Return for each completion the judge's score divided by `highest_score`, and as metrics the numbers of tokens,
+    0 if the judge's reply was in the cache. For a reply without a score, return a `ValueError`.
 
     Raises:
         openai.OpenAIError: the server refuses the request, or cannot be reached after several attempts.

@@ -27,8 +27,8 @@ START_SECONDS = 120.0
 _BEAT_SECONDS = 1.0
 
 _ACKNOWLEDGED_SECONDS = 0.1
-"""Pause in seconds after a process has ended, in which pebble reads which request the process had taken; otherwise the
-request would wait for its deadline."""
+"""Pause in seconds after a process has ended, so that pebble can read which request the process had taken; otherwise
+the request would wait for its deadline."""
 
 
 class Workers(ABC):
@@ -150,7 +150,7 @@ def begin(env: Sequence[str], parent_pid: int) -> None:
     """Prepare a worker process: it leads a process group, ends with its parent, and sees no secrets."""
     os.setpgid(0, 0)
     die_with_parent(parent_pid)
-    os.dup2(2, 1)  # what user code prints goes to the log
+    os.dup2(2, 1)  # standard output of user code goes to the log
     configure()
     _take_no_memory_of_others()
     hide(env)

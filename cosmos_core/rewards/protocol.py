@@ -115,7 +115,7 @@ def _fields(line: bytes) -> dict[str, Any]:
 
 
 def _depth(line: bytes) -> int:
-    """Return an upper bound of the nesting depth of JSON text; for shallow text, brackets in strings count too."""
+    """Return an upper bound of the nesting depth of JSON text; if there are few brackets, their number."""
     opened = line.count(b"[") + line.count(b"{")
     if opened <= _MAX_DEPTH:
         return opened

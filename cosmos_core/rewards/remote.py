@@ -1,7 +1,7 @@
 """Client that requests the scores of completions from a reward service, over the protocol of Cosmos-RL.
 
 Completions are sent in batches of `batch_size`, with many concurrent requests. A request that fails with a transient
-error or is lost is retried with exponential backoff, under the same uuid so that our service scores it once; a request
+error or is lost is retried with exponential backoff, under the same uuid so that `service/` scores it once; a request
 stays at the replica that accepted it. A score that is still missing at the deadline is invalid, never 0.
 
     reward = scale * clip(sum of weight * clip(score))
@@ -293,8 +293,8 @@ def _number(column: Any, i: int, count: int) -> float | None:
 
 
 def _all_or_none(scores: tuple[Score, ...]) -> tuple[Score, ...]:
-    """Return the scores of a group, all marked invalid if one is invalid, so that no completion is compared with fewer
-    others than configured."""
+    """Return the scores of a group, all marked invalid if one is invalid, because each completion must be compared with
+    the configured number of completions."""
     first = next((score for score in scores if score.value is None), None)
     if first is None:
         return scores

@@ -1,5 +1,5 @@
-"""Interface of reward models: loaded once with settings, then called with batches of items, in process or in the
-service.
+"""Interface of reward models: loaded once with settings, then called with batches of items, in a training process or in
+the reward service.
 
     class PickscoreReward:
         def __init__(self, settings: Settings) -> None: ...          # loads
@@ -82,7 +82,7 @@ class FunctionReward:
             }  # fmt: skip
             try:
                 value, metrics = self._reward(fields)
-            except Exception as error:  # noqa: BLE001 - a user's code may raise anything; the text goes to the client
+            except Exception as error:  # noqa: BLE001 - user code may raise any error; the client receives its text
                 self.errors[i] = one_line(error, self._reward.location_of(error))
                 continue
             columns[self._name][i] = value

@@ -36,7 +36,7 @@ ScoreGroups = Callable[[Sequence[Group]], list[ScoredGroup]]
 
 log = logging.getLogger(__name__)
 
-_MAX_BROKEN_POOLS = 3  # maximum number of pools that may break in one call of `score`, because idle processes died
+_MAX_BROKEN_POOLS = 3  # maximum number of process pools that may break per call of `score`, as idle processes may die
 _MAX_TIMEOUTS = 4  # number of calls of a reward per process that may time out before its other calls are cancelled
 
 
@@ -60,8 +60,8 @@ class _Call(NamedTuple):
 
 
 class _TimeoutMonitor:
-    """Monitor that cancels the remaining calls of a reward if `most_late` calls have timed out and none has finished,
-    because each would occupy a process until its deadline."""
+    """Monitor that cancels the remaining calls of a reward if `max_timeouts` calls have timed out and none has
+    finished, because each call would occupy a process until its deadline."""
 
     def __init__(self, calls: Sequence[tuple[str, Future[Any]]], max_timeouts: int, beat: Callable[[], None]) -> None:
         self._max_timeouts, self._beat = max_timeouts, beat
@@ -89,9 +89,9 @@ class RewardRunner(Workers):
     `timeout_seconds` is the deadline of each call of a reward function; a call that ends its process is retried up to
     `retries` times. `constants` are the values of `base.KEYWORDS` that are the same for each completion; `beat` is
     called while the runner waits. If the first calls of a reward all time out, the rest is cancelled. The processes see
-    standard environment variables and those in `env`. With `by_group`, user functions are called once for all
-    completions of a prompt, with one deadline; if that call fails, all of them are invalid. Calls from several threads
-    run one at a time.
+    standard environment variables and the variables in `env`. With `by_group`, user functions are called once for all
+    completions of a prompt, with one deadline; if the call fails, all these completions are invalid. Calls from several
+    threads run one at a time.
 
     Raises:
         RewardError: a reward is missing or cannot be loaded (on entering, or when all processes are replaced).
@@ -132,7 +132,7 @@ class RewardRunner(Workers):
     def score(self, requests: Sequence[Mapping[str, Any]]) -> list[Score]:
         """Return one score per request, in order.
 
-        A request has `to_be_evaluated`, `reference`, and may have `base.KEYWORDS`; each counts as a separate prompt.
+        A request has `to_be_evaluated`, `reference`, and may have `base.KEYWORDS`; it is the only one of its prompt.
         """
         return [score for (score,) in self._score_requests([[request] for request in requests])]
 
@@ -164,7 +164,7 @@ class RewardRunner(Workers):
 
         Raises:
             RewardError: the rewards cannot be loaded.
-            StageFailed: loading timed out, worked before, or its process was killed, so that a retry may help.
+            StageFailed: loading timed out, succeeded before, or ended because its process was killed; a retry may help.
         """
         names = list(self._weights)
         pool = self._new(_start, names, self._constants, env=self._env, count=self._num_workers)
@@ -197,7 +197,7 @@ class RewardRunner(Workers):
             of_rewards = [(calls[i].reward, future) for i, future in futures.items()]
             patience = _TimeoutMonitor(of_rewards, self._max_timeouts, self._beat)
             if not wait_for(futures.values(), self._timeout + START_SECONDS, patience.check):
-                self.close()  # a request was lost with its process, or no process started
+                self.close()  # the pool is unusable: a request was lost with its process, or no process started
             waiting, is_broken = [], False
             for i, future in futures.items():
                 reward = calls[i].reward
@@ -251,7 +251,7 @@ _told: set[tuple[str, type]] = set()
 
 
 def _start(names: Sequence[str], constants: Mapping[str, Any], env: Sequence[str], parent_pid: int) -> None:
-    """Prepare a worker process and load the rewards; errors of user modules are reported by a later call of `_load`."""
+    """Prepare a worker process and load the rewards; a later call of `_load` reports errors in the user's modules."""
     begin(env, parent_pid)
     _constants.update(constants)
     with suppress(RewardError):
@@ -259,7 +259,7 @@ def _start(names: Sequence[str], constants: Mapping[str, Any], env: Sequence[str
 
 
 def _load(names: Sequence[str]) -> set[str]:
-    """Load the rewards, and return those whose parameters require lists."""
+    """Load the rewards, and return the names of rewards whose parameters require lists."""
     return {name for name in names if _reward(name).binding.takes_lists}
 
 
@@ -277,7 +277,7 @@ def _score(name: str, requests: Sequence[Mapping[str, Any]], takes_lists: bool) 
             _error_score(reward, each, is_told=True) if isinstance(each, ValueError) else _Result(*(each or ()))
             for each in scored
         ]
-    except BaseException as error:  # noqa: BLE001 - user code may raise anything, and the parent needs a result
+    except BaseException as error:  # noqa: BLE001 - user code may raise any error, and the parent needs a result
         is_told = (name, type(error)) in _told
         _told.add((name, type(error)))
         return [_error_score(reward, error, is_told=is_told)] * len(requests)

@@ -1,4 +1,4 @@
-"""Encoding of videos to latents as Cosmos-RL's clients and service exchange them: means of Wan's VAE, with diffusers.
+"""Encoding and decoding of the video latents that Cosmos-RL's clients and service use: means of Wan's VAE (diffusers).
 
 A video of F frames, H by W, becomes B, C, T, H/8, W/8 with T = 1 + (F - 1) / 4. The latents are always normalised by
 the mean and standard deviation per channel in the configuration of the VAE. The wire format is in `protocol.py`.

@@ -148,7 +148,7 @@ def probe_tokens(vocab_size: int) -> list[int]:
 class _Unit:
     """Weights of a module and its neighbours, which must be sent in one bucket.
 
-    Engines fuse the weights of neighbours (query, key and value), and hold the first until the last has arrived. Merging
+    Engines fuse the weights of neighbours (query, key and value), and keep the first until the last arrives. Merging
     adapters and splitting fused experts also need several tensors at once.
     """
 

@@ -49,10 +49,10 @@ async def serve(config: ServiceConfig, ready: Path | None = None) -> int:
     for key in config.ignored:
         log.warning("%s has no effect in this service", key)
     engine = Engine(config)
-    face = HttpInterface(engine, token)
+    interface = HttpInterface(engine, token)
     server = _Server(
         uvicorn.Config(
-            face.app(), config.host, config.port, access_log=False, log_config=None, timeout_keep_alive=30,
+            interface.app(), config.host, config.port, access_log=False, log_config=None, timeout_keep_alive=30,
             server_header=False, timeout_graceful_shutdown=5, lifespan="off", backlog=512, http=Connection, ws="none",
         ),
         engine,

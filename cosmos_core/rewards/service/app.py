@@ -220,12 +220,12 @@ def _unknown(request: Request) -> Response:
 def _refusal(status: int, message: str, retry_after: int = 0) -> Response:
     headers = {"Retry-After": str(retry_after)} if retry_after else {}
     if status not in {429, 503}:
-        headers["Connection"] = "close"  # an unread body must not be parsed as a new request
+        headers["Connection"] = "close"  # so that the unread body is not parsed as a new request
     return JSONResponse({"message": message}, status, headers=headers)
 
 
 def _is_uuid(key: str) -> bool:
-    """Return True if a key is a uuid of the variant in RFC 9562, which a simple pattern such as zeros is not."""
+    """Return True if a key is a uuid of the variant in RFC 9562; simple patterns such as all zeros are not."""
     try:
         return str(parsed := uuid.UUID(key)) == key.lower() and parsed.variant == uuid.RFC_4122
     except ValueError:

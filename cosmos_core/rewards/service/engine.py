@@ -85,10 +85,10 @@ class Engine:
         self.is_ready = True
 
     async def close(self) -> None:
-        """Kill all processes."""
+        """Kill all worker processes and close the store."""
         for pool in (*self.pools.values(), *filter(None, [self.decoder])):
             if not pool.loaded.cancel() and not pool.loaded.cancelled():
-                # Retrieve the exception, or asyncio logs that it was never retrieved.
+                # Retrieve the exception, because otherwise asyncio logs that it was never retrieved.
                 pool.loaded.exception()
             await pool.close()
         await self.store.close()
@@ -240,7 +240,7 @@ class Engine:
             return
         size = result["array"].nbytes
         while self.decoded_bytes and self.decoded_bytes + size > self.config.max_pending_bytes:
-            await asyncio.sleep(0.05)  # backpressure: decode no more until rewards have scored
+            await asyncio.sleep(0.05)  # backpressure: decoded videos wait until rewards have scored earlier ones
         self.decoded_bytes += size
         request.array, request.media, request.decoded_bytes = result["array"], "video", size
         self._queue(request)
@@ -259,7 +259,7 @@ class Engine:
         elif any(result.get("errors", [])):
             content["errors"] = result["errors"]
         self._finished.append((time.monotonic(), request.count))
-        # Drop old entries here too, since the property `rate` may never be read.
+        # Old entries are dropped here too, because `rate` may never be called.
         self._forget_finished()
         request.left.discard(name)
         text = json.dumps(content, separators=(",", ":"), ensure_ascii=False)

@@ -34,8 +34,8 @@ sys.modules["cosmos_core"] = module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 runpy.run_module("cosmos_core.rewards.service.worker", run_name="__main__", alter_sys=True)
 """
-"""Program that imports cosmos_core without its parent folder on the path, because the packages installed in that folder
-belong to this interpreter and must not be imported by another interpreter."""
+"""Program that imports cosmos_core without its parent folder on the path, because other packages in the folder belong
+to the service's interpreter and must not be imported by the reward's interpreter."""
 _PACKAGE = str(Path(__file__).parents[2])
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 30.0
 _LINE_BYTES = 64 * 2**20
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Job:
-    """Request that waits for one reward."""
+    """Request that waits to be scored by one reward or to be decoded."""
 
     request: Request
     name: str = ""
@@ -61,7 +61,7 @@ class Program:
     """Name of the reward; empty: the decoder of latents."""
     python: str
     start: Mapping[str, Any]
-    """Name, entry and settings for the program; each process adds its device."""
+    """Name, user code (`entry`) and settings of the reward; a process also gets its device."""
     devices: tuple[str, ...]
     env: tuple[str, ...] = ()
     work_dir: str = ""

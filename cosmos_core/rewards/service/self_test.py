@@ -1,4 +1,4 @@
-"""`cosmos reward-service --self-test`: load each reward in its own interpreter and score known inputs."""
+"""`cosmos reward-service --self-test`: load each reward in its own interpreter and score test inputs."""
 
 import asyncio
 import math
@@ -31,7 +31,7 @@ _TEXTS = {
 
 
 async def self_test(config: ServiceConfig) -> int:
-    """Load each reward in turn, score known inputs with it, and print one line; return the exit code."""
+    """Load each reward in turn, score test inputs with it, and print one line; return the exit code."""
     failed = 0
     for reward in config.rewards:
         name = reward.reward_type
@@ -88,7 +88,7 @@ def _request(name: str) -> bytes:
 
 
 def _text_request(name: str) -> bytes:
-    """Return the body of a request with two completions: a correct one, and noise without an end."""
+    """Return the body of a request with two completions: a correct one, and a truncated one of noise."""
     completion, reference = _TEXTS[name]
     completions = [completion, "noise"]
     fields = {

@@ -1,6 +1,6 @@
 """Storage of accepted requests and scores: in memory, or in Redis, where they survive a restart of the service.
 
-Scores are kept for a while after they were fetched, because a response can be lost in transit.
+Scores are also kept after a client fetched them, because a response can be lost in transit.
 """
 
 import time
@@ -37,7 +37,7 @@ class Store(Protocol):
         ...
 
     def is_awaited(self) -> bool:
-        """Return True if scores that no client has fetched would be lost with this process."""
+        """Return True if the store has scores that no client has fetched and that would be lost with this process."""
         ...
 
     async def close(self) -> None:
@@ -96,10 +96,10 @@ class MemoryStore:
         now = time.monotonic()
         while self._scores:
             (uuid, name), (until, scores) = next(iter(self._scores.items()))
-            is_room = len(self._scores) <= self._most and (
+            is_within_limits = len(self._scores) <= self._most and (
                 self._num_bytes <= self._most_bytes or len(self._scores) == 1
             )
-            if until > now and is_room:
+            if until > now and is_within_limits:
                 return
             del self._scores[uuid, name]
             self._unfetched.discard((uuid, name))

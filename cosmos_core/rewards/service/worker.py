@@ -79,7 +79,7 @@ def write_message(stream: BinaryIO, header: Mapping[str, Any], arrays: Sequence[
 
 
 def _load(start: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the reward (None for the decoder of latents), and the properties for validating requests."""
+    """Return the reward (None for the decoder of latents), and properties by which the service validates requests."""
     settings = Settings(**start["settings"])
     if start["name"] == "":
         from cosmos_core.rewards.service import decoder
