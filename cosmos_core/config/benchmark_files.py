@@ -1,4 +1,4 @@
-"""Find the local data files that the YAML tasks of lm-eval in a folder name, without importing lm-eval."""
+"""Find the local data files that lm-eval tasks (YAML files in a folder) read, without importing lm-eval."""
 
 import glob
 from collections.abc import Iterator
@@ -8,24 +8,24 @@ from typing import Any
 import yaml
 
 TASK_FILES = ("!*.pyc",)
-"""Patterns of the files of a task folder that are read: all except Python's bytecode."""
+"""Patterns of the files of a task folder that the fingerprint covers: all except Python's bytecode."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML loader that reads tags of lm-eval, such as `!function`, as None."""
+    """YAML loader that replaces values with lm-eval tags, such as `!function`, by None."""
 
 
 _Loader.add_multi_constructor("!", lambda _loader, _tag, _node: None)
 
 
 def local_data_files(folder: Path) -> list[Path]:
-    """Return the files and folders of rows on this machine that the tasks below `folder` name, sorted: those of
-    `dataset_path`, and of `data_files` and `data_dir` of `dataset_kwargs`.
+    """Return the local files and folders of rows that the lm-eval tasks below `folder` name, sorted: in `dataset_path`,
+    and in `data_files` and `data_dir` of `dataset_kwargs`.
 
-    As in lm-eval, a relative path starts from the working directory. A missing file is left out: lm-eval refuses the
-    task that needs it.
+    A relative path starts from the working directory, as in lm-eval. A missing file is left out, because lm-eval itself
+    refuses the task that needs it.
     """
-    # A YAML file that tasks include has a name such as `_default_template_yaml`, so that it is no task itself.
+    # Shared files that tasks include end in `yaml` without a dot, such as `_default_template_yaml`.
     names = {name for file in sorted(folder.rglob("*yaml")) for name in _data_files(file)}
     return sorted({Path(path).absolute() for name in names for path in glob.glob(name, recursive=True)})
 

@@ -1,6 +1,6 @@
-"""Refuse settings that the schema accepts but this version does not support, in one line before a run.
+"""Refuse settings that the schema accepts but this version does not support, with a message of one line before a run.
 
-Single fields declare their limits themselves (`planned`, `Only`, ...), tables of several fields in `Table.refusals`.
+A field declares its limits with marks (`planned`, `Only`, ...); `Table.refusals` checks combinations of fields.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ def check_capabilities(pipeline: Pipeline) -> None:
     """Refuse settings that this version does not support.
 
     Raises:
-        ConfigError: with the key, its value and what to use instead.
+        ConfigError: a setting is not supported; the message names its key, its value and what to use instead.
     """
     check_gates(pipeline)
     _check_store(pipeline)
@@ -35,8 +35,8 @@ def check_capabilities(pipeline: Pipeline) -> None:
 
 
 def _check_store(pipeline: Pipeline) -> None:
-    """Refuse a stage that reads checkpoints of a training on another machine, because an artifact store does not share
-    checkpoints between stages."""
+    """Refuse a stage that reads checkpoints of a training in another work pool, because an artifact store does not
+    share checkpoints between stages."""
     for stage in pipeline.stages if pipeline.config.artifact_store else ():
         source = source_of(stage.model) if stage.checkpoint else None
         if source is not None and (pool := pipeline.stage(source).work_pool) != stage.work_pool:
@@ -47,8 +47,8 @@ def _check_store(pipeline: Pipeline) -> None:
 
 
 def _check_references(pipeline: Pipeline) -> None:
-    """Refuse a stage that measures against a reference policy whose log-probabilities no earlier stage saves, and pass
-    rates of a stage that completes no prompts."""
+    """Refuse a stage that compares with a reference policy whose log-probabilities no earlier stage saves, and a stage
+    that reads pass rates from a stage without completions."""
     for stage in pipeline.stages:
         recipe, kind = pipeline.recipes[stage.name], pipeline.kind_of(stage)
         for key, dataset in recipe.datasets.items():
@@ -71,7 +71,7 @@ def _check_references(pipeline: Pipeline) -> None:
 
 
 def _check_mixtures(pipeline: Pipeline) -> None:
-    """Refuse a mixture of data sets in a stage whose rows are those of its key `data`."""
+    """Refuse a mixture of data sets in a stage whose key `data` already names its rows."""
     for stage in pipeline.stages:
         if not stage.data or pipeline.kind_of(stage).reads_data != "source":
             continue
@@ -83,7 +83,7 @@ def _check_mixtures(pipeline: Pipeline) -> None:
 
 
 def _check_compared_rows(pipeline: Pipeline) -> None:
-    """Refuse an export in quantised formats without rows with which they can be compared."""
+    """Refuse an export in quantised formats if the exported models cannot be compared with the original on any rows."""
     for stage in pipeline.stages:
         if not pipeline.kind_of(stage).reads("export.formats") or not pipeline.recipes[stage.name].export.quantized:
             continue
@@ -102,7 +102,7 @@ def _check_compared_rows(pipeline: Pipeline) -> None:
 
 
 def notices_of(pipeline: Pipeline) -> list[str]:
-    """Return one line for each setting that is accepted but ignored or changed, without duplicates."""
+    """Return one line of text for each setting that is accepted but ignored or changed, without duplicates."""
     stages = [InStage(recipe, pipeline.kind_of(pipeline.stage(name))) for name, recipe in pipeline.recipes.items()]
     lines = [
         line

@@ -1,7 +1,7 @@
 """Build one resolved pipeline from a TOML file: compose recipes, apply overrides, add implied stages, check the graph.
 
 A recipe without `[pipeline]` is a complete pipeline too: prepare -> train -> validate -> export -> upload, without the
-stages that it disables. A training stage without a stage that prepares its rows gets a `prepare` stage `<name>-data`.
+stages that the recipe disables. A training whose rows no stage prepares gets a `prepare` stage `<name>-data`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Kinds = Mapping[str, StageKind]
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A checked graph of stages in topological order: every reference resolves, and there is no cycle."""
+    """Checked graph of stages in topological order: every reference to a stage resolves, and there is no cycle."""
 
     source: Path
     config: PipelineConfig
@@ -64,10 +64,10 @@ class Pipeline:
         return Path(self.config.output_dir or _OUTPUTS)
 
     def stage(self, name: str) -> StageConfig:
-        """Return the stage with that name.
+        """Return the stage with this name.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: the pipeline has no stage of this name.
         """
         for stage in self.stages:
             if stage.name == name:
@@ -85,7 +85,7 @@ class Pipeline:
         return inputs_of(stage, self.recipes[stage.name], self.kind_of(stage))
 
     def starts_from(self, stage: StageConfig) -> str:
-        """Return the model reference of a stage; for a stage that chooses a branch, the model of the first branch."""
+        """Return the model reference of a stage; for one that chooses a branch of a sweep, that of the first branch."""
         if stage.sweep is None or not stage.sweep.branches:
             return stage.model
         names = stage.sweep.branches[0].stages
@@ -93,14 +93,14 @@ class Pipeline:
         return f"{STAGE_PREFIX}{makers[-1]}"
 
     def choice_among(self, name: str) -> StageConfig | None:
-        """Return the stage that chooses among branches, one of which has the named stage; None if there is none."""
+        """Return the stage that chooses among branches, one of which contains the stage `name`; None if none does."""
         for stage in self.stages:
             if stage.sweep is not None and any(name in branch.stages for branch in stage.sweep.branches):
                 return stage
         return None
 
     def with_dependents(self, name: str) -> set[str]:
-        """Return the stage and every stage that depends on it, by name."""
+        """Return the names of the stage `name` and of every stage that depends on it."""
         names = {self.stage(name).name}
         for stage in self.stages:  # one pass is enough, because stages are in topological order
             if names & set(stage.after):
@@ -108,12 +108,12 @@ class Pipeline:
         return names
 
     def with_stages(self, stages: Iterable[StageConfig], recipes: dict[str, Recipe] | None = None) -> Pipeline:
-        """Return the pipeline with other stages and, unless `recipes` is None, with other recipes."""
+        """Return a copy of the pipeline with other stages and, unless `recipes` is None, with other recipes."""
         config = self.config.model_copy(update={"stages": tuple(stages)})
         return replace(self, config=config, recipes=self.recipes if recipes is None else recipes)
 
     def as_toml(self) -> Values:
-        """Return the resolved pipeline; loading it gives this pipeline again, without any other file."""
+        """Return the resolved pipeline as TOML tables, from which it can be loaded again without any other file."""
         pipeline = self.config.model_dump()
         for stage in pipeline["stages"]:
             stage["recipe"], stage["overrides"] = "", self.recipes[stage["name"]].model_dump()
@@ -121,13 +121,13 @@ class Pipeline:
 
 
 def load_pipeline(path: Path, overrides: Sequence[str], kinds: Kinds, over: Sequence[Path] = ()) -> Pipeline:
-    """Read, compose and check the pipeline or recipe `path`; the files `over` take precedence, `overrides` over all
-    files.
+    """Read, compose and check the pipeline or recipe in `path`. The files `over` take precedence over `path`, and
+    `overrides` take precedence over all files.
 
-    `kinds` has every available stage kind; their properties decide what is checked and added.
+    `kinds` contains every available stage kind; its properties decide which stages are added and what is checked.
 
     Raises:
-        ConfigError: any mistake, in one line that names the file and the key.
+        ConfigError: the configuration has an error; the message has one line and names the file and the key.
     """
     notices: list[str] = []
     with _one_line_errors():
@@ -139,9 +139,9 @@ def with_stage(pipeline: Pipeline, stage: Values, tables: Values, source: Path) 
     """Return the pipeline with one more stage and with the stages that it implies, such as one that prepares its rows.
 
     Args:
-        stage: keys of `[[pipeline.stages]]`.
-        tables: tables of its recipe.
-        source: file whose folder relative paths in `tables` start from, and which error messages name.
+        stage: keys of the new stage in `[[pipeline.stages]]`.
+        tables: tables of the recipe of the new stage.
+        source: file that error messages name; relative paths in `tables` start from its folder.
 
     Raises:
         ConfigError: as `load_pipeline`.
@@ -163,7 +163,7 @@ def _one_line_errors() -> Iterator[None]:
 
 
 def _check_saveable(pipeline: Pipeline) -> Pipeline:
-    """Return the pipeline after a check that a run, which saves it, can read it again."""
+    """Return the pipeline after a check that a run can save it and read it again."""
     saved = pipeline.as_toml()
     problem = unusable(saved)
     if not problem and len(tomli_w.dumps(saved).encode()) > MAX_FILE_BYTES:
@@ -202,7 +202,7 @@ def _compose(path: Path, shared: Values, overrides: Sequence[str], kinds: Kinds,
 
 
 def _entries(path: Path, table: Any) -> list[Mapping[str, Any]]:
-    """Return the entries of `[[pipeline.stages]]` as written in the file."""
+    """Return the tables in `[[pipeline.stages]]` as they are written in the file."""
     if not isinstance(table, Mapping):
         raise ConfigError(f"{path}: pipeline: must be a table")
     entries = table.get("stages", [])
@@ -229,7 +229,7 @@ def _recipe_file(path: Path, stage: StageConfig, notices: list[str]) -> Values:
 
 
 def _stages_of_recipe(recipe: Recipe, kinds: Kinds) -> tuple[StageConfig, ...]:
-    """Return one stage for each step that the recipe needs, named like its kind."""
+    """Return one stage for each step that a recipe without `[pipeline]` needs, named like its kind."""
     prepare, train = _kind(kinds, makes="data"), _kind(kinds, feed=_feed(recipe))
     data = f"{STAGE_PREFIX}{prepare}"
     stages = [
@@ -247,7 +247,7 @@ def _stages_of_recipe(recipe: Recipe, kinds: Kinds) -> tuple[StageConfig, ...]:
 
 
 def _kind(kinds: Kinds, **policy: object) -> str:
-    """Return the name of the first kind with these properties."""
+    """Return the name of the first stage kind whose properties have these values."""
     return next(name for name, kind in kinds.items() if all(getattr(kind, key) == policy[key] for key in policy))
 
 
@@ -306,7 +306,7 @@ def _check_stages(pipeline: Pipeline) -> None:
 
 
 def _formats_of(pipeline: Pipeline, name: str | None) -> tuple[str, ...]:
-    """Return the formats that the stage `name` exports; empty for any other stage."""
+    """Return the formats in which the stage `name` exports its model; empty if the stage exports no model."""
     exports = [stage.name for stage in pipeline.stages if pipeline.kinds[stage.kind].reads("export.formats")]
     return pipeline.recipes[name].export.formats if name in exports else ()
 
@@ -329,7 +329,7 @@ def _check_kind(where: str, stage: StageConfig, recipe: Recipe, kinds: Kinds) ->
 
 
 def _with_output_dir(pipeline: Pipeline) -> Pipeline:
-    """Return the pipeline with the folder of runs that its recipes name; refuse several, since a run has one folder."""
+    """Return the pipeline with the folder of runs that its recipes name; refuse recipes that name different folders."""
     if pipeline.config.output_dir:
         return pipeline
     stage_of_folder: dict[str, str] = {}
@@ -345,8 +345,8 @@ def _with_output_dir(pipeline: Pipeline) -> Pipeline:
 
 
 def _sorted(pipeline: Pipeline) -> Pipeline:
-    """Return the pipeline in topological order, which keeps the file's order where possible; refuse a cycle or a
-    missing `after`."""
+    """Return the pipeline in topological order, which keeps the file's order where possible; refuse a cycle, and a
+    reference to a stage that is missing from `after`."""
     ordered = pipeline.with_stages(_in_order(pipeline))
     complete = []
     for stage in ordered.stages:
@@ -366,7 +366,7 @@ def _sorted(pipeline: Pipeline) -> Pipeline:
 
 
 def _inherit_export_dtype(pipeline: Pipeline) -> Pipeline:
-    """Let an export without `train.param_dtype` inherit the value from the stage whose model it exports."""
+    """Set the missing `train.param_dtype` of an export to the value of the stage whose model it exports."""
     recipes = dict(pipeline.recipes)
     for stage in pipeline.stages:
         kind, source, recipe = pipeline.kind_of(stage), source_of(stage.model), recipes[stage.name]
@@ -378,7 +378,7 @@ def _inherit_export_dtype(pipeline: Pipeline) -> Pipeline:
 
 
 def _in_order(pipeline: Pipeline) -> list[StageConfig]:
-    """Return each stage after those in its `after`, and otherwise in the order of the file."""
+    """Return the stages with each stage after the stages in its `after`, and otherwise in the order of the file."""
     stages = {stage.name: stage for stage in pipeline.stages}
     sorter = TopologicalSorter({name: stage.after for name, stage in stages.items()})
     try:
@@ -409,14 +409,14 @@ def _gate_target(pipeline: Pipeline, stage: StageConfig) -> str:
 
 
 def _with_prepared_data(pipeline: Pipeline) -> Pipeline:
-    """Give every training or validating stage a `data = "stage:..."` that names a prepare stage."""
+    """Set `data = "stage:NAME"` in every stage that reads prepared rows, and add the stages that prepare these rows."""
     stages: list[StageConfig] = []
     recipes = dict(pipeline.recipes)
     by_name = {stage.name: stage for stage in pipeline.stages}
     kinds = {stage.name: pipeline.kind_of(stage) for stage in pipeline.stages}
 
     def prepared(stage: StageConfig) -> str:
-        """Return the stage that prepares the rows of a stage; empty if there is none."""
+        """Return the name of the stage that prepares the rows of a stage; empty if there is none."""
         name = source_of(stage.data) or ""
         return name if name in kinds and kinds[name].makes == "data" else ""
 
@@ -453,18 +453,18 @@ def _depend_on_data(stage: StageConfig, *, data: str, after: str) -> StageConfig
 
 
 def _origin_of_model(pipeline: Pipeline, by_name: Mapping[str, StageConfig], stage: StageConfig) -> str:
-    """Return the model with the tokenizer of a stage: training keeps it, so rows need not wait for the training."""
+    """Return the model with the tokenizer of a stage: training keeps it, so rows can be prepared before training."""
     recipes, model, seen = pipeline.recipes, stage.model, {stage.name}
     while (name := source_of(model)) is not None and pipeline.kind_of(by_name[name]).makes == "model":
         if name in seen:
-            break  # a cycle of stages; `_in_order` reports it with its path
+            break  # `_in_order` reports the cycle of stages
         seen.add(name)
         model = pipeline.starts_from(by_name[name]) or recipes[name].policy.model_name_or_path
     return "" if model == recipes[stage.name].policy.model_name_or_path else model
 
 
 def _absolute(pipeline: Pipeline) -> Pipeline:
-    """Make local paths absolute, so that a run can be resumed from any folder."""
+    """Return the pipeline with absolute local paths, so that a run can be resumed from any folder."""
     folder = pipeline.source.parent
 
     def absolute(text: str) -> str:

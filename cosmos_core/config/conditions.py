@@ -26,7 +26,7 @@ LOWER_IS_BETTER = ("loss", "perplexity", "nll", "kl", "error", "invalid", "trunc
 class Condition:
     """Comparison of a metric with a number, or with the same metric of the currently published model.
 
-    A metric with `*` stands for every metric that matches.
+    A condition on a metric with `*` applies to every metric whose name matches.
     """
 
     text: str
@@ -42,22 +42,22 @@ class Condition:
         return self.bound == PUBLISHED
 
     def limit(self, published: float | None) -> float | None:
-        """Return the number to compare with, where `published` is the metric of the published model; None if no model
-        was published yet."""
+        """Return the number with which the condition compares a metric; None if that is the published model's metric
+        and no model was published yet. `published` is the value of the metric of the published model."""
         if not self.needs_published:
             return float(self.bound)
-        # Rounded, because 0.1 + 0.2 is above 0.3.
+        # The sum is rounded, because 0.1 + 0.2 is above 0.3.
         return None if published is None else round(published + self.offset, 12)
 
     def matches(self, name: str) -> bool:
-        """Return True if the condition is about a metric; a pattern does not match standard errors, which only their
-        full name does."""
+        """Return True if the condition applies to the metric `name`. A pattern with `*` does not match standard errors,
+        which must be named in full."""
         is_pattern = "*" in self.metric and not name.endswith(STDERR)
         return name == self.metric or (is_pattern and fnmatchcase(name, self.metric))
 
     def holds(self, value: float, limit: float | None, margin: float = 0.0) -> bool:
-        """Return True if `value` passes by more than `margin`. A comparison with the published model passes if no model
-        was published yet; NaN never passes."""
+        """Return True if `value` is better than `limit` by more than `margin`, or at least equal if `margin` is 0. A
+        `limit` of None (no published model) always holds; NaN never does."""
         adjusted = value - math.copysign(margin, 1.0 if self.comparison.startswith(">") else -1.0) if margin else value
         return not math.isnan(value) and (limit is None or _OPERATORS[self.comparison](adjusted, limit))
 
@@ -66,7 +66,7 @@ def parse_condition(text: str) -> Condition:
     """Parse the text of one condition.
 
     Raises:
-        ValueError: it has none of the forms.
+        ValueError: the text has none of the forms of a condition.
     """
     if match := _NOT_WORSE.fullmatch(text):
         metric, by, bound = match[1], match[2] or "0", None
@@ -83,10 +83,10 @@ def parse_condition(text: str) -> Condition:
 
 
 def parse_range(text: str) -> Callable[[float], bool]:
-    """Parse a range of pass rates, such as `0.1 <= pass_rate <= 0.9` or `pass_rate < 1`.
+    """Parse a range such as `0.1 <= pass_rate <= 0.9` to a function that returns True for a pass rate in the range.
 
     Raises:
-        ValueError: it has another form.
+        ValueError: the text is no range of pass rates.
     """
     match = _RANGE.fullmatch(text)
     if not match or not (match[1] or match[4]) or not all(_is_number(match[i] or "0") for i in (1, 4)):
@@ -98,11 +98,11 @@ def parse_range(text: str) -> Callable[[float], bool]:
 
 
 def margin(name: str, confidence: float, *measured: Mapping[str, float]) -> float | None:
-    """Return how much two measurements of a metric must differ so that the difference is noise with a probability of at
-    most 1 - `confidence`; None if the standard error of a measurement is unknown.
+    """Return how much two measurements of the metric `name` must differ so that the difference is noise with a
+    probability of at most 1 - `confidence`; None if the standard error of a measurement is unknown.
 
-    The standard error is the metric `NAME_stderr`. For a fraction of held-out prompts it follows from their number,
-    with one success and one failure added, so that a fraction of 0 or 1 of few prompts does not count as certain.
+    The standard error is the metric `NAME_stderr`. For a fraction of held-out prompts it is computed from the number of
+    prompts, with one success and one failure added, because a fraction of 0 or 1 of few prompts is not certain.
     """
     errors = [_standard_error(name, metrics) for metrics in measured]
     known_errors = [error for error in errors if error is not None]
@@ -116,7 +116,7 @@ def _standard_error(name: str, metrics: Mapping[str, float]) -> float | None:
     count = metrics.get(f"{folder}/prompts", 0.0)
     if count < 1 or not (last == "accuracy" or last.startswith("pass@")):
         return None
-    if metrics[name] < 0 or metrics[name] > 1:  # not a fraction, for example a percentage
+    if metrics[name] < 0 or metrics[name] > 1:  # a percentage, for example, is not a fraction
         return None
     fraction = (metrics[name] * count + 1) / (count + 2)
     return math.sqrt(fraction * (1 - fraction) / count)

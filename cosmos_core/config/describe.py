@@ -1,4 +1,4 @@
-"""Descriptions of all keys of the schema, used by `explain`, `coverage`, the reference and editors."""
+"""Descriptions of all keys of the schema, for `cosmos config explain` and `coverage`, the reference and editors."""
 
 import ast
 import difflib
@@ -35,7 +35,7 @@ class Key:
     """Description of one key of the schema."""
 
     name: str
-    """Dotted name; a key that two tables of a union share has one entry per table, distinguished by `table`."""
+    """Dotted name of the key; a key in two tables of a union has one entry per table, distinguished by `table`."""
     table: type[Table]
     type: str
     default: str
@@ -50,18 +50,18 @@ class Key:
 
 @cache
 def all_keys() -> tuple[Key, ...]:
-    """Return every key of a recipe, then of `[pipeline]`, in the order of the schema."""
+    """Return the description of every key of a recipe, then of `[pipeline]`, in the order of the schema."""
     fields = [*all_fields(Recipe), *all_fields(PipelineConfig, "pipeline.")]
     tables = {name: status(field) for name, _, field in fields if tables_in(field.annotation)}
     return tuple({(name, table): _key(name, table, field, tables) for name, table, field in fields}.values())
 
 
 def find_key(name: str) -> list[Key]:
-    """Return the entries of a key by its current name, an older name or its name in TRL; for a name without a table,
-    the entries of all tables. Names with a stage, `STAGE.KEY`, are not supported.
+    """Return the descriptions of a key by its current name, an older name or its name in TRL; for a name without a
+    table, the descriptions of the key in all tables. Names with a stage, `STAGE.KEY`, are not supported.
 
     Raises:
-        ConfigError: there is no such key; the message suggests similar keys or the replacement for a key of TRL.
+        ConfigError: there is no such key; the message suggests similar keys, or the replacement for a key of TRL.
     """
     key_name = MOVED.get(name) or current_name(name)
     keys = [key for key in all_keys() if key.name == key_name]
@@ -74,10 +74,10 @@ def find_key(name: str) -> list[Key]:
 
 
 def _suggest_keys(name: str) -> str:
-    """Return suggestions for an unknown key: the same name in other tables, otherwise similar names."""
+    """Return the text of suggestions for an unknown key: the same name in other tables, otherwise similar names."""
     names = sorted({key.name for key in all_keys()})
     similar = [key for key in names if key.rpartition(".")[2] == name.rpartition(".")[2]]
-    if not similar and len(name) <= MAX_NAME:  # comparing very long names is slow and finds nothing
+    if not similar and len(name) <= MAX_NAME:  # the comparison of a very long name is slow
         similar = difflib.get_close_matches(name, names, n=1)
     return (
         f"; did you mean {' or '.join(map(repr, similar))}?" if similar else "; `cosmos config coverage` lists them all"
@@ -85,7 +85,7 @@ def _suggest_keys(name: str) -> str:
 
 
 def used_by(key: Key, kinds: Mapping[str, StageKind]) -> list[str]:
-    """Return the kinds of stages that read a key."""
+    """Return the names of the stage kinds that read a key."""
     if key.name.startswith("pipeline."):
         return []
     return [kind.name for kind in kinds.values() if kind.reads(key.name)]
@@ -93,7 +93,7 @@ def used_by(key: Key, kinds: Mapping[str, StageKind]) -> list[str]:
 
 @cache
 def effects() -> Mapping[str, str]:
-    """Map each key to the test that shows an effect of changing it."""
+    """Return the name of the test that shows an effect of changing a key, for each key."""
     tests = tomllib.loads(files("cosmos_core.config").joinpath("effects.toml").read_text(encoding="utf-8"))
     return {key: test for test, keys in tests.items() for key in keys}
 
@@ -124,8 +124,8 @@ def explain(name: str, kinds: Mapping[str, StageKind]) -> Iterator[str]:
 
 
 def _key(name: str, table: type[Table], field: FieldInfo, tables: Mapping[str, Status]) -> Key:
-    """Return the description of a field. `tables` has the status of each table: keys of a table that is not used are
-    not used."""
+    """Return the description of a field. `tables` has the status of each table: a key is not used if its table is not
+    used."""
     unit: Unit | None = mark(field, Unit)
     since: Since | None = mark(field, Since)
     only: Only | None = mark(field, Only)
@@ -149,7 +149,7 @@ def _key(name: str, table: type[Table], field: FieldInfo, tables: Mapping[str, S
 
 @cache
 def _field_docstrings(table: type[Table]) -> Mapping[str, str]:
-    """Map each field of a table to its docstring. Docstrings are parsed only on request, not by every process that
+    """Return the docstring of each field of a table. Docstrings are parsed on request only, not in every process that
     imports the schema."""
     docstrings: dict[str, str] = {}
     for base in reversed(table.__mro__):
@@ -159,7 +159,7 @@ def _field_docstrings(table: type[Table]) -> Mapping[str, str]:
 
 @cache
 def _strings(module: str) -> Mapping[str, Mapping[str, str]]:
-    """Map each class of a module to its fields with their docstrings."""
+    """Return the docstring of each field of each class in a module, by class name."""
     docstrings: dict[str, dict[str, str]] = {}
     for node in ast.parse(inspect.getsource(sys.modules[module])).body:
         if isinstance(node, ast.ClassDef):
@@ -172,7 +172,7 @@ def _strings(module: str) -> Mapping[str, Mapping[str, str]]:
 
 
 def toml_text(value: Any) -> str:
-    """Return a value in TOML on one line; None, which TOML does not have, as `None`, and a table as an empty string."""
+    """Return a value in TOML syntax on one line; `None` for None, which TOML lacks, and an empty string for a table."""
     if isinstance(value, Table):
         return ""
     if value is None:
@@ -189,7 +189,7 @@ def toml_text(value: Any) -> str:
 
 
 def type_name(annotation: Any) -> str:
-    """Return the name of a type for users of TOML."""
+    """Return the name of a Python type in the words of TOML."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if annotation in _WORDS:
         return _WORDS[annotation]

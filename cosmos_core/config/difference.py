@@ -1,4 +1,4 @@
-"""Compute the differences between two configurations, after composition, defaults and rules."""
+"""Differences between two configurations, after composition, defaults and rules."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -12,8 +12,8 @@ _IN_RECIPE = ("recipe", "overrides")
 
 
 def difference(first: Pipeline, second: Pipeline) -> Iterator[str]:
-    """Yield lines `key: old -> new` for the pipeline and each stage, after composition, defaults and rules; a change
-    that all stages share appears once, without their names."""
+    """Yield lines `key: old -> new` for the pipeline and each stage. Values are compared after composition, defaults
+    and rules; a change that all stages share appears once, without a stage name."""
     old, new = flat(first.config.model_dump(exclude={"stages"})), flat(second.config.model_dump(exclude={"stages"}))
     yield from _lines("pipeline.", old, new)
     names = [stage.name for stage in first.stages]
@@ -42,8 +42,8 @@ def _lines(prefix: str, old: dict[str, Any], new: dict[str, Any]) -> Iterator[st
 
 
 def by_stage(changes: Mapping[str, Sequence[T]]) -> Iterator[tuple[str, T]]:
-    """Yield each change that all stages share once, with an empty name, then all other changes with the names of their
-    stages."""
+    """Yield pairs of a stage name and a change: first each change that all stages share, once with an empty name, then
+    all other changes."""
     common = set.intersection(*map(set, changes.values())) if changes else set()
     once = dict.fromkeys(each for lines in changes.values() for each in lines if each in common)
     yield from (("", each) for each in once)
@@ -51,7 +51,7 @@ def by_stage(changes: Mapping[str, Sequence[T]]) -> Iterator[tuple[str, T]]:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested tables as one table with dotted keys; an empty table is a value."""
+    """Return nested tables as one table with dotted keys; an empty table remains a value."""
     flattened: dict[str, Any] = {}
     for key, value in values.items():
         flattened |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {prefix + key: value}

@@ -1,4 +1,4 @@
-"""The JSON schema of a configuration file, with which editors complete and check TOML."""
+"""JSON schema of a configuration file, with which editors complete and check TOML."""
 
 from typing import Any
 
@@ -18,8 +18,8 @@ class _File(Recipe):
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON schema in the 2020-12 dialect; its descriptions mark keys that have no effect or are not
-    supported."""
+    """Return the JSON schema of a configuration file (dialect 2020-12); its descriptions mark keys that have no effect
+    or are not supported."""
     schema = _File.model_json_schema()
     _let_type_be_inferred(schema)
     schema |= {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Configuration", "description": ""}
@@ -33,8 +33,8 @@ def json_schema() -> dict[str, Any]:
 
 
 def _let_type_be_inferred(schema: dict[str, Any]) -> None:
-    """Make `type` of `train_policy` optional: it can come from a file that this one extends, or follow from the other
-    keys."""
+    """Make `type` of `train_policy` optional, since it can be set in a file that this file extends, or follow from
+    other keys."""
     for name in ("SftConfig", "DpoConfig", "KtoConfig"):
         schema["$defs"][name]["required"].remove("type")
     field = schema["$defs"]["TrainConfig"]["properties"]["train_policy"]
@@ -43,7 +43,7 @@ def _let_type_be_inferred(schema: dict[str, Any]) -> None:
 
 
 def _deprecate(schema: dict[str, Any], key: str, meaning: str) -> None:
-    """Allow an old key, marked as deprecated, in every table in which it may occur."""
+    """Add an old key, marked as deprecated, to every table in which it may occur."""
     *parents, name = key.split(".")
     tables = [schema]
     for part in parents:

@@ -10,8 +10,8 @@ from cosmos_core.errors import ConfigError
 
 
 def read_config(path: Path, notices: list[str], over: Sequence[Path] = ()) -> Values:
-    """Return the tables of `path` on top of the files that it `extends`, and the files `over` on top of both, with
-    current key names.
+    """Return the tables of `path` merged over the files that it `extends`, with the files `over` merged over the result
+    and with current key names.
 
     `extends` is a file or a list of files, relative to the file that contains it; later files take precedence.
 
@@ -25,7 +25,7 @@ def read_config(path: Path, notices: list[str], over: Sequence[Path] = ()) -> Va
 
 
 def _read(path: Path, notices: list[str], below: tuple[Path, ...]) -> Values:
-    resolved = Path(os.path.realpath(path))  # Path.resolve would raise an error for a cycle of links
+    resolved = Path(os.path.realpath(path))  # Path.resolve raises an error for a cycle of links
     if len(below) == MAX_DEPTH:
         raise ConfigError(f"{path}: behind {MAX_DEPTH} files that extend each other, the most that there may be")
     if resolved in below:
@@ -58,7 +58,7 @@ def _at_home(values: Values, file: Path) -> Values:
 
 
 def _stages(values: Values) -> list[Values]:
-    """Return the entries of `[[pipeline.stages]]` that are tables; the schema reports all others."""
+    """Return the tables among the entries of `[[pipeline.stages]]`; the schema reports all other entries."""
     pipeline = values.get("pipeline")
     stages = pipeline.get("stages") if isinstance(pipeline, dict) else None
     return [stage for stage in stages if isinstance(stage, dict)] if isinstance(stages, list) else []

@@ -1,8 +1,8 @@
-"""Inputs of a stage as values: everything that the stage reads and does not make, with its location.
+"""Inputs of a stage: everything that the stage reads but does not make, each with its location.
 
-The list is computed from the recipe, the entry of the stage and its kind, without torch and without importing user
-code. Nothing is reported here: `run.inputs.check_located` says what is missing. Pinning, digests, downloads,
-credentials, layout, lineage and checks loop over this list.
+The inputs are computed from the recipe, the entry of the stage and its kind, without torch and without importing user
+code. Missing files are not reported here, but by `run.inputs.check_located`. Pinning, digests, downloads, credentials,
+lineage and checks use this list.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ TRAINING_FILES = (
     *TOKENIZER_FILES, "*.safetensors", "*model*.bin", "adapter_*", "*.index.json", "config.json", "configuration*",
     "model_index.json", "scheduler_config.json", "tekken.json", "*.tiktoken", "*.py",
 )  # fmt: skip
-"""Patterns of the files of a model folder that training reads, for the weights, the shape of the model or the tokens.
-Other files, such as `generation_config.json` or a licence, affect exported models only."""
+"""Patterns of the files of a model folder that training reads: weights, configuration of the model, tokenizer. Other
+files, such as `generation_config.json` or a licence, affect exported models only."""
 _CARRIED_FILES = tuple(f"!{pattern}" for pattern in TRAINING_FILES)
 WEIGHTS_SUFFIXES = (".safetensors", ".safetensors.index.json")
 ANNOTATIONS, MEDIA = "custom.dataset.annotation_path", "custom.dataset.media_path"
@@ -54,39 +54,39 @@ class Input:
     """Input of a stage: a model, data set, file or code that the stage reads and does not make."""
 
     key: str
-    """Configuration key that names the input; for a part of a reward service, its name in the configuration file of the
-    service."""
+    """Configuration key that names the input; for code or a model of a reward service, its name in the service's
+    configuration file."""
     role: Role
-    """Use of the input. `carried`: the files of the model that exports copy and training does not read. `end_tokens`:
-    the file with the tokens at which generation ends. `hook`: user code that changes no result. `rewards`: code and
-    models of a reward service."""
+    """Use of the input. `carried`: files of the model that training does not read and exports copy. `end_tokens`: file
+    with the tokens that end a generation. `hook`: user code that does not change the result. `rewards`: code and models
+    of a reward service."""
     location: str
-    """Location of the input: a path, URL, Hub id, `stage:NAME`, import path, or the name of a module of this package
-    or of a generator of rows."""
+    """Location of the input: a path, URL, Hub id, `stage:NAME` or import path, or the name of a built-in module or of a
+    row generator."""
     form: Form
     """Form of the location; `folder` is a file or folder on this machine, which may be missing."""
     patterns: tuple[str, ...] = ALL
-    """Patterns of the files of a folder that are read, see `run.content.matches`."""
+    """Patterns of the files of a folder that are read; see `run.content.matches`."""
     revision: str | None = None
-    """Revision of a model or data set on the Hub; None: the newest."""
+    """Revision of a model or data set on the Hub; None means the newest revision."""
 
 
 def source_of(reference: str) -> str | None:
-    """Return `NAME` of a reference `stage:NAME`; None for any other string."""
+    """Return `NAME` of a reference `stage:NAME`; None for a text of any other form."""
     return reference.removeprefix(STAGE_PREFIX) if reference.startswith(STAGE_PREFIX) else None
 
 
 def is_remote(name: str) -> bool:
-    """Return True if a name is a URL of a store, which `run.remote` reads."""
+    """Return True if the name of a model or data set is the URL of an S3 store."""
     return name.startswith("s3://")
 
 
 def existing(text: str, base: Path) -> Path | None:
-    """Return the file or folder of a path relative to `base`; None if there is none, as for an id on the Hub."""
+    """Return the path of a file or folder, relative to `base`; None if it does not exist, as for a Hub id."""
     try:
         path = base / Path(text).expanduser()
         return path if path.exists() else None
-    except (OSError, RuntimeError):  # the path is too long, or has `~` of an unknown user
+    except (OSError, RuntimeError):  # the path is too long, or the user of `~USER` is unknown
         return None
 
 
@@ -122,7 +122,7 @@ def _models(stage: StageConfig, recipe: Recipe, kind: StageKind) -> Iterator[Inp
     if teacher := recipe.teacher_of(kind):
         location, form = _located(teacher.model_name_or_path)
         yield Input("distillation.model_name_or_path", "teacher", location, form, patterns, teacher.model_revision)
-    # The manifest of a checkpoint has the digests of its other files.
+    # The manifest of a checkpoint contains the digests of its other files.
     if kind.trains and isinstance(recipe.train.resume, str):
         yield Input("train.resume", "resume", f"{_on_disk(recipe.train.resume)}/manifest.json", "folder")
     if kind.trains and policy.lora is not None and policy.lora.lora_path is not None:
@@ -130,7 +130,7 @@ def _models(stage: StageConfig, recipe: Recipe, kind: StageKind) -> Iterator[Inp
 
 
 def _weights(name: str) -> Iterator[Input]:
-    """Yield the files of weights that replace those in the model folder, or the name itself if it has none."""
+    """Yield the files of weights that replace those in the model folder; yield `name` itself if it has none."""
     path = Path(name).expanduser()
     candidates = [path] if os.path.isfile(path) else sorted(path.iterdir()) if os.path.isdir(path) else []
     files = [str(file) for file in candidates if file.name.endswith(WEIGHTS_SUFFIXES)]
@@ -187,10 +187,10 @@ def _data(key: str, name: str, patterns: tuple[str, ...], *, has_sets: bool) -> 
 
 
 def _media(stage: StageConfig, recipe: Recipe, media: Media, model: Input | None) -> str:
-    """Return the folder to which image paths in the rows are relative; empty if there is none or the model reads only
-    text.
+    """Return the folder to which image paths in the rows are relative; empty if there is no such folder, or if the
+    model reads only text.
 
-    Whether a model on the Hub reads images is not known before it is downloaded. A changed image is still noticed in
+    Before a Hub model is downloaded, it is unknown whether the model reads images. A changed image is still noticed in
     training, because prepared rows hold the digest of each image.
     """
     if media.media_path:
@@ -212,7 +212,7 @@ def _benchmarks(recipe: Recipe, kind: StageKind) -> Iterator[Input]:
 
 
 def _files(stage: StageConfig, recipe: Recipe) -> Iterator[Input]:
-    """Yield the chat templates, and the reward service with its parts."""
+    """Yield the chat templates of a stage, and its reward service with the code and models that the service uses."""
     turns, template = recipe.rollout.multi_turn_config, recipe.policy.chat_template
     if turns.enable and (file := turns.custom_chat_template_path) is not None:
         yield Input("rollout.multi_turn_config.custom_chat_template_path", "chat_template", _on_disk(file), "folder")
@@ -227,8 +227,8 @@ def _files(stage: StageConfig, recipe: Recipe) -> Iterator[Input]:
 
 
 def _service_parts(file: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the user code and the model folders that the configuration of a reward service names, by name; paths that
-    are not on this machine are left out, because the service may run on another one."""
+    """Yield the user code and the model folders in the configuration of a reward service, by name. Paths that do not
+    exist here are left out, because the service may run on another machine."""
     try:
         tables = read_toml(file).get("reward_args", [])
     except ConfigError:  # the reward service itself reports the error in its file
@@ -244,7 +244,7 @@ def _service_parts(file: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _code(stage: StageConfig, recipe: Recipe, kind: StageKind) -> Iterator[Input]:
-    """Yield the user code of a stage, and the built-in reward functions that it uses."""
+    """Yield the user code of a stage, and the built-in reward functions that the stage uses."""
     if stage.entry:
         yield Input("entry", "entry", stage.entry, "code")
     if is_import_path(target := split_target(stage.target)[0]):
@@ -267,8 +267,8 @@ def _code(stage: StageConfig, recipe: Recipe, kind: StageKind) -> Iterator[Input
 
 
 def _located(name: str) -> tuple[str, Form]:
-    """Return the location and the form of a model or data set. A name that is no existing path counts as a Hub id,
-    unless only a path can have its form."""
+    """Return the location and the form of a model or data set. A name that is no existing path is a Hub id, unless its
+    form shows that it is a path."""
     if source_of(name) is not None:
         return name, "stage"
     if is_remote(name):
@@ -280,6 +280,6 @@ def _located(name: str) -> tuple[str, Form]:
 
 
 def _on_disk(name: str) -> str:
-    """Return the path of a file or folder relative to the current folder; the name of a missing one is returned
+    """Return the path of a file or folder relative to the current folder; return the name of a missing file
     unchanged."""
     return str(existing(name, Path.cwd()) or name)

@@ -1,4 +1,4 @@
-"""Parse and validate TOML files; every mistake is reported in one line that names file and key."""
+"""Parse and validate TOML files; every error is reported in one line that names file and key."""
 
 import difflib
 import re
@@ -22,20 +22,20 @@ _SHAPES = {
     "string_type": "a string", "int_type": "an integer", "float_type": "a number", "bool_type": "true or false",
 }  # fmt: skip
 
-# Pydantic's names of union members in an error location; no key of a table has such a name.
+# Names that pydantic adds to an error location for members of a union; no table has a key of such a name.
 _UNION_MEMBER = re.compile(r"(constrained-)?(float|int|str|bool)|(tuple|dict|list|literal|function-\w+|nullable)\[.*\]")
 
 MAX_FILE_BYTES = 16 << 20
-MAX_DEPTH = 32  # maximum number of nested tables: above the schema's depth, below Python's recursion limit
+MAX_DEPTH = 32  # maximum depth of nested tables, above that of the schema and below Python's recursion limit
 _MOST_NAMED = 3
-MAX_LINE = 1000  # maximum number of characters of an error message, about one screen
+MAX_LINE = 1000  # maximum length of an error message in characters, about one screen
 
 
 def read_toml(path: Path) -> Values:
     """Parse a TOML file. The result is cached by content and shared between callers, which must not change it.
 
     Raises:
-        ConfigError: the file is missing, unreadable, too large or not TOML; the message has the line.
+        ConfigError: the file is missing, unreadable, too large or not TOML; the message names the line.
     """
     try:
         with open(path, "rb") as file:
@@ -51,7 +51,7 @@ def read_toml(path: Path) -> Values:
         raise ConfigError(f"{path}: not UTF-8 text at byte {error.start}") from error
     except RecursionError:
         raise ConfigError(f"{path}: nested more than {MAX_DEPTH} tables deep") from None
-    except ValueError as error:  # a TOMLDecodeError, or an integer with more digits than Python parses
+    except ValueError as error:  # invalid TOML, or an integer with more digits than Python parses
         raise ConfigError(f"{path}: not valid TOML: {_one_line(str(error))}") from error
     if values is None:
         raise ConfigError(f"{path}: more than {MAX_FILE_BYTES} bytes, the most that a configuration may have")
@@ -60,7 +60,7 @@ def read_toml(path: Path) -> Values:
     return values
 
 
-@lru_cache(maxsize=4)  # the file of a large run has half a megabyte and is read several times
+@lru_cache(maxsize=4)  # the file of a large run is half a megabyte and read several times
 def _parse_toml(content: bytes) -> Values:
     return tomllib.loads(content.decode("utf-8-sig"))
 
@@ -68,16 +68,16 @@ def _parse_toml(content: bytes) -> Values:
 def parse(
     table: type[TableT], values: Any, *, source: str, prefix: str = "", notices: list[str] | None = None
 ) -> TableT:
-    """Validate `values` as `table`; rules that change values of the user append a message to `notices`.
+    """Return `values` as a validated `table`; rules that change values of the user append a message to `notices`.
 
     Raises:
-        ConfigError: the first mistake, with its key, its value, the rule and, for a misspelt key, a suggestion.
+        ConfigError: the values have an error; the message has its key, value and rule, or a suggestion for the key.
     """
     try:
         return table.model_validate(values, context=None if notices is None else {"notices": notices})
     except ValidationError as error:
         mistakes = error.errors(include_url=False)
-        # A misspelt key is often the cause of the other mistakes.
+        # Report a misspelt key first, because it often causes the other errors.
         mistakes.sort(key=lambda mistake: mistake["type"] != "extra_forbidden")
         first = _deepest(table, mistakes)
         message = _explain(table, first, prefix, values)
@@ -87,21 +87,21 @@ def parse(
 
 
 class Part(dict[str, Any]):
-    """Table that a dotted key creates: when it is merged over another table, the other keys of that table remain."""
+    """Table that is created for a dotted key; when it is merged over a table, the other keys of the table remain."""
 
 
 def nested(keys: Sequence[str], value: Any) -> Any:
-    """Return the value within nested tables, one for each key."""
+    """Return `value` inside nested tables, with one table for each key in `keys`."""
     for key in reversed(keys):
         value = Part({key: value})
     return value
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any], table: str = "") -> Values:
-    """Merge `over` into a copy of `base`: tables are merged, all other values are replaced, including maps of names to
-    values.
+    """Return `base` with `over` merged into it: tables are merged, and all other values are replaced, including maps of
+    names to values.
 
-    `table` is the dotted key of both; empty: a recipe, or an entry with the tables of a recipe in `overrides`.
+    `table` is the dotted key of both tables; it is empty for a recipe, and for an entry of `[[pipeline.stages]]`.
     """
     merged = type(base)(base) if isinstance(base, dict) else dict(base)
     for name, value in over.items():
@@ -114,14 +114,14 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any], table: str = "") -> 
 
 
 def _is_replaced(key: str, below: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
-    if key == "train.train_policy":  # a table of another type replaces it, since it does not have the old type's keys
+    if key == "train.train_policy":  # a table with another `type` has other keys, so it replaces the old table
         return "type" in value and value["type"] != below.get("type", value["type"])
     return key in _maps() and not isinstance(value, Part)
 
 
 @cache
 def _maps() -> frozenset[str]:
-    """Return the keys of a recipe whose values are maps of names, such as weights of rewards, rather than tables."""
+    """Return the keys of a recipe whose values are maps with free names, such as weights of rewards, not tables."""
     from cosmos_core.config.schema.recipe import Recipe
 
     return frozenset(key for key, _, field in all_fields(Recipe) if _is_map(field.annotation))
@@ -135,7 +135,7 @@ def _is_map(annotation: Any) -> bool:
 
 
 def without_none(value: Any) -> Any:
-    """Return the value in a form that TOML supports: without keys that are None, and with arrays for tuples."""
+    """Return the value in a form that TOML supports: without keys that are None, and with lists in place of tuples."""
     if isinstance(value, Mapping):
         return {key: without_none(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
@@ -144,8 +144,8 @@ def without_none(value: Any) -> Any:
 
 
 def unusable(values: Values) -> str:
-    """Return a description of a value that Python can parse but later steps cannot use, without recursion; empty if
-    none."""
+    """Return a description of the first value that parses but cannot be used later, such as a 65-bit integer; empty if
+    there is none. The search is not recursive, because tables may be nested too deeply."""
     level: list[Any] = [values]
     for _ in range(MAX_DEPTH):
         inner = [item for value in level for item in ((*value, *value.values()) if isinstance(value, dict) else value)]
@@ -160,14 +160,14 @@ def unusable(values: Values) -> str:
 
 
 def _deepest(table: type[Table], mistakes: list[Any]) -> Any:
-    """Return the first mistake or, for a value with several possible forms, the mistake of the form that fits best."""
+    """Return the first error or, for a value with several possible forms, the error of the form that fits best."""
     keys = list(_keys(table, mistakes[0]))
     below = [mistake for mistake in mistakes if list(_keys(table, mistake))[: len(keys)] == keys]
     return max(below, key=lambda mistake: len(list(_keys(table, mistake))))
 
 
 def _other_mistakes(keys: Sequence[str]) -> str:
-    """Return the end of an error message that names other keys with mistakes; empty if there are none."""
+    """Return the end of an error message that names other keys with errors; empty if there are none."""
     named = [key if len(key) <= 60 else f"{key[:57]}..." for key in keys[:_MOST_NAMED]]
     if len(keys) > len(named):
         named.append(f"{len(keys) - len(named)} more")
@@ -175,7 +175,7 @@ def _other_mistakes(keys: Sequence[str]) -> str:
 
 
 def _printable_key(keys: Sequence[int | str], prefix: str) -> str:
-    """Return the dotted key of a mistake, with names quoted that contain control characters for a terminal."""
+    """Return the dotted key of an error; names with control characters are quoted for the terminal."""
     shown = [name if name.isprintable() and name else repr(name) for name in map(str, keys)]
     return ".".join([prefix, *shown] if prefix else shown)
 
@@ -197,7 +197,7 @@ def _explain(table: type[Table], mistake: Any, prefix: str, values: Any) -> str:
         return f"{key} = {value}: must be {_SHAPES[mistake['type']]}"
     message = mistake["msg"].removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
-    if mistake["type"] == "value_error":  # messages of the schema's validators contain the value
+    if mistake["type"] == "value_error":  # the message of a validator of the schema contains the value
         if keys and message.startswith(f"{keys[-1]} "):
             return key + _one_line(message)[len(keys[-1]) :]
         return f"{key}: {_one_line(message)}" if key else _one_line(message)
@@ -205,11 +205,11 @@ def _explain(table: type[Table], mistake: Any, prefix: str, values: Any) -> str:
 
 
 def _keys(table: type[Table], mistake: Any) -> Iterator[int | str]:
-    """Yield the location of a mistake without pydantic's tags of union members, which are not part of the file."""
+    """Yield the location of an error without pydantic's names of union members, which are not part of the file."""
     current: list[type[Table]] = [table]
     path, last_key = mistake["loc"], ()
     if mistake["type"] == "extra_forbidden":
-        path, last_key = path[:-1], path[-1:]  # an unknown key may look like a tag
+        path, last_key = path[:-1], path[-1:]  # an unknown key may equal the name of a union member
     for key in path:
         fields = {name: field for model in current for name, field in model.model_fields.items()}
         if key in fields:
@@ -228,8 +228,8 @@ def _tags(model: type[Table]) -> set[str]:
 
 
 def _suggest(table: type[Table], keys: list[str], prefix: str, values: Any) -> str:
-    """Return a suggestion for an unknown key: the equivalent of a name in TRL, otherwise a similar name in the same
-    table, the same name in another table, or a similar path."""
+    """Return the end of an error message with a suggestion for an unknown key: the equivalent of a TRL name, otherwise
+    a similar name in the same table, the same name in another table, or a similar path."""
     names = sorted({key for key, *_ in all_fields(table)})
     dotted = ".".join(keys)
     if dotted in names:
@@ -253,10 +253,10 @@ def _suggest(table: type[Table], keys: list[str], prefix: str, values: Any) -> s
 
 
 def _near_meaning(name: str, known: Sequence[str]) -> str:
-    """Return the key that a misspelt name of transformers or TRL means; empty if a key of this schema is at least as
-    similar.
+    """Return the key to which a misspelt name of transformers or TRL corresponds; empty if a key of this schema is at
+    least as similar.
 
-    `optm_learnrate` shares more letters with `optm_name` than with `optm_lr`, which is the learning rate.
+    Example: the letters of `optm_learnrate` are closer to `optm_name` than to `optm_lr`, which is the learning rate.
     """
     own_names = {_letters(key.rpartition(".")[2]) for key in known}
     trl_names = {_letters(each): keys[0] for each, keys in trl.NAMES.items() if keys[0] in known}
@@ -269,14 +269,14 @@ def _letters(name: str) -> str:
 
 
 def _says_type(values: Any, keys: list[str]) -> bool:
-    """Return True if the table at the path `keys` sets `type`, or if the value there is not a table."""
+    """Return True if the table at the path `keys` sets `type`, or if the value at this path is not a table."""
     for key in keys:
         values = values.get(key) if isinstance(values, Mapping) else None
     return not isinstance(values, Mapping) or "type" in values
 
 
 def short(value: Any) -> str:
-    """Return the text of a value for a message, shortened to 60 characters."""
+    """Return the text of a value for an error message, shortened to 60 characters."""
     text = _one_line(repr(value))
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -286,11 +286,11 @@ def _one_line(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Return the text on one line, with control characters escaped."""
+    """Return a text on one line, with control characters escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in _one_line(text))
 
 
 def shorten(message: str) -> str:
-    """Return a message on one line, with its middle omitted if it is too long."""
+    """Return an error message on one line; the middle of a long message is omitted."""
     line = printable(message)
     return line if len(line) <= MAX_LINE else f"{line[: MAX_LINE - 300]} ... {line[-295:]}"

@@ -1,7 +1,6 @@
-"""`[custom.dataset]` and `[custom.vision]`: the tables in which recipes of Cosmos-RL define the images for a model, and
-their size.
+"""Tables `[custom.dataset]` and `[custom.vision]`, in which recipes of Cosmos-RL name image files and set image sizes.
 
-Other keys of these tables belong to the user and are not read here.
+Other keys of these tables belong to the user and are not read.
 """
 
 from collections.abc import Callable
@@ -18,15 +17,15 @@ _OF_VIDEOS = ("fps", "nframes", "min_frames", "max_frames", "total_pixels")
 
 @dataclass(frozen=True)
 class Media:
-    """Settings of a recipe about images; each field is empty if the recipe does not set it."""
+    """Settings of a recipe about images; a field is empty if the recipe does not set it."""
 
     annotation_path: str = ""
-    """File of rows in the format of LLaVA, which replaces `train_policy.dataset.name`."""
+    """File with rows in the format of LLaVA, in place of `train_policy.dataset.name`."""
     media_path: str = ""
-    """Folder to which image paths in the rows are relative; empty: the folder of the rows."""
+    """Folder to which image paths in the rows are relative; if empty, the folder of the rows."""
     pixels: tuple[tuple[str, int], ...] = ()
-    """Bounds of the image size in pixels, as (`min_pixels` or `max_pixels`, value) pairs, as far as the recipe sets
-    them."""
+    """Bounds of the image size as pairs of a name, `min_pixels` or `max_pixels`, and a number of pixels; only bounds
+    that the recipe sets."""
     ignored: tuple[str, ...] = ()
     """Dotted keys about videos that the recipe sets and that have no effect."""
 
@@ -35,7 +34,7 @@ def media_settings(recipe: Recipe) -> Media:
     """Return the settings of a recipe about images.
 
     Raises:
-        ConfigError: a value of a wrong type, or two sources of rows.
+        ConfigError: a value has the wrong type, or the recipe names two sources of rows.
     """
     dataset, vision = recipe.custom.get("dataset"), recipe.custom.get("vision")
     dataset, vision = (table if isinstance(table, dict) else {} for table in (dataset, vision))

@@ -1,7 +1,7 @@
-"""Validate device meshes: sizes that divide each other, GPUs that exist, heads and experts that can be partitioned.
+"""Validate device meshes: sizes must divide each other, the GPUs must exist, and heads and experts must be divisible.
 
-Every error names the nearest possible size. The sizes of a model come from its `config.json`; sizes that it does not
-contain are not checked.
+Every error message names the nearest possible size. The sizes of a model are read from its `config.json`; a size that
+the file does not contain is not checked.
 """
 
 import json
@@ -25,9 +25,9 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 
 
 def check_mesh(recipe: Recipe, gpus: int | None, model: Mapping[str, Any]) -> int:
-    """Return the number of GPUs that a training stage uses, including those of its rollout engines.
+    """Return the number of GPUs that a training stage uses, including the GPUs of its rollout engines.
 
-    `gpus` is the number of available GPUs, `model` the text part of config.json (see `model_facts`).
+    `gpus` is the number of available GPUs (None: unknown), `model` the text part of config.json; see `model_facts`.
 
     Raises:
         ConfigError: the mesh is not possible; the message names the nearest possible size.
@@ -65,9 +65,9 @@ def check_meshes(pipeline: Pipeline) -> dict[str, int]:
 
 
 def resolve_gpus(pipeline: Pipeline) -> Pipeline:
-    """Return the pipeline with each dp_shard_size = -1 replaced by the number of ranks that the other sizes leave of
-    `pipeline.gpus`, or of the GPUs of the machine that runs the stages. Without GPUs -1 remains, which means 1. An open
-    `mode` is replaced by the mode that fits the GPUs (see `placement`).
+    """Return the pipeline with each `dp_shard_size = -1` replaced by the number of ranks that the other sizes leave of
+    `pipeline.gpus`, or of the GPUs of the machine that runs the stages. Without GPUs, -1 remains and means 1. A `mode`
+    that depends on the number of GPUs is set; see `placement`.
 
     Raises:
         ConfigError: the other sizes do not divide the number of GPUs.
@@ -101,7 +101,7 @@ def gpus_of_workers(pipeline: Pipeline) -> int:
 
 
 def placements(pipeline: Pipeline) -> list[str]:
-    """Return one line for each stage with a mesh that says which GPUs train and which generate."""
+    """Return one line of text for each stage with a mesh, which tells which GPUs train and which generate."""
     stages = [stage for stage in pipeline.stages if pipeline.kind_of(stage).has_mesh]
     has_gpus = any(stage.work_pool for stage in stages) or (bool(stages) and gpus_of_workers(pipeline) > 0)
     return [
@@ -111,8 +111,8 @@ def placements(pipeline: Pipeline) -> list[str]:
 
 
 def with_dp_shard_size(recipe: Recipe, gpus: int | None) -> Recipe:
-    """Return the recipe with dp_shard_size = -1 replaced by the number of GPUs that the other sizes leave; unchanged if
-    `gpus` is None.
+    """Return the recipe with `dp_shard_size = -1` replaced by the number of GPUs that the other sizes leave; unchanged
+    if `gpus` is None.
 
     Raises:
         ConfigError: the other sizes do not divide the number of GPUs.
@@ -134,11 +134,10 @@ def with_dp_shard_size(recipe: Recipe, gpus: int | None) -> Recipe:
 
 
 def model_facts(folder: Path) -> dict[str, Any]:
-    """Return the table of the text model in config.json; empty if there is no readable file, as for an id on the
-    Hub."""
+    """Return the table of the text model in config.json; empty if the file is missing or damaged, as for a Hub id."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # the check of the model reports a damaged config.json
+    except (OSError, ValueError):  # a later check of the model reports a damaged config.json
         return {}
     text = config.get("text_config") if isinstance(config, dict) else None
     table = text if isinstance(text, dict) else config
@@ -146,12 +145,12 @@ def model_facts(folder: Path) -> dict[str, Any]:
 
 
 def _others(mesh: ParallelismConfig) -> int:
-    """Return the number of ranks of one shard: the product of all sizes except dp_shard_size."""
+    """Return the number of ranks per shard, which is the product of all mesh sizes except dp_shard_size."""
     return mesh.world_size // abs(mesh.dp_shard_size)
 
 
 def _check_split(where: str, mesh: ParallelismConfig, model: Mapping[str, Any]) -> None:
-    """Check that tp, cp, pp and ep divide the heads, vocabulary, layers and experts of the model."""
+    """Check that the mesh sizes tp, cp, pp and ep divide the heads, vocabulary, layers and experts of the model."""
     heads, layers = (next((model[key] for key in keys if key in model), None) for keys in (_HEADS, _LAYERS))
     pairs = (
         ("attention heads", heads),
@@ -176,7 +175,7 @@ def _check_split(where: str, mesh: ParallelismConfig, model: Mapping[str, Any]) 
 
 
 def _check_stages(where: str, mesh: ParallelismConfig, layers: int) -> None:
-    """Check that every pipeline-parallel stage has at least one layer of the model."""
+    """Check that every pipeline-parallel stage gets at least one layer of the model."""
     if mesh.pp_size > layers:
         raise ConfigError(f"{where}.pp_size = {mesh.pp_size}: the model has {layers} layers; the nearest is {layers}")
     if (stages := mesh.num_stages(layers)) > layers:

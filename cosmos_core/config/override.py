@@ -15,46 +15,46 @@ from cosmos_core.errors import ConfigError
 from cosmos_core.registry import suggestion
 
 IMPLIED = "-data"
-"""Suffix of the name of an implied stage, which prepares the rows of the stage with the rest of the name."""
+"""Suffix of the name of an implied stage `NAME-data`, which prepares the rows of the stage `NAME`."""
 
 _KEY = re.compile(r"""\s*(?:"[^"]*"\s*|'[^']*'\s*|[^.="'\s][^.="']*)""")
-"""Regular expression of one part of a dotted key, quoted if the part contains a dot."""
+"""Regular expression of one part of a dotted key; a part that contains a dot is quoted."""
 _SETTING = re.compile(rf"({_KEY.pattern}(?:\.{_KEY.pattern})*)=(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One override of the command line, `--set KEY=VALUE`."""
+    """One override on the command line, `--set KEY=VALUE`."""
 
     text: str
     keys: tuple[str, ...]
     value: Any
 
     def below(self, level: int) -> Values:
-        """Return the overriding value below the dotted key without its first `level` parts, as nested dicts."""
+        """Return the value of the override in nested dicts, one per part of its key after the first `level` parts."""
         values: Values = nested(self.keys[level:], self.value)
         return values
 
 
 @dataclass
 class Settings:
-    """Overrides of the command line, grouped by the pipeline and the stages to which they apply."""
+    """Overrides on the command line, grouped by the pipeline and the stages to which they apply."""
 
     pipeline: Values = field(default_factory=dict)
     entries: dict[str, Values] = field(default_factory=dict)
-    """Keys of `[[pipeline.stages]]` by stage; recipe tables are in `overrides`."""
+    """Keys of `[[pipeline.stages]]` by stage name; the entry `overrides` holds recipe tables."""
 
     def of_stage(self, name: str, values: Values) -> None:
-        """Merge values for a stage over its earlier values."""
+        """Merge values for a stage over the values that earlier overrides set for it."""
         self.entries[name] = merge(self.entries.get(name, {}), values)
 
 
 def parse_setting(text: str) -> Setting:
-    """Split `train.optm_lr=2e-6` into its keys and its TOML value; a value that is not TOML is a string. Keys of older
-    generations are renamed; a key that contains a dot is quoted, `policy.lora.alpha_pattern."mlp.up"=8`.
+    """Parse an override such as `train.optm_lr=2e-6` to its keys and its TOML value; a value that is not TOML is a
+    string. Older keys are renamed; a part with a dot is quoted, as in `policy.lora.alpha_pattern."mlp.up"=8`.
 
     Raises:
-        ConfigError: there is no `=` or no key.
+        ConfigError: the text has no `=` or no key.
     """
     match = _SETTING.fullmatch(text)
     keys = tuple(part.strip().strip("'\"") for part in _KEY.findall(current_name(match[1].strip()))) if match else ()
@@ -70,15 +70,15 @@ def parse_setting(text: str) -> Setting:
 
 
 def drop_dead(settings: Sequence[Setting], notices: list[str]) -> list[Setting]:
-    """Return the settings without those whose keys have no effect (files may contain such keys too); add a message for
-    each to `notices`."""
+    """Return the overrides except those of keys that have no effect, which files may contain too; add a message for
+    each removed override to `notices`."""
     messages = [no_effect_message(".".join(setting.keys), setting.value) for setting in settings]
     notices += filter(None, messages)
     return [setting for setting, is_dead in zip(settings, messages, strict=True) if not is_dead]
 
 
 def shared_values(settings: Sequence[Setting]) -> Values:
-    """Return the recipe tables that apply to every stage, before the stages are known."""
+    """Return the recipe tables of all overrides that apply to every stage, before the names of the stages are known."""
     values: Values = {}
     for setting in settings:
         if setting.keys[0] in Recipe.model_fields:
@@ -87,13 +87,13 @@ def shared_values(settings: Sequence[Setting]) -> Values:
 
 
 def sort_settings(settings: Sequence[Setting], names: Sequence[str]) -> Settings:
-    """Group settings by the stage or table to which each applies; `names` are the stages.
+    """Return the overrides grouped by the stage, or the pipeline, to which they apply; `names` are the stage names.
 
     Raises:
-        ConfigError: the first key is neither a stage, nor a recipe table, nor `pipeline`.
+        ConfigError: the first part of a key is neither a stage, nor a recipe table, nor `pipeline`.
     """
     grouped = Settings()
-    # Keys after the name of a stage, which may also be the name of a recipe table.
+    # Keys that may follow the name of a stage; a stage may have the name of a recipe table.
     valid_keys = {*StageConfig.model_fields, *Recipe.model_fields}
     for setting in settings:
         first, *rest = setting.keys
@@ -101,7 +101,7 @@ def sort_settings(settings: Sequence[Setting], names: Sequence[str]) -> Settings
             values = setting.below(1)
             grouped.of_stage(first, {"overrides": values} if rest[0] in Recipe.model_fields else values)
         elif first in Recipe.model_fields:
-            for name in names:  # the command line takes precedence over a stage's recipe file
+            for name in names:  # a value for all stages takes precedence over the recipe file of a stage
                 grouped.of_stage(name, {"overrides": setting.below(0)})
         elif first == "pipeline" and rest and rest[0] != "stages":
             grouped.pipeline = merge(grouped.pipeline, setting.below(1))
@@ -125,6 +125,6 @@ def sort_settings(settings: Sequence[Setting], names: Sequence[str]) -> Settings
 
 
 def entry_with(entry: Mapping[str, Any], settings: Settings) -> Values:
-    """Return an entry of `[[pipeline.stages]]` merged with the settings of the command line for that stage."""
+    """Return an entry of `[[pipeline.stages]]` with the overrides for this stage merged over it."""
     name = entry.get("name")
     return merge(entry, settings.entries.get(name, {})) if isinstance(name, str) else dict(entry)

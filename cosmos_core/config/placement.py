@@ -7,17 +7,17 @@ from cosmos_core.types import StageKind
 
 
 def is_open(recipe: Recipe, kind: StageKind) -> bool:
-    """Return True if the number of GPUs decides about `mode`: in a recipe written for Cosmos-RL, where the default is
-    `disaggregated`, that leaves `mode` out."""
+    """Return True if `mode` depends on the number of GPUs, as in a recipe for Cosmos-RL that leaves `mode` out; the
+    default of Cosmos-RL is `disaggregated`."""
     has_choice = kind.feed == "rollouts" and recipe.policy.modality.has_engines_of_text
     return has_choice and "mode" not in recipe.model_fields_set and recipe.is_of_cosmos_rl
 
 
 def with_default_mode(recipe: Recipe, gpus: int | None) -> tuple[Recipe, str]:
-    """Return the recipe with the `mode` that fits `gpus` GPUs, and a notice if it is not Cosmos-RL's `disaggregated`.
-    If `gpus` is None, another machine runs the stage and is assumed to have enough GPUs.
+    """Return the recipe with the `mode` that fits `gpus` GPUs, and a notice if this is not `disaggregated`, the default
+    of Cosmos-RL. If `gpus` is None, another machine runs the stage and is assumed to have enough GPUs.
 
-    In `colocated` mode the engines' `tp_size` becomes a divisor of the number of ranks; see `with_engines_in_ranks`.
+    In `colocated` mode, `tp_size` of the engines is changed to a divisor of the number of ranks.
     """
     disaggregated = recipe.derived(mode="disaggregated")
     needed = disaggregated.num_gpus(has_rollouts=True)
@@ -32,8 +32,8 @@ def with_default_mode(recipe: Recipe, gpus: int | None) -> tuple[Recipe, str]:
 
 
 def with_engines_in_ranks(recipe: Recipe) -> tuple[Recipe, str]:
-    """Return the recipe with engines whose `tp_size` divides its number of ranks, and a description of the change,
-    which is empty if nothing changed."""
+    """Return the recipe with a `tp_size` of the rollout engines that divides the number of ranks, and a description of
+    the change, which is empty if nothing changed."""
     ranks, engine = recipe.policy.parallelism.world_size, recipe.rollout.parallelism
     if ranks % engine.tp_size == 0:
         return recipe, ""
@@ -43,7 +43,7 @@ def with_engines_in_ranks(recipe: Recipe) -> tuple[Recipe, str]:
 
 
 def needs_gpu(recipe: Recipe, kind: StageKind) -> list[str]:
-    """Return the settings of a stage for number formats that only a GPU supports; on a CPU they are ignored."""
+    """Return the settings of a stage that select number formats for GPUs only; a CPU ignores these settings."""
     settings = []
     if kind.trains and recipe.train.fp8.enable_fp8:
         settings.append("train.fp8.enable_fp8 = true")
@@ -53,8 +53,7 @@ def needs_gpu(recipe: Recipe, kind: StageKind) -> list[str]:
 
 
 def placement(recipe: Recipe, kind: StageKind, *, has_gpus: bool) -> str:
-    """Return a description of the GPUs, or of the processes on a machine without GPUs, on which a stage trains and
-    generates."""
+    """Return a text with the GPUs (or processes, on a machine without GPUs) on which a stage trains and generates."""
     unit = "GPU" if has_gpus else "process"
     mesh, engine, count = recipe.policy.parallelism, recipe.rollout.parallelism, recipe.num_engines
     num_ranks = mesh.world_size * mesh.n_init_replicas

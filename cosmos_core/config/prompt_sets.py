@@ -1,8 +1,8 @@
 """Prompt sets: lists of prompts from papers on reinforcement learning of diffusion models, under the names used in the
 papers.
 
-A set is a folder with one file per split, selected by its path or, below the folder of prompt sets, by its name: `ocr`,
-`pickscore`, `geneval`, `dance_grpo_t2v`. Nothing is downloaded.
+A prompt set is a folder with one file per split. It is selected by its path or, below the folder of prompt sets, by its
+name: `ocr`, `pickscore`, `geneval`, `dance_grpo_t2v`. Nothing is downloaded.
 """
 
 import re
@@ -18,18 +18,18 @@ SETS = {
     "geneval": f"{_FLOW_GRPO}geneval",
     "dance_grpo_t2v": "https://github.com/XueZeyue/DanceGRPO/tree/main/assets",
 }
-"""URL of the files of each known prompt set, by its name."""
+"""URL of the files of each known prompt set, by name of the set."""
 FOLDER = Path("data") / "prompts"
-"""Folder of prompt sets, relative to the current folder."""
+"""Folder of downloaded prompt sets, relative to the current folder."""
 _FORMS = ("{}.txt", "{}_metadata.jsonl", "{}_prompts.txt")
 _QUOTED = re.compile(r"[\"“](.+?)[\"”]")
 
 
 def named_set(name: str, key: str) -> Path | None:
-    """Return the folder or file of a known prompt set; None if the name is not that of a known set.
+    """Return the folder or file of a known prompt set by its name; None if there is no known set of this name.
 
     Raises:
-        DataError: the set is known, but is not on this machine.
+        DataError: the prompt set is known, but is not on this machine.
     """
     if name not in SETS:
         return None
@@ -43,8 +43,8 @@ def named_set(name: str, key: str) -> Path | None:
 
 
 def prompt_files(path: Path, split: str) -> list[Path]:
-    """Return the files with one prompt per line at a path: the path itself, or the file of the split in a folder; an
-    empty list if the path has rows of another form."""
+    """Return the files with one prompt per line at a path: the path itself, or the file of a split in a folder; empty
+    if the rows at the path have another form."""
     if path.is_file():
         return [path] if path.suffix == ".txt" else []
     if not path.is_dir():
@@ -55,7 +55,7 @@ def prompt_files(path: Path, split: str) -> list[Path]:
 
 
 def metadata_of(prompt: str, path: Path) -> dict[str, Any]:
-    """Return the metadata of a prompt for rewards: in the set `ocr`, the quoted text that the image has to contain."""
+    """Return the metadata of a prompt for rewards: in the set `ocr`, the quoted text that the image must show."""
     if not any(part.name == "ocr" or part.stem == "ocr" for part in (path, path.parent)):
         return {}
     match = _QUOTED.search(prompt)

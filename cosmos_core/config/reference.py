@@ -13,7 +13,7 @@ from cosmos_core.types import StageKind
 
 
 def reference(kinds: Mapping[str, StageKind]) -> str:
-    """Return the page in Markdown, rendered with the template `reference.md.j2`."""
+    """Return the configuration reference in Markdown, rendered with the template `reference.md.j2`."""
     markdown = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     markdown.filters["cell"] = lambda text: text.replace("|", "\\|").replace("\n", " ")
     template = markdown.from_string(files("cosmos_core.config").joinpath("reference.md.j2").read_text("utf-8"))
@@ -21,7 +21,7 @@ def reference(kinds: Mapping[str, StageKind]) -> str:
 
 
 def _tables() -> list[dict[str, object]]:
-    """Return the keys grouped by table, without those that are tables themselves."""
+    """Return the keys of the schema grouped by table, without keys that are tables themselves."""
     keys = [key for key in all_keys() if not key.is_table or key.default]
     order = list(dict.fromkeys(map(_table_of, keys)))
     groups = groupby(sorted(keys, key=lambda key: order.index(_table_of(key))), key=_table_of)

@@ -1,5 +1,5 @@
-"""Check which metrics each stage can report according to its kind: a gate on any other metric is refused before a
-run."""
+"""Check which metrics each stage can report according to its kind, so that a gate on any other metric is refused before
+a run."""
 
 from fnmatch import fnmatchcase
 
@@ -14,15 +14,15 @@ _OF_ROWS = ("loss", "loss/*", "perplexity", "token_accuracy", "tokens", "pairs",
 MEASURED = (
     "reward", "reward_stderr", "accuracy", "invalid", "length_mean", "prompts", "pass@*", "reward/*", *_OF_ROWS,
 )  # fmt: skip
-"""Metrics of held-out rows: first of generated completions, then of the rows. A user's own algorithm may report
-more."""
+"""Metrics of held-out rows: first the metrics of generated completions, then those of the rows. A user's algorithm may
+report more."""
 
 
 def check_gates(pipeline: Pipeline) -> None:
-    """Refuse conditions on metrics that no stage in the `after` of a gate can report.
+    """Refuse the conditions of a gate on metrics that no stage in its `after` can report.
 
     Raises:
-        ConfigError: with the condition and, for a misspelt metric, a suggestion.
+        ConfigError: the message names the condition and, for a misspelt metric, a suggestion.
     """
     for stage in pipeline.stages:
         _check_choice(pipeline, stage)
@@ -66,7 +66,7 @@ def _can_report(pipeline: Pipeline, stage: StageConfig, metric: str) -> bool:
         is_measured = recipe.validation.enable or not kind.trains
         is_own = is_import_path(recipe.train.train_policy.trainer_type)
         name, validation = metric.removeprefix(HELD_OUT), recipe.validation
-        # Without rewards, SFT measures only the loss of its rows.
+        # Without rewards, a training on data sets measures only the loss of its rows.
         are_judged = validation.reward_function or validation.remote_rewards
         patterns = MEASURED if are_judged or recipe.train.train_policy.reports_rewards else _OF_ROWS
         return is_measured and (is_own or any(fnmatchcase(name, pattern) for pattern in patterns))

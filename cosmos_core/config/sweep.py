@@ -1,5 +1,5 @@
-"""Expand a stage with a sweep into branches, one for each point of the grid, and a stage with the original name that
-chooses the best branch; stages that depended on the original stage depend on the choice.
+"""Expand a stage with a sweep into branches, one per point of the grid, and a stage of the original name that chooses
+the best branch. Stages that depended on the original stage depend on the choice.
 
 Names of branches are made from their settings, so that existing branches keep their names when the grid grows.
 """
@@ -27,22 +27,22 @@ if TYPE_CHECKING:
     from cosmos_core.config.compose import Pipeline
 
 _ARGUMENTS = "arguments"
-# Branches with different seeds share their prepared rows, so that they are compared on the same held-out rows.
+# Branches that differ in the seed share their prepared rows, so that they are compared on the same held-out rows.
 _LEAVES_ROWS = "train.seed"
-_DECIDES_ROWS = "policy.model_name_or_path"  # prepared rows depend on the tokenizer of the model
+_DECIDES_ROWS = "policy.model_name_or_path"  # selects the tokenizer that prepares rows
 _DIGEST_LENGTH = 6
 
 
 @dataclass(frozen=True)
 class _Point:
-    """One combination of values from the grid."""
+    """One combination of values from the grid of a sweep."""
 
     suffix: str
     settings: Values
 
     def of(self, member: str, head: str, members: Sequence[str]) -> Values:
-        """Return the settings of this point that belong to the stage `member`, by dotted key without the name of the
-        stage; `head` is the stage with the sweep, `members` the stages of a branch."""
+        """Return the settings of this point for the stage `member`, by dotted key without the name of the stage. `head`
+        is the stage with the sweep, and `members` are the stages of a branch."""
         settings: Values = {}
         for key, value in self.settings.items():
             owner, rest = _owner(key, head, members)
@@ -52,9 +52,9 @@ class _Point:
 
 
 def with_sweeps(pipeline: Pipeline, tables: Mapping[str, Values]) -> Pipeline:
-    """Return the pipeline with each sweep expanded to branches and a choice; its stages must be in topological order.
+    """Return a pipeline in topological order with each sweep expanded to branches and a stage that chooses one of them.
 
-    `tables` are the recipe tables of each stage as the file has them.
+    `tables` holds the recipe tables of each stage as written in the file, by stage name.
 
     Raises:
         ConfigError: a sweep cannot be expanded; the message names stage and key.
@@ -66,7 +66,7 @@ def with_sweeps(pipeline: Pipeline, tables: Mapping[str, Values]) -> Pipeline:
             pipeline = _expand(pipeline, stage, stage.sweep, tables)
     stages = []
     for stage in pipeline.stages:
-        if stage.sweep is not None and not stage.sweep.branches:  # a stage of kind select chooses among its `after`
+        if stage.sweep is not None and not stage.sweep.branches:  # a `select` stage chooses among its `after`
             branches = tuple(Branch(stages=(name,)) for name in stage.after)
             stage = stage.model_copy(update={"sweep": stage.sweep.model_copy(update={"branches": branches})})
         if stage.sweep is not None:
@@ -101,7 +101,7 @@ def _expand(pipeline: Pipeline, head: StageConfig, sweep: SweepConfig, tables: M
         for member, name in names.items():
             if name in recipes:
                 raise ConfigError(f"{where}: sweep: the name {name!r} of a branch is taken by another stage")
-            # The stage that prepares rows has the settings of the stage with the sweep.
+            # A stage that prepares rows for the stage with the sweep has the settings of that stage.
             owner = member if member in pipeline.with_dependents(head.name) else head.name
             overrides = point.of(owner, head.name, members)
             member_overrides = overrides if owner == member else {}
@@ -137,8 +137,8 @@ def _expand(pipeline: Pipeline, head: StageConfig, sweep: SweepConfig, tables: M
 def _members(
     pipeline: Pipeline, head: StageConfig, sweep: SweepConfig, tables: Mapping[str, Values]
 ) -> tuple[str, ...]:
-    """Return the names of the stages that each branch repeats: the stage with the sweep, the stages up to those in
-    `through`, and the stage that prepares its rows if the grid affects the rows."""
+    """Return the names of the stages that each branch of a sweep repeats: the stage with the sweep, the stages up to
+    those in `through`, and the stage that prepares the rows if the grid affects the rows."""
     where, members = _where(pipeline, head), {head.name}
     for name in sweep.through:
         if name not in pipeline.with_dependents(head.name):
@@ -168,7 +168,7 @@ def _members(
 
 
 def _owner(key: str, head: str, members: Sequence[str]) -> tuple[str, str]:
-    """Return the stage to which a key of a grid belongs, and the key within it; an empty name if it belongs to none."""
+    """Return the name of the stage to which a key of a grid belongs (or ""), and the key within the stage."""
     first, _, rest = key.partition(".")
     if first in members and rest.partition(".")[0] in _tables():
         return first, rest
@@ -199,7 +199,7 @@ def _points(grid: Mapping[str, list[Any]], longest: int) -> list[_Point]:
 
 
 def _labels(keys: Sequence[str]) -> dict[str, str]:
-    """Return the shortest suffix of each key that no other key has, by key."""
+    """Return the shortest ending of each dotted key that no other key has, by key."""
     labels = {}
     for key in keys:
         parts = key.split(".")
@@ -212,7 +212,7 @@ def _labels(keys: Sequence[str]) -> dict[str, str]:
 
 
 def _word(value: Any) -> str:
-    """Return the text of a setting's value as a part of a stage name."""
+    """Return the value of a setting as a text for the name of a stage."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 TARGETS_FOLDER = "cosmos_core.upload"
 FOLDER = "file"
-"""Name of the publication target that is a folder; the default if a target has no name."""
+"""Name of the publication target that is a local folder, and the default for a target without a name."""
 _USER_CODE = re.compile(r".+\.py:\w+|[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
@@ -19,8 +19,8 @@ def split_target(target: str) -> tuple[str, str]:
 
 
 def absolute_target(target: str, located: Callable[[str], str]) -> str:
-    """Return a publication target with its folder made absolute; if the target is user code, `located` makes the path
-    of its file absolute."""
+    """Return a publication target with the path of its folder made absolute; for user code, the function `located`
+    makes the path of the file absolute."""
     if not target:
         return ""
     name, location = split_target(target)

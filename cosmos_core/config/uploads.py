@@ -1,4 +1,4 @@
-"""Upload stages requested by the recipe keys `upload_s3` and `upload_hf`: one after each export, which publishes it."""
+"""Add upload stages for the recipe keys `upload_s3` and `upload_hf`, one after each export of a model."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ if TYPE_CHECKING:
 
 def with_uploads(pipeline: Pipeline) -> Pipeline:
     """Return the pipeline with an upload stage `NAME-s3` or `NAME-hub` after each export of a training whose recipe
-    requests it. Its stages must be in topological order; upload stages that exist, as in the pipeline of a run, are
-    kept.
+    requests it. The stages of `pipeline` must be in topological order; existing upload stages are kept.
 
     Raises:
-        ConfigError: a stage of another kind has the name.
+        ConfigError: a stage of another kind has the name of an upload stage.
     """
     recipes, added = dict(pipeline.recipes), []
     by_name = {stage.name: stage for stage in pipeline.stages}
@@ -37,7 +36,7 @@ def with_uploads(pipeline: Pipeline) -> Pipeline:
 
 
 def _wanted(pipeline: Pipeline) -> Iterator[tuple[str, StageConfig]]:
-    """Yield each upload stage that a recipe requests, after the name of the training whose recipe requests it."""
+    """Yield each upload stage that a recipe requests, together with the name of the training that has this recipe."""
     publish = next((name for name, kind in pipeline.kinds.items() if kind.makes == "publication"), "")
     for maker, training, is_last in _makers(pipeline):
         readers = [stage for stage in pipeline.stages if source_of(stage.model) == maker.name]
@@ -53,9 +52,9 @@ def _wanted(pipeline: Pipeline) -> Iterator[tuple[str, StageConfig]]:
 
 
 def _makers(pipeline: Pipeline) -> Iterator[tuple[StageConfig, str, bool]]:
-    """Yield each stage whose model is to be published, the training whose recipe names the targets, and whether it is
-    the last training. The stages are trainings or, in place of the trainings in branches, the stage that chooses among
-    them."""
+    """Yield each stage whose model is published, the training whose recipe names the targets, and whether this is the
+    last training. The stage is a training or, for trainings in branches of a sweep, the stage that chooses among the
+    branches."""
     trainings = [stage for stage in pipeline.stages if pipeline.kind_of(stage).trains]
     for training in trainings:
         if pipeline.choice_among(training.name) is None:

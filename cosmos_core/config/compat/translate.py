@@ -1,4 +1,4 @@
-"""Translate recipes of older generations to current key names; `keys.toml` lists keys that moved or have no effect."""
+"""Translate key names of older generations to current names; `keys.toml` lists keys that moved or have no effect."""
 
 import copy
 import tomllib
@@ -16,19 +16,19 @@ _TODAY = {*Recipe.model_fields, "pipeline", "extends"}
 _WFM = ("model", "optimizer", "scheduler", "dataloader_train", "dataloader_val", "trainer", "model_parallel", "job")
 """Top-level tables of the deprecated `--wfm-mode` schema."""
 MOVED: dict[str, str] = _DATA["moved"] | _DATA["moved_in_dpo"]
-"""Current name of each key of an older generation."""
+"""Current name of each renamed key of an older generation, by its old name."""
 DEAD: dict[str, str] = {key: meaning for meaning, keys in _DATA["dead"].items() for key in keys}
-"""Intended meaning of each key of public recipes that is not read any more, or never was."""
+"""Intended meaning of each key that occurs in public recipes but has no effect, by name of the key."""
 _DEAD_IN_GRPO = {key: meaning for meaning, keys in _DATA["dead_in_grpo"].items() for key in keys}
 _OF_DPO: dict[str, str] = _DATA["moved_in_dpo"]
 _BATCHES = ("train.validation_batch_per_replica", "rollout.val_batch_size")
 
 
 def with_current_keys(values: Values, source: str, notices: list[str]) -> Values:
-    """Return the same recipe with current key names; add a message for each change to `notices`.
+    """Return a configuration with current key names in place of older ones; add a message for each change to `notices`.
 
     Raises:
-        ConfigError: an old and a new key for the same setting disagree, or the file is of the deprecated schema.
+        ConfigError: an old and a new key of one setting differ, or the file has the deprecated `--wfm-mode` schema.
     """
     _refuse_wfm(values, source)
     values = copy.deepcopy(values)
@@ -69,10 +69,10 @@ def _refuse_wfm(values: Values, source: str) -> None:
 
 
 def with_algorithm_keys(values: Values, notices: list[str]) -> Values:
-    """Return the merged recipe tables of a training with older keys translated or removed according to the algorithm:
-    keys such as `custom.dpo_beta` are translated only for DPO, as they may belong to a user's algorithm otherwise.
+    """Return the tables of a training's recipe with the older keys of its algorithm translated or removed. Keys such as
+    `custom.dpo_beta` are translated only for DPO, since they may otherwise belong to a user's algorithm.
 
-    A current key takes precedence over an older one.
+    If both keys are set, the current key takes precedence over the older one.
     """
     policy, custom = _at(values, f"{_POLICY}.type")[0], _at(values, "custom.dpo_beta")[0]
     if policy.get("trainer_type") == "dpo" and any(f"custom.{name}" in _OF_DPO for name in custom):
@@ -98,8 +98,8 @@ def _fill(values: Values, old: str, new: str, notices: list[str]) -> None:
 
 
 def _keep_one_batch(values: Values, notices: list[str]) -> None:
-    """Remove one of two batch sizes of validation in a file of the first generation, and keep the one that applies to
-    the type of training."""
+    """Remove one of two validation batch sizes in a file of the first generation; keep the one that applies to the type
+    of training, RL or SFT."""
     (first, name), (second, other) = (_at(values, key) for key in _BATCHES)
     if name not in first or other not in second or first[name] == second[other]:
         return
@@ -116,7 +116,7 @@ def _ignore(values: Values, keys: dict[str, str], notices: list[str]) -> None:
     """Remove keys that have no effect from `values`, and add a message for each to `notices`."""
     for key, meaning in keys.items():
         table, name = _at(values, key)
-        # A table at the root may belong to a user's script.
+        # A table at the root of the file is kept if it may belong to a user's script.
         if name in table and (table is not values or isinstance(table[name], dict)):
             notices.append(_ignored(key, table.pop(name), meaning))
 
@@ -126,11 +126,11 @@ def _ignored(key: str, value: Any, meaning: str) -> str:
 
 
 def _remote_reward(values: Values, notices: list[str]) -> None:
-    """Translate `remote_reward.reward_fn = {name = weight}` with one `score_key` to `reward_fns`."""
+    """Translate a table `remote_reward.reward_fn = {name = weight}` and its `score_key` to the list `reward_fns`."""
     old = f"{_POLICY}.remote_reward.reward_fn"
     table, name = _at(values, old)
     if not isinstance(table.get(name), dict):
-        return  # a value that is no table is reported by the schema
+        return  # the schema reports a value that is no table
     functions: list[Values] = [{"name": function, "weight": weight} for function, weight in table.pop(name).items()]
     if "score_key" in table:
         key = table.pop("score_key")
@@ -140,7 +140,7 @@ def _remote_reward(values: Values, notices: list[str]) -> None:
 
 
 def current_name(key: str) -> str:
-    """Return the current name of a dotted key, including keys of renamed tables and keys after the name of a stage."""
+    """Return the current name of a dotted key, also if the key follows the name of a stage or is in a renamed table."""
     for old, new in _DATA["moved"].items():
         stage, is_match = _split_stage_key(key, old)
         if is_match:
@@ -149,8 +149,8 @@ def current_name(key: str) -> str:
 
 
 def no_effect_message(key: str, value: Any) -> str:
-    """Return the message about a key that has no effect, by its current name or after the name of a stage; empty if the
-    key has an effect."""
+    """Return a message if a dotted key, with or without the name of a stage before it, has no effect; otherwise an
+    empty string."""
     for old, meaning in DEAD.items():
         if "." in old and _split_stage_key(key, old)[1]:
             return _ignored(key, value, meaning)
@@ -158,8 +158,8 @@ def no_effect_message(key: str, value: Any) -> str:
 
 
 def _split_stage_key(key: str, table: str) -> tuple[str, bool]:
-    """Return the name of the stage before a dotted key, with the dot, and whether the rest of the key is `table` or
-    below that table."""
+    """Return the name of the stage at the beginning of a dotted key, with its dot, and whether the rest of the key is
+    in `table`."""
     if f"{key}.".startswith(f"{table}."):
         return "", True
     stage, _, rest = key.partition(".")
@@ -167,8 +167,8 @@ def _split_stage_key(key: str, table: str) -> tuple[str, bool]:
 
 
 def _at(values: Values, key: str, *, make: bool = False) -> tuple[Values, str]:
-    """Return the table that contains a dotted key, or an empty table if there is none, and the last part of the key;
-    with `make`, missing tables are created. The schema reports values that are not tables."""
+    """Return the table that contains a dotted key, and the last part of the key. If the table does not exist, return an
+    empty table, which `make` adds to `values`. The schema reports values that are not tables."""
     *parents, name = key.split(".")
     for part in parents:
         inner = values.setdefault(part, {}) if make else values.get(part)
