@@ -1,4 +1,4 @@
-"""Reading of the settings and weights of a saved adapter in PEFT's format, from which training continues.
+"""Reading of a saved LoRA adapter in PEFT's format, its settings and weights, to continue its training.
 
 `lora.py` adds adapters to a model and writes them.
 """
@@ -20,7 +20,7 @@ _KEYS = {
     "r": "r", "lora_alpha": "lora_alpha", "target_modules": "target_modules", "use_rslora": "use_rslora",
     "modules_to_save": "modules_to_save", "alpha_pattern": "alpha_pattern", "r_pattern": "rank_pattern",
 }  # fmt: skip
-"""Keys of `policy.lora` that a saved adapter also has, mapped to their names in the file `adapter_config.json`."""
+"""Keys of `policy.lora` that a saved adapter also stores, mapped to the names in its file `adapter_config.json`."""
 _HARMLESS = {
     *_KEYS.values(), "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
     "target_parameters", "inference_mode", "exclude_modules", "lora_dropout", "init_lora_weights",
@@ -30,10 +30,10 @@ _CHANGE_BASE = ("pissa", "olora", "corda", "loftq")
 
 
 def load_saved_settings(lora: LoraConfig) -> peft.LoraConfig:
-    """Return the settings of the adapter in `lora_path`; the recipe may only change the dropout.
+    """Return the settings of the adapter in `lora_path`, of which a recipe may change only the dropout.
 
     Raises:
-        ModelError: the adapter is missing, or of a kind that is not supported.
+        ModelError: the adapter is missing, or of an unsupported kind.
         ConfigError: a setting of the recipe differs from that of the saved adapter.
     """
     folder = _folder(lora)
@@ -66,7 +66,7 @@ def load_saved_settings(lora: LoraConfig) -> peft.LoraConfig:
 
 
 def load_weights(model: PreTrainedModel, lora: LoraConfig) -> None:
-    """Fill the adapter of the model with the weights in `lora_path`.
+    """Load the weights in `lora_path` into the adapter of a model.
 
     Raises:
         ModelError: the weights are missing or damaged, or belong to another model or adapter.
@@ -98,7 +98,8 @@ def _folder(lora: LoraConfig) -> Path:
 
 
 def _plain(value: Any) -> Any:
-    """Return a setting in a form for comparison and messages: names are sorted, and an empty value becomes None."""
+    """Return a setting in a form for comparison and messages: collections are sorted, and an empty value becomes
+    None."""
     if isinstance(value, (tuple, list, set)):
         return sorted(value)
     return value or None

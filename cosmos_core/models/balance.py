@@ -1,4 +1,4 @@
-"""The load-balancing loss of mixtures of experts (Switch Transformer, arXiv 2101.03961), computed per sequence.
+"""Load-balancing loss of mixtures of experts (Switch Transformer, arXiv 2101.03961), computed per sequence.
 
 The loss of a sequence is E sum_e f_e P_e: f_e is the fraction of its tokens that are routed to expert e, and P_e the
 mean router probability of expert e, over all layers, as in transformers' `load_balancing_loss_func` for one sequence.
@@ -22,21 +22,21 @@ from cosmos_core.errors import ConfigError
 
 KEY = "policy.aux_loss_coeff"
 SEQUENCES = "sequence_of_token"
-"""Name of the input of `Scorer` with the sequence index of each token; R for padding."""
+"""Name of the input of `Scorer` with the sequence index of each token; padding has the index R."""
 NUM_SEQUENCES = "num_sequences"
 """Name of the input of `Scorer` with the number of sequences R."""
 OUTPUT = "balance"
-"""Name of the output of `Scorer` with the load-balancing loss, summed over sequences weighted by their tokens."""
+"""Name of the output of `Scorer` with the load-balancing loss: the sum over sequences, weighted by their tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """Settings of the load-balancing loss."""
+    """Settings of the load-balancing loss of a mixture-of-experts model."""
 
     coefficient: float
     num_experts: int
     num_chosen: int
-    """Number of experts that each token is routed to."""
+    """Number of experts to which the router sends each token."""
 
 
 def balance_of(model: PreTrainedModel, coefficient: float) -> Balance | None:
@@ -60,9 +60,11 @@ def balance_of(model: PreTrainedModel, coefficient: float) -> Balance | None:
 
 
 def sequences_of(inputs: dict[str, Any], lengths: Sequence[int]) -> dict[str, Any]:
-    """Return the inputs of `Scorer` that assign each token of `inputs`, padded or packed rows, to its sequence.
+    """Return the inputs of `Scorer` that assign each token of padded or packed rows to its sequence.
 
-    `lengths`: number of tokens of each sequence.
+    Args:
+        inputs: Model inputs of the rows.
+        lengths: Number of tokens of each sequence.
     """
     numbers = torch.arange(len(lengths))
     if "attention_mask" in inputs:
@@ -74,10 +76,13 @@ def sequences_of(inputs: dict[str, Any], lengths: Sequence[int]) -> dict[str, An
 
 
 def balance_loss(balance: Balance, logits: Sequence[Tensor], sequence_of_M: Tensor, num_sequences: int) -> Tensor:
-    """Return the load-balancing loss of a micro-batch: the coefficient times the sum over sequences of tokens * loss.
+    """Return the load-balancing loss of a micro-batch, the coefficient times the sum over sequences of tokens * loss.
 
-    `logits`: logits of the router of each layer, ME. `sequence_of_M`: sequence index of each token, `num_sequences` for
-    padding.
+    Args:
+        balance: Settings of the loss.
+        logits: Router logits ME of each layer.
+        sequence_of_M: Sequence index of each token; padding has the index `num_sequences`.
+        num_sequences: Number of sequences R.
     """
     shape = (num_sequences + 1, balance.num_experts)
     logits = [logits_ME.flatten(0, -2) for logits_ME in logits]

@@ -1,7 +1,7 @@
-"""Interface between the trainer and a model; only implementations of the interface distinguish text from pixels.
+"""Interface between the trainer and a model; only its implementations distinguish text from images.
 
-The trainer makes micro-batches, runs them and steps the optimizer; an adapter interprets samples. Algorithms receive
-the model outputs that they request as `MicroBatch`es.
+The trainer forms micro-batches, runs them and steps the optimizer. A model adapter converts samples to model inputs.
+Algorithms receive the model outputs that they request as `MicroBatch` objects.
 
 Shapes: B samples, S predicted tokens (token models), dots for the dimensions of a latent (diffusion models).
 """
@@ -18,7 +18,7 @@ from cosmos_core.parallel.mesh import Mesh
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Return whether a model in training mode sets random activations or attention weights to zero."""
+    """Return True if a model in training mode randomly zeroes activations or attention weights."""
     rates = (
         module.p if isinstance(module, nn.Dropout) else module.__dict__.get("attention_dropout")
         for module in model.modules()
@@ -28,33 +28,31 @@ def has_dropout(model: nn.Module) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Some samples of an update (one optimizer step), with the model's outputs for these samples."""
+    """Samples of one micro-batch of an update (an optimizer step), with the outputs of the model for these samples."""
 
     samples: Sequence[Any]
     indices: Sequence[int]
-    """Position of each sample among the samples of the update."""
+    """Index of each sample of the micro-batch among all samples of the update."""
     outputs: dict[str, Tensor]
-    """Requested model outputs by name, with one row per sample.
+    """Requested model outputs by name, each with one row per sample.
 
     Token models: `logprobs` of each token after the first, `entropy`, `is_top` (BS), `top_logprobs`, `top_ids` (BSK).
     Diffusion models: `velocity` with its input `noisy`, and `latents` and `noise` (B...) if samples have noise.
     """
     mask: Tensor
-    """Mask of the values that count towards the loss, 1 or 0: shape BS, or broadcastable to latents."""
+    """Mask of the values that count in the loss, 1 or 0, of shape BS (token models) or broadcastable to latents."""
     model_loss: Tensor | None = None
-    """Auxiliary loss of the model (load balancing of experts), summed over samples with their costs as weights.
-
-    None: the model has no auxiliary loss.
-    """
+    """Auxiliary loss of the model (load balancing of experts), summed over samples and weighted by their tokens; None:
+    the model has no auxiliary loss."""
 
     @property
     def mask_BS(self) -> Tensor:
-        """Return the mask of the tokens that count towards the loss, for a token model."""
+        """Return the mask of the tokens that count in the loss of a token model."""
         return self.mask
 
     @property
     def logprobs_BS(self) -> Tensor:
-        """Return the log-probability of each token after the first of its row, for a token model."""
+        """Return the log-probability of each token after the first of its row, of a token model."""
         return self.outputs["logprobs"]
 
 
@@ -63,87 +61,90 @@ class Batch:
     """Model inputs of a micro-batch; each adapter extends this class."""
 
     samples: Sequence[Any]
-    """Samples of the micro-batch; if empty, this rank only takes part in collectives, and its outputs are ignored."""
+    """Samples of the micro-batch. If empty, this rank only participates in collectives, and the outputs are ignored."""
     indices: Sequence[int]
     inputs: dict[str, Tensor]
 
 
 Wants = Any
-"""Type of the outputs that an update requests from the model: `scorer.Wants` for token models, `denoiser.Wants` for
+"""Type of the outputs that an update requests from a model: `scorer.Wants` for token models, `denoiser.Wants` for
 diffusion models, or None for the default outputs (`ModelAdapter.default_wants`)."""
 
 Consume = Callable[[Any, dict[str, Tensor]], Tensor | None]
-"""Function of a batch and the model's raw outputs that returns the loss of the batch if gradients are enabled."""
+"""Function that gets a batch and the raw outputs of the model, and returns the loss of the batch if gradients are
+enabled."""
 
 
 class Runner(Protocol):
-    """Runs micro-batches through a model: sequentially, or through pipeline stages."""
+    """Interface for running micro-batches through a model: sequentially, or through pipeline stages."""
 
     def rows(self, size: int) -> int:
-        """Return the number of rows per micro-batch if at most `size` rows may be in the model at the same time."""
+        """Return the number of rows of a micro-batch if at most `size` rows may be in the model at the same time."""
         ...
 
     def count(self, num_batches: int, size: int) -> int:
-        """Return the number of micro-batches to run for `num_batches` micro-batches of samples.
+        """Return the number of micro-batches to run for `num_batches` micro-batches with samples.
 
-        The result is larger if the runner needs additional empty micro-batches. `size` is as for `rows`.
+        The number is larger if the runner needs additional, empty micro-batches. `size` is the maximum number of rows
+        in the model at the same time.
         """
         ...
 
     def run(self, batches: Sequence[Callable[[], Any]], consume: Consume, wants: Wants, size: int) -> None:
-        """Run each micro-batch forward, and backward where gradients are enabled.
+        """Run each micro-batch forward and, if gradients are enabled, backward.
 
         Args:
             batches: functions that build the micro-batches.
-            consume: function that is called with each batch and its outputs, on the ranks that have the last layer.
+            consume: function to call with each batch and its outputs, on the ranks that have the last layer.
             wants: outputs to compute.
             size: maximum number of rows in the model at the same time.
         """
         ...
 
     def train(self, mode: bool) -> None:
-        """Switch the model to training mode, with dropout, or (`mode` False) to evaluation mode."""
+        """Switch the model to training mode (with dropout) if `mode` is True, otherwise to evaluation mode."""
         ...
 
     def reshard(self) -> None:
-        """Free the weights that FSDP keeps gathered after a forward pass without a backward pass."""
+        """Free the gathered weights that FSDP keeps after a forward pass without a backward pass."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """Result of writing a model: the checks that the written model passed, and its adapter folder."""
+    """Result of writing a model to a folder: the checks that the written model passed, and its adapter."""
 
     checks: tuple[str, ...]
     """Names of the checks that the written model passed."""
     adapter: str = ""
-    """Name of the adapter's folder inside the export; empty if there is no adapter."""
+    """Name of the subfolder with the LoRA adapter of the written model; empty if the model has no adapter."""
 
 
 class ModelAdapter(Protocol):
-    """A model, sharded over the mesh, that converts samples to model inputs and outputs to micro-batches.
+    """Interface of a model that is sharded over the mesh: it converts samples to model inputs, and outputs to
+    micro-batches.
 
-    Only adapters know tokens, images or latents.
+    Only implementations handle tokens, images or latents.
     """
 
     model: Any
-    """Module of the model, or this rank's shard of the module."""
+    """Module of the model; with a mesh, this rank's shard of it."""
     mesh: Mesh | None
     device: torch.device
-    """Device of the model inputs; weights may be on another device."""
+    """Device of the model inputs; the weights may be on another device."""
     meta_copy: Any
-    """Unsharded copy of the model on the meta device, if `model` is sharded; None: `model` is not sharded."""
+    """Copy of the model on the meta device with the shapes of all weights, if `model` is sharded; otherwise None."""
     has_model_loss: bool
-    """Whether the model adds a loss of its own to each update (`MicroBatch.model_loss`)."""
+    """Whether the model adds an auxiliary loss to each update (`MicroBatch.model_loss`)."""
 
     @property
     def runner(self) -> Runner:
-        """Return the runner of micro-batches through this model."""
+        """Return the runner that runs micro-batches through this model."""
         ...
 
     @property
     def default_wants(self) -> Wants:
-        """Return the outputs that are computed for updates that request none."""
+        """Return the outputs to compute for an update that requests no outputs."""
         ...
 
     @property
@@ -157,72 +158,77 @@ class ModelAdapter(Protocol):
         ...
 
     def whole_model(self) -> Any:
-        """Return the unsharded model; with a mesh, a copy on the CPU of the first rank, and None on other ranks."""
+        """Return the model with all weights; with a mesh, a copy on the CPU of the first rank, and None on other
+        ranks."""
         ...
 
     def export(self, target: Path) -> Export | None:
-        """Write the model to a folder in its training dtype, and check that the written model has the same outputs.
+        """Write the model to a folder in its training dtype, and verify that the written model has the same outputs.
 
         All ranks must call this method. The first rank writes and returns the result; other ranks return None.
 
         Raises:
-            StageFailed: the disk is full, or the exported model differs from the trained one.
+            StageFailed: the disk is full, or the written model differs from the trained one.
         """
         ...
 
     def num_tokens(self, sample: Any) -> int:
-        """Return the cost of a sample in tokens, used to build micro-batches of similar cost and to report speed."""
+        """Return the cost of a sample in tokens, for micro-batches of similar cost and for the reported speed."""
         ...
 
     def batching_key(self, sample: Any) -> Any:
-        """Return the group of a sample, an orderable value: a micro-batch holds samples of one group only."""
+        """Return the group of a sample, an orderable value. A micro-batch contains samples of one group only."""
         ...
 
     def assigned_batch(self, sample: Any) -> Hashable | None:
-        """Return the id of the micro-batch that the feed (the source of samples) assigned to a sample; None: none."""
+        """Return the id of the micro-batch to which the data feed assigned a sample; None: the feed assigned none."""
         ...
 
     def arrange(
         self, samples: Sequence[Any], ordered: Sequence[int], size: int, num_ranks: int
     ) -> list[list[int]] | None:
-        """Return micro-batches, as positions of samples, that take less computation than `size` samples of similar cost
-        each; None: there are none.
+        """Return micro-batches, as indices of samples, that need less computation than batches of `size` samples of
+        similar cost; None if there are none.
 
-        `ordered` are the positions to arrange, all of one group, by descending cost. The `num_ranks` data-parallel
-        ranks get the micro-batches in turn.
+        Args:
+            samples: All samples of the update.
+            ordered: Indices of the samples to arrange, all of one group, by descending cost.
+            size: Number of samples of a default micro-batch.
+            num_ranks: Number of data-parallel ranks, which get the micro-batches in turn.
         """
         ...
 
     def collate(self, samples: Sequence[Any], indices: Sequence[int], filler: Any) -> Any:
-        """Collate samples to a `Batch`; without samples, return a batch of the sample `filler` with an empty loss mask.
+        """Collate samples to a `Batch`. Without samples, collate the sample `filler` with an empty loss mask.
 
-        `indices`: position of each sample among the samples of the update.
+        Args:
+            indices: Index of each sample among the samples of the update.
         """
         ...
 
     def gather_outputs(self, batch: Any, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Gather the outputs of all ranks that process the same samples, and return the full outputs."""
+        """Gather outputs from all ranks that process the same samples, and return the full outputs."""
         ...
 
     def micro_batch(self, batch: Any, outputs: dict[str, Tensor]) -> MicroBatch:
-        """Return gathered outputs as a `MicroBatch` with one row per sample."""
+        """Convert gathered outputs to a `MicroBatch` with one row per sample."""
         ...
 
     def rows(self, micro: MicroBatch) -> list[dict[str, Tensor]]:
-        """Return the outputs of each sample of a micro-batch without padding."""
+        """Return the outputs of each sample of a micro-batch, without padding."""
         ...
 
     def attach_loss_derivative(self, batch: Any, loss: Callable[[MicroBatch], Tensor]) -> Any:
-        """Return the batch with the derivative of `loss`, with which the forward pass already computes gradients.
+        """Return the batch with the derivative of `loss`, so that the forward pass can already compute gradients.
 
-        `loss` must have a derivative that does not depend on the outputs.
+        The derivative of `loss` must not depend on the outputs of the model.
         """
         ...
 
     def check_parallel_plan(self) -> None:
-        """Check on a few tokens that the model has no operations that its parallel plan does not cover.
+        """Check with a few tokens that the parallel plan of the model covers all its operations.
 
         Raises:
-            ModelError: ranks compute different values, because of such an operation.
+            ModelError: an operation outside the plan makes ranks compute different values.
         """
         ...

@@ -1,6 +1,6 @@
-"""Model adapter of causal language models and vision-language models, which computes log-probabilities of token rows.
+"""Model adapter of causal language models and vision-language models, which computes log-probabilities of tokens.
 
-Shapes: B samples, T tokens, S = T - 1 predicted tokens, N learned tokens of a micro-batch.
+Shapes: B samples, T tokens, S = T - 1 predicted tokens, N trained tokens of a micro-batch.
 """
 
 import logging
@@ -60,34 +60,36 @@ class TokenBatch(Batch):
 
     samples: Sequence[Sample]
     scored_N: Tensor
-    """Positions, in the model inputs, of the trained tokens whose log-probabilities this rank computes."""
+    """Indices in the model inputs of the trained tokens whose log-probabilities this rank computes."""
     is_local_N: Tensor | None
-    """Mask over all trained tokens: True for tokens whose log-probabilities this rank computes; None: all tokens."""
+    """Mask over all trained tokens: True for tokens whose log-probabilities this rank computes; None: this rank
+    computes all."""
     learned: Sequence[np.ndarray]
-    """Positions of the trained tokens among the S predicted tokens of each sample."""
+    """Indices of the trained tokens among the S predicted tokens of each sample."""
     derivative_N: Tensor | None = None
-    """Derivative of the loss by the log-probability of each trained token of this rank; None: unknown."""
+    """Derivative of the loss by the log-probability of each trained token on this rank; None: not known in advance."""
     top_ids_NK: Tensor | None = None
-    """Token ids whose log-probabilities are requested at each trained token of this rank; None: the most likely ids."""
+    """Token ids whose log-probabilities are computed at each trained token on this rank; None: the most likely ids."""
 
 
 class InputProcessing(NamedTuple):
-    """Tokenizer, image reader and processor files with which text and images become model inputs."""
+    """Tokenizer, image reader and processor files that convert text and images to model inputs."""
 
     pad_id: int
-    """Token id for padding; any id is valid, because masks are built from positions."""
+    """Token id for padding. Any id is valid, because masks are built from positions."""
     vision: ImageReader | None = None
-    """Reader that converts images of samples to model inputs; None: samples have no images."""
+    """Converter of the images of samples to model inputs; None: samples have no images."""
     tokenizer: PreTrainedTokenizerBase | None = None
-    """Tokenizer for rollout engines and exports; None: the model is used for neither."""
+    """Tokenizer for rollout engines and exports; None: the model serves neither."""
     files: Mapping[str, bytes] = {}
-    """Content of the processor files to copy into exports, by path in the model's folder."""
+    """Content of the processor files that exports include, by path in the model's folder."""
     num_ids: int | None = None
-    """Number of token ids of the tokenizer, which can be less than the rows of the output head; None: all rows."""
+    """Number of token ids of the tokenizer, which may be smaller than the number of rows of the output head; None: all
+    rows."""
 
 
 class CausalLM:
-    """A `models.base.ModelAdapter`: a causal language model, sharded over the mesh."""
+    """Causal language model, sharded over the mesh; implements `models.base.ModelAdapter`."""
 
     def __init__(
         self,
@@ -99,7 +101,8 @@ class CausalLM:
     ) -> None:
         """Parallelise the model over the mesh and prepare it for training.
 
-        `balance` has the settings of the load-balancing loss of experts, which is added to each update; None: no loss.
+        Args:
+            balance: Settings of the load-balancing loss of experts, which each update adds; None: no such loss.
         """
         self.model = model
         self.has_model_loss = balance is not None
@@ -132,11 +135,11 @@ class CausalLM:
 
     @property
     def vision(self) -> ImageReader | None:
-        """Return the reader that converts images of samples to model inputs; None: samples have no images."""
+        """Return the converter of the images of samples to model inputs; None: samples have no images."""
         return self._reading.vision
 
     def whole_model(self) -> PreTrainedModel | None:
-        """Return the model with all weights; with a mesh, a copy on the first rank's CPU and None on other ranks."""
+        """Return the model with all weights; with a mesh, a copy on the first rank's CPU, and None on other ranks."""
         return self.model if self.meta_copy is None else gather_into(self.meta_copy, self.model)
 
     def export(self, target: Path) -> Export | None:
@@ -149,11 +152,11 @@ class CausalLM:
         return Export(tuple(checks), ADAPTER if is_adapted(model) else "")
 
     def num_tokens(self, sample: Sample) -> int:
-        """Return the number of tokens of a sample as its cost: rows of similar length need little padding."""
+        """Return the number of tokens of a sample as its cost, so that micro-batches have rows of similar length."""
         return len(sample.input_ids)
 
     def batching_key(self, sample: Sample) -> int:
-        """Return the group of a sample, so that rows with and without images are in separate micro-batches."""
+        """Return the group of a sample: rows with images and rows without images are in separate micro-batches."""
         return self._reading.vision.batching_key(sample) if self._reading.vision else 0
 
     def assigned_batch(self, sample: Sample) -> Hashable | None:
@@ -162,9 +165,11 @@ class CausalLM:
     def arrange(
         self, samples: Sequence[Sample], ordered: Sequence[int], size: int, num_ranks: int
     ) -> list[list[int]] | None:
-        """Put completions of a prompt together if rows may share prompts; cut rows that are padded by length.
+        """Put completions of one prompt into one micro-batch if packed rows can share prompts; otherwise group padded
+        rows by length.
 
-        Rows of a data set stay in equal micro-batches, so that results of SFT do not change by rounding.
+        Rows without rollout log-probabilities (SFT) stay in micro-batches of equal size, so that the rounding of
+        results does not change.
         """
         if any(samples[i].rollout_logprobs is None for i in ordered):
             return None
@@ -189,7 +194,7 @@ class CausalLM:
         inputs = to_device(rows.inputs, device)
         if samples_or_filler[0].images:
             assert self._reading.vision is not None
-            del inputs["position_ids"]  # the model computes them, in some families as 2-D positions of image tokens
+            del inputs["position_ids"]  # the model computes positions itself, sometimes 2-D image positions
             image_inputs = self._reading.vision.inputs(samples_or_filler, rows.inputs["input_ids"])
             inputs |= {name: tensor.to(device, self._image_dtype(tensor)) for name, tensor in image_inputs.items()}
         if self.has_model_loss:
@@ -204,14 +209,14 @@ class CausalLM:
         return TokenBatch(samples, indices, *local_rows, learned, top_ids_NK=top_ids_NK)
 
     def gather_outputs(self, batch: TokenBatch, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the outputs of all trained tokens, because each context-parallel rank computes only some of them."""
+        """Return the outputs of all trained tokens, of which each context-parallel rank computes only some."""
         if batch.is_local_N is None:
             return outputs
         assert self.mesh and self.mesh.context
         return {name: gather_scored(values, batch.is_local_N, self.mesh.context) for name, values in outputs.items()}
 
     def micro_batch(self, batch: TokenBatch, outputs: dict[str, Tensor]) -> MicroBatch:
-        """Return outputs as a `MicroBatch` with tensors of shape BS, with 0 for tokens that are not trained."""
+        """Convert outputs to a `MicroBatch` with tensors of shape BS, which are 0 for tokens that are not trained."""
         outputs = dict(outputs)
         balance = outputs.pop(BALANCE, None)
         number = np.repeat(np.arange(len(batch.samples)), [len(s) for s in batch.learned])
@@ -238,14 +243,14 @@ class CausalLM:
         return replace(batch, derivative_N=derivative_N if batch.is_local_N is None else derivative_N[batch.is_local_N])
 
     def check_parallel_plan(self) -> None:
-        """Check that the tensor-parallel plan, if one is used, covers all operations of the model."""
+        """Check that the tensor-parallel plan of the model, if one is in use, covers all its operations."""
         if self.mesh and self.mesh.tensor:
             with forward_context(self._train, self.device) if self._is_gathered_cast else nullcontext():
                 check_split(self.model, self.runner.roots, self.mesh.tensor)
             self.runner.reshard()
 
     def _parallelize(self) -> SequentialRunner | PipelineRunner:
-        """Parallelise the model over the mesh, load this rank's weights, and return the runner."""
+        """Parallelise the model over the mesh, load this rank's weights, and return the runner of micro-batches."""
         mesh, model = self.mesh, self.model
         if mesh and mesh.pipeline:
             apply_pp(model, mesh.sizes, mesh.pipeline.get_local_rank())
@@ -278,10 +283,10 @@ class CausalLM:
         return outputs
 
     def _pack(self, runner: SequentialRunner | PipelineRunner) -> None:
-        """Enable packed rows; if the model does not support packing, fall back to padded rows.
+        """Enable packed rows, or use padded rows if the model does not support packing.
 
         Raises:
-            ModelError: packing is not supported, and context parallelism needs it.
+            ModelError: context parallelism needs packing, which the model does not support.
         """
         mesh = self.mesh
         compute_dtype = getattr(torch, self._train.param_dtype)
@@ -303,14 +308,13 @@ class CausalLM:
 
     @property
     def _is_gathered_cast(self) -> bool:
-        """Return True if FSDP gathers weights in `param_dtype`, so that blocks can only run under autocast to it."""
+        """Return True if FSDP gathers weights in `param_dtype`, so that blocks must run under autocast to that
+        dtype."""
         return bool(self.mesh and self.mesh.fsdp) and gathers_in_param_dtype(self._train)
 
     def _row_length(self, length: int) -> int:
-        """Return the length in tokens to which rows of `length` tokens are padded.
-
-        The result is efficient for kernels, and divisible by the context-parallel size.
-        """
+        """Return the length to which rows of `length` tokens are padded: efficient for kernels, and divisible by the
+        context-parallel size."""
         length = kernel_length(length, self.device, getattr(torch, self._train.param_dtype))
         return length + -length % (self.mesh.context.size() if self.mesh and self.mesh.context else 1)
 
@@ -324,7 +328,7 @@ def _mask_all_tokens(sample: Sample) -> Sample:
 
 
 def _top_ids(samples: Sequence[Sample], device: torch.device) -> Tensor | None:
-    """Return the concatenated `top_ids` of samples; None: the samples have no `top_ids`."""
+    """Return the concatenated `top_ids` of the samples; None if the samples have no `top_ids`."""
     id_arrays = [sample.top_ids for sample in samples if sample.top_ids is not None]
     assert len(id_arrays) in {0, len(samples)}, "all samples of a micro-batch name ids, or none does"
     return torch.from_numpy(np.concatenate(id_arrays)).to(device) if id_arrays else None

@@ -1,4 +1,5 @@
-"""Chat templates that replace the template of a tokenizer or add a missing one: `policy.chat_template`."""
+"""Built-in chat templates for `policy.chat_template`, which replaces the template of a tokenizer or adds a missing
+one."""
 
 from pathlib import Path
 
@@ -22,7 +23,11 @@ TEMPLATES = {
 
 
 def set_template(tokenizer: PreTrainedTokenizerBase, name: str | None) -> None:
-    """Set the chat template of a tokenizer: `name` is a key of `TEMPLATES` or a Jinja file; None changes nothing.
+    """Set the chat template of a tokenizer.
+
+    Args:
+        tokenizer: Tokenizer to change.
+        name: Key of `TEMPLATES`, or path of a Jinja file; None: keep the template of the tokenizer.
 
     Raises:
         ConfigError: the template does not exist, or the tokenizer lacks a token of the template.

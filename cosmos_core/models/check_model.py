@@ -1,8 +1,8 @@
-"""The program of `cosmos check-model`: check that a pipeline can be trained, and print a table of the checks.
+"""Program of `cosmos check-model`: check that a diffusion pipeline can be trained, and print a table of the checks.
 
     python -m cosmos_core.models.check_model MODEL [--class FILE.py:CLASS]
 
-The program loads the whole pipeline on the CPU and calls the pipeline once with small inputs.
+The program loads the whole pipeline on the CPU and calls it once with small inputs.
 """
 
 import argparse
@@ -26,15 +26,13 @@ from cosmos_core.models.lora import add_adapter
 
 _PROMPTS = ["7 red apples on a table", "a cat"]
 _TOLERANCE = 1e-4
-"""Maximum difference of velocities between this package's call of the network and the pipeline's call.
-
-It is a fraction of the largest value of the velocity.
-"""
+"""Maximum difference between the velocity that this package computes and that of the pipeline's call, as a fraction of
+the largest velocity."""
 _WRONG = "does not do what it should: "
 
 
 class Check(NamedTuple):
-    """Result of one check of a pipeline, a line of the printed table."""
+    """Result of one check of a pipeline, a row of the printed table."""
 
     name: str
     is_passed: bool
@@ -44,7 +42,7 @@ class Check(NamedTuple):
 def check_model(model: str, model_class: str | None = None, max_prompt_length: int = 64) -> Iterator[Check]:
     """Yield the results of the checks of a pipeline.
 
-    A check that raises an error has failed. If no family supports the pipeline, no other check runs.
+    A check that raises an error has failed. If no family supports the pipeline, all further checks are skipped.
     """
     diffusers = DiffusersConfig(max_prompt_length=max_prompt_length)
     policy = PolicyConfig(is_diffusers=True, model_name_or_path=model, model_class=model_class, diffusers=diffusers)
@@ -65,7 +63,7 @@ def check_model(model: str, model_class: str | None = None, max_prompt_length: i
     for name, step in steps.items():
         try:
             detail = step(family)
-        except Exception as error:  # noqa: BLE001 - a user's own class may raise anything, and that is the result
+        except Exception as error:  # noqa: BLE001 - a user's class may raise any error; it is the result of the check
             yield Check(name, False, " ".join(f"{type(error).__name__}: {error}".split())[:300])
         else:
             yield Check(name, not detail.startswith(_WRONG), detail)
@@ -82,7 +80,7 @@ def _check_noise_levels(family: DiffusionModel) -> str:
 
 
 def _check_text(family: DiffusionModel) -> str:
-    """Check that the embedding of a prompt does not depend on the other prompts of a batch."""
+    """Check that the embedding of a prompt does not depend on the other prompts of the batch."""
     both, one = family.text_embedding(_PROMPTS), family.text_embedding(_PROMPTS[1:])
     for name, value in both.items():
         if len(value) != len(_PROMPTS) or value.requires_grad:
@@ -93,7 +91,7 @@ def _check_text(family: DiffusionModel) -> str:
 
 
 def _check_media(family: DiffusionModel) -> str:
-    """Check that latents have the declared shape and decode to the size of the pixels."""
+    """Check that latents have the declared shape, and that decoded latents have the size of the original pixels."""
     pixels, shape = _random_pixels(family)
     mean, logvar = family.visual_embedding(pixels)
     if tuple(mean.shape[1:]) != shape:
@@ -108,7 +106,7 @@ def _check_media(family: DiffusionModel) -> str:
 
 
 def _check_prediction(family: DiffusionModel) -> str:
-    """Check that this package's call of the network predicts the same velocity as the pipeline's call."""
+    """Check that this package's call of the denoiser predicts the same velocity as the pipeline's call."""
     network = family.load_denoiser(torch.float32)
     calls: list[tuple[dict[str, Any], Tensor]] = []
     forward = network.forward
@@ -140,7 +138,7 @@ def _check_prediction(family: DiffusionModel) -> str:
 
 
 def _check_gradient(family: DiffusionModel) -> str:
-    """Check that the backward pass of a loss computes gradients of the weights of the denoiser."""
+    """Check that the backward pass of a loss computes gradients of the denoiser's weights."""
     network = family.load_denoiser(torch.float32)
     _, shape = _random_pixels(family)
     text = family.text_embedding(_PROMPTS)
@@ -154,7 +152,7 @@ def _check_gradient(family: DiffusionModel) -> str:
 
 
 def _check_adapter(family: DiffusionModel) -> str:
-    """Check that the LoRA target modules exist and that the pipeline can load an adapter."""
+    """Check that the LoRA target modules exist, and that the class of the pipeline can load an adapter."""
     network = family.load_denoiser(torch.float32)
     add_adapter(network, LoraConfig(r=2), family.lora_targets)
     count = sum(parameter.requires_grad for parameter in network.parameters())
@@ -173,7 +171,7 @@ def _random_pixels(family: DiffusionModel) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def main() -> int:
-    """Print the table of checks; return the exit code, 0 if every check passed."""
+    """Print the table of checks, and return the exit code: 0 if all checks passed."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("--class", dest="model_class")

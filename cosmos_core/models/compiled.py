@@ -1,4 +1,5 @@
-"""torch.compile for each block of a model: blocks of a class share one graph, and a graph break affects one block."""
+"""torch.compile for each block of a model. Blocks of the same class share a graph, and a graph break affects one
+block."""
 
 import logging
 
@@ -14,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """Compile each transformer block with torch.compile.
+    """Compile each transformer block of a model with torch.compile.
 
     Raises:
         ConfigError: this machine lacks a compiler that torch.compile needs.
@@ -29,7 +30,8 @@ def compile_blocks(model: nn.Module) -> None:
 
 
 def watch_compiling(progress: Progress) -> None:
-    """Report begin and end of each torch compilation in this process to `progress`, and no longer to an earlier object.
+    """Report the begin and end of each torch compilation in this process to `progress`, and stop reports to an earlier
+    object.
 
     Compilations occur in the first steps, and later for shapes that no compiled graph supports.
     """

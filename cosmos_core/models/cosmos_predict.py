@@ -1,7 +1,7 @@
-"""Cosmos-Predict2.5: clips from text, an image or a clip; the text input has the states of all layers of a language
-model.
+"""Cosmos-Predict2.5: video clips from text, an image or a clip. The text inputs are the states of all layers of a
+language model.
 
-Training does not run the guardrail of the pipeline. The model's licence requires the guardrail when people use it.
+Training does not run the guardrail of the pipeline, which the model's licence requires when people use the model.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from cosmos_core.models.video_context import Shards, UlyssesAttention, shard_blo
 PIPELINES = ("Cosmos2_5_PredictBasePipeline",)
 
 CONDITIONING_LEVEL = 0.0001
-"""Noise level that the network expects for conditioning frames."""
+"""Noise level that the network expects for clean conditioning frames."""
 _TRAIN_SHIFT = 5.0
 _NETWORK = "diffusers.models.transformers.transformer_cosmos"
 
 
 class GuardrailPlaceholder:
-    """Placeholder for the guardrail of the pipeline, which the constructor of the pipeline requires."""
+    """Placeholder for the guardrail that the constructor of the pipeline requires."""
 
     def to(self, *args: Any, **kwargs: Any) -> GuardrailPlaceholder:
-        """Return the placeholder unchanged, because it has no weights to move to a device."""
+        """Return the placeholder itself, because it has no weights to move to a device."""
         return self
 
     def check_text_safety(self, prompt: str) -> bool:
@@ -46,7 +46,7 @@ class GuardrailPlaceholder:
 
 
 class CosmosPredict(SanaVideo):
-    """Cosmos-Predict2.5, whose network receives clean conditioning frames and a mask of them."""
+    """Cosmos-Predict2.5, whose network also receives clean conditioning frames and a mask that marks them."""
 
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2")
     pipeline_multiple = 16
@@ -58,14 +58,15 @@ class CosmosPredict(SanaVideo):
         return {"prompt_embeds": torch.cat(rows)}
 
     def dropped_text(self, empty: Mapping[str, Tensor]) -> Text:
-        """Return zeros as the text inputs for a prompt that prompt dropout removed, as the base model was trained."""
+        """Return zeros as text inputs for a prompt that prompt dropout removed, as in the training of the base
+        model."""
         return {name: torch.zeros_like(value) for name, value in empty.items()}
 
     def nft_prepare_transformer_input(
         self, latents: Tensor, sigma_B: Tensor, text: Mapping[str, Tensor], num_conditioning_B: Tensor | None = None
     ) -> dict[str, Any]:
-        """Return the denoiser's arguments for latents at their noise levels; timesteps are noise levels from 0 to 1,
-        one for each frame."""
+        """Return the arguments of the denoiser for latents at their noise levels. Timesteps are noise levels from 0 to
+        1, one per frame."""
         is_learned = self.learned_mask(latents, num_conditioning_B)
         if is_learned is None:
             is_learned = latents.new_ones(len(latents), 1, latents.shape[2], 1, 1)
@@ -84,7 +85,7 @@ class CosmosPredict(SanaVideo):
         return DiffusionModel.probe(self)
 
     def check_context(self, size: int) -> None:
-        """Check that the attention heads can be divided among `size` ranks, which exchange tokens for heads.
+        """Check that `size` ranks can divide the attention heads among them, as Ulysses attention requires.
 
         Raises:
             ConfigError: `size` does not divide the number of attention heads.
@@ -108,27 +109,29 @@ class CosmosPredict(SanaVideo):
             block.attn1.set_processor(UlyssesAttention(shards))
 
     def apply_guidance(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
-        """Return the velocity of classifier-free guidance; in this pipeline scale 0, not 1, disables guidance."""
+        """Return the velocity of classifier-free guidance by the formula of this pipeline, in which scale 0 disables
+        guidance."""
         return conditional + scale * (conditional - unconditional)
 
     @property
     def train_shift(self) -> float:
-        """Return the timestep shift of training: that of the recipe or a default, as the scheduler has no shift."""
+        """Return the timestep shift of training from the recipe or, because the scheduler has no shift, a default."""
         return self.config.train_flow_shift or _TRAIN_SHIFT
 
     @property
     def pixels_per_latent(self) -> tuple[int, int]:
-        """Return the VAE's compression factors in time and space, from the same settings that the pipeline reads."""
+        """Return the VAE's compression factors in time and space, from the settings that the pipeline itself uses."""
         return video_compression({"temperal_downsample": self.folder.settings("vae")["temperal_downsample"]})
 
     @property
     def num_channels(self) -> int:
-        """Return the number of channels of a latent: those of the network's input but one, the conditioning mask."""
+        """Return the number of channels of a latent: the input channels of the network, without the conditioning
+        mask."""
         return super().num_channels - 1
 
     @classmethod
     def substitutes(cls) -> dict[str, Any]:
-        """Return a placeholder for the guardrail, and substitute torchvision if it is not installed."""
+        """Return the placeholder for the guardrail, and substitute torchvision if it is not installed."""
         substitute_torchvision()
         return {"safety_checker": GuardrailPlaceholder()}
 
@@ -145,9 +148,9 @@ class CosmosPredict(SanaVideo):
 
 
 def substitute_torchvision() -> None:
-    """Replace `torchvision.transforms` in the module of the network if torchvision is not installed.
+    """Replace `torchvision.transforms` in the network's module, if torchvision is not installed, by a resize function.
 
-    The network uses it only to resize its padding mask.
+    The network uses torchvision only to resize its padding mask.
     """
     if importlib.util.find_spec("torchvision") is not None:
         return

@@ -1,6 +1,7 @@
-"""Model adapter of diffusion models: the denoiser of a pipeline, which predicts velocities of latents at a noise level.
+"""Model adapter of diffusion models: the denoiser of a pipeline, which predicts the velocity of latents at a noise
+level.
 
-The other components of the pipeline are in `diffusion.py`.
+`diffusion.py` handles the other components of the pipeline.
 
 Shapes: B samples, dots for the dimensions of a latent.
 """
@@ -31,12 +32,13 @@ class Wants:
     """Settings of the velocity that a denoiser computes for each sample."""
 
     guidance: float = 1.0
-    """Scale of classifier-free guidance, as the pipeline defines it, for samples with a negative prompt; 1: none."""
+    """Scale of classifier-free guidance, by the pipeline's formula, for samples with a negative prompt; 1: no
+    guidance."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlowBatch(Batch):
-    """Model inputs of a micro-batch of latents at their noise levels."""
+    """Model inputs of a micro-batch of noisy latents."""
 
     samples: Sequence[FlowSample]
     sigma_B: Tensor
@@ -46,15 +48,16 @@ class FlowBatch(Batch):
 
 
 class Denoiser:
-    """A `models.base.ModelAdapter`: the denoiser of a pipeline, replicated or sharded over the mesh."""
+    """Denoiser of a diffusion pipeline, replicated or sharded over the mesh; implements `models.base.ModelAdapter`."""
 
     model_class: str | None = None
-    """Import path of the user-defined family class that the recipe names; None: a built-in family."""
+    """Import path of a user-defined model family that the recipe names; None: a built-in family."""
 
     def __init__(self, model: Any, family: DiffusionModel, train: TrainConfig, mesh: Mesh | None = None) -> None:
         """Shard the denoiser over the mesh and prepare it for training.
 
-        `model` is the denoiser that `family.load_denoiser` returned, with its LoRA adapter if it has one.
+        Args:
+            model: Denoiser from `family.load_denoiser`, with its LoRA adapter if it has one.
         """
         self.model, self.family, self.mesh = model, family, mesh
         self.device = torch.device(mesh.data.device_type) if mesh else next(model.parameters()).device
@@ -70,17 +73,17 @@ class Denoiser:
 
     @property
     def default_wants(self) -> Wants:
-        """Return the outputs for updates that request none: the velocity without guidance."""
+        """Return the default outputs of an update: the velocity without guidance."""
         return Wants()
 
     @property
     def tokenizer(self) -> Any:
-        """Return None: a denoiser has no tokenizer, because the family encodes text."""
+        """Return None, because a denoiser has no tokenizer; the model family encodes text."""
         return None
 
     @property
     def vision(self) -> Any:
-        """Return None: samples of a diffusion model have latents, not images to read."""
+        """Return None, because samples of a diffusion model contain latents instead of images."""
         return None
 
     def whole_model(self) -> Any:
@@ -98,9 +101,9 @@ class Denoiser:
     ) -> Tensor:
         """Return the velocity for a batch of latents at their noise levels, in the dtype of the latents.
 
-        With `negative`, the embedding of a negative prompt, classifier-free guidance of scale `guidance` is applied.
-        `num_conditioning_B` is the number of clean conditioning frames. Samplers call this method under
-        `torch.no_grad`. With a mesh all ranks must call this method.
+        If `negative`, the embedding of a negative prompt, is not None, the velocity has classifier-free guidance of
+        scale `guidance`. `num_conditioning_B` is the number of clean conditioning frames of each sample. Samplers call
+        this method under `torch.no_grad`. With a mesh, all ranks must call this method.
         """
         [root] = self.runner.roots
 
@@ -123,12 +126,12 @@ class Denoiser:
         return Export(tuple(checks), ADAPTER if is_adapted(model) else "")
 
     def num_tokens(self, sample: FlowSample) -> int:
-        """Return the cost of a sample: the number of positions of its latents."""
+        """Return the cost of a sample: the number of elements of one channel of its latents."""
         return sample.latents[0].numel()
 
     def batching_key(self, sample: FlowSample) -> Any:
-        """Return the group of a sample, whose samples can be stacked: shapes of latents and text, and whether there is
-        noise and guidance."""
+        """Return the group of a sample: samples of a group have equal shapes of latents and text, and all or none of
+        them have noise and guidance, so that they can be stacked."""
         texts = tuple(sorted((name, tuple(value.shape)) for name, value in sample.text.items()))
         return tuple(sample.latents.shape), texts, sample.noise is None, sample.negative is None
 
@@ -138,11 +141,13 @@ class Denoiser:
     def arrange(
         self, samples: Sequence[FlowSample], ordered: Sequence[int], size: int, num_ranks: int
     ) -> list[list[int]] | None:
-        """Return None: samples of a group have latents of the same shape, which need no padding."""
+        """Return None: samples of a group have latents of the same shape, so no other arrangement needs less
+        computation."""
         return None
 
     def collate(self, samples: Sequence[FlowSample], indices: Sequence[int], filler: FlowSample) -> FlowBatch:
-        """Collate samples to model inputs, with noise added to their latents; without samples use `filler`."""
+        """Collate samples to model inputs, and add noise to their latents. Without samples, collate the sample
+        `filler`."""
         samples_or_filler = samples or [filler]
         latents = self._stack_latents([sample.latents for sample in samples_or_filler])
         sigma_B = torch.tensor([sample.sigma for sample in samples_or_filler], dtype=torch.float64, device=self.device)
@@ -169,7 +174,7 @@ class Denoiser:
         )
 
     def gather_outputs(self, batch: FlowBatch, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return `outputs` unchanged: every rank already has the full velocities of its samples."""
+        """Return `outputs` unchanged, because every rank has the full velocities of its samples."""
         return outputs
 
     def micro_batch(self, batch: FlowBatch, outputs: dict[str, Tensor]) -> MicroBatch:
@@ -182,11 +187,12 @@ class Denoiser:
         return [{"velocity": velocity} for velocity in micro.outputs["velocity"]]
 
     def attach_loss_derivative(self, batch: FlowBatch, loss: Callable[[MicroBatch], Tensor]) -> FlowBatch:
-        """Return the batch unchanged: knowing the derivative of the loss early saves nothing in a denoiser."""
+        """Return the batch unchanged: a denoiser cannot save computation by knowing the derivative of the loss in
+        advance."""
         return batch
 
     def check_parallel_plan(self) -> None:
-        """Do nothing: replicas and FSDP shards of a denoiser compute the same as one rank."""
+        """Do nothing, because replicas and FSDP shards of a denoiser compute the same values as one rank."""
 
     def _forward(self, batch: FlowBatch, wants: Wants) -> dict[str, Tensor]:
         velocity = self.predict(
@@ -196,7 +202,7 @@ class Denoiser:
         return {"velocity": velocity}
 
     def _stack_latents(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Stack latents in float32 or, if the network's weights are float64, in float64."""
+        """Stack latents in float32, or in float64 if the weights of the network are float64."""
         return torch.stack(list(tensors)).to(self.device, torch.promote_types(self.dtype, torch.float32))
 
     def _stack_texts(self, texts: Sequence[Mapping[str, Tensor]]) -> Text:
@@ -204,15 +210,15 @@ class Denoiser:
 
 
 class FsdpRoot(nn.Module):
-    """Root module of FSDP that wraps the denoiser and is called through `forward`."""
+    """Root module for FSDP, which wraps the denoiser and is called through `forward`."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, **inputs: Any) -> Any:
-        """Call the denoiser and return a clone of its output, because FSDP cannot attach its hooks to a view."""
+        """Call the denoiser and return a clone of its output, because FSDP cannot attach hooks to a view."""
         return (self.model(**inputs)[0].clone(),)
 
     def probe(self) -> None:
-        """Do nothing; `apply_fsdp` expects a method of this name, which only language models use."""
+        """Do nothing: only language models use this method, which `apply_fsdp` requires."""

@@ -1,10 +1,10 @@
-"""Base class of diffusion pipelines: conversion of text and media to tensors and back, and calls of the denoiser.
+"""Base class of diffusion model families: conversion of text and media to tensors and back, and calls of the denoiser.
 
 A model family is a subclass in its own file, with the names of its pipeline classes in `PIPELINES`; see
-docs/how-to/adding-a-diffusion-model.md. `denoiser.py` trains the denoiser. Text encoders and VAE
-are loaded on first use, so training on prepared rows never loads them.
+docs/how-to/adding-a-diffusion-model.md. `denoiser.py` trains the denoiser. Text encoders and VAE are loaded on first
+use, so training on prepared rows never loads them.
 
-Shapes: B samples, C channels, F frames (videos alone), H height, W width of a latent; text has B first.
+Shapes: B samples, C channels, F frames (videos only), H height, W width of a latent; the first dimension of text is B.
 """
 
 import gc
@@ -26,30 +26,30 @@ from cosmos_core.models.offload import ComponentOffload
 from cosmos_core.models.pipeline_folder import PipelineFolder
 
 Text = dict[str, Tensor]
-"""Text inputs of a denoiser by name; the first dimension of each tensor counts the prompts."""
+"""Text inputs of a denoiser by name; the first dimension of each tensor is the number of prompts."""
 Predict = Callable[..., Tensor]
-"""`DiffusionModel.predict` bound to a denoiser: a function `(latents, sigma_B, text, num_conditioning_B)` to
+"""`DiffusionModel.predict` with a bound denoiser: function from `(latents, sigma_B, text, num_conditioning_B)` to the
 velocity."""
 
 TIMESTEPS = 1000.0
-"""Usual factor from noise level to timestep; `DiffusionModel.num_timesteps` is the factor of a pipeline."""
+"""Default factor from noise level to timestep; `DiffusionModel.num_timesteps` is the factor of a given pipeline."""
 _SAME_TABLE = 1e-5
-"""Largest difference between two tables of noise levels that counts as rounding."""
+"""Maximum difference between two tables of noise levels that counts as rounding."""
 
 
 class DiffusionModel:
-    """A pipeline of diffusers without its denoiser: encoders, VAE, noise levels, and the denoiser's arguments."""
+    """Pipeline of diffusers without its denoiser: encoders, VAE, noise levels, and the arguments of the denoiser."""
 
     denoiser_name: ClassVar[str] = "transformer"
     """Name of the pipeline component that is trained."""
     is_video: ClassVar[bool] = False
-    """Whether latents have frames."""
+    """Whether latents have a dimension of frames."""
     lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
-    """Suffixes of the module names that LoRA adapts if the recipe names no modules."""
+    """Suffixes of the names of modules that LoRA adapts if the recipe names no modules."""
     pipeline_multiple: ClassVar[int] = 1
-    """Divisor of height and width in pixels that the pipeline requires regardless of its VAE."""
+    """Number by which height and width in pixels must be divisible, in addition to the requirement of the VAE."""
     max_conditioning_frames: ClassVar[int] = 0
-    """Maximum number of clean conditioning frames that the network accepts, in latent frames; 0: none."""
+    """Maximum number of clean conditioning frames that the network accepts, in latent frames; 0: it accepts none."""
 
     def __init__(self, folder: PipelineFolder, config: DiffusersConfig, device: torch.device | str = "cpu") -> None:
         self.folder, self.config, self.device = folder, config, torch.device(device)
@@ -67,13 +67,16 @@ class DiffusionModel:
     def nft_prepare_transformer_input(
         self, latents: Tensor, sigma_B: Tensor, text: Mapping[str, Tensor], num_conditioning_B: Tensor | None = None
     ) -> dict[str, Any]:
-        """Return the denoiser's arguments by name for latents at their noise levels, for all losses and samplers."""
+        """Return the arguments of the denoiser by name for latents at their noise levels, for all losses and
+        samplers."""
         raise NotImplementedError(type(self).__name__)
 
     def visual_embedding(self, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return mean and log-variance of the normalised latents of media (B, C, [F,] H, W) in [-1, 1].
+        """Return mean and log-variance of the normalised latents of images or videos (B, C, [F,] H, W) with values in
+        [-1, 1].
 
-        The log-variance is None for a deterministic VAE."""
+        The log-variance is None for a deterministic VAE.
+        """
         with self._working("vae") as vae:
             posterior = vae.encode(pixels.to(self.device, torch.float32)).latent_dist
             scale, shift = self._scaling
@@ -81,21 +84,22 @@ class DiffusionModel:
             return mean.cpu(), (posterior.logvar + 2 * torch.tensor(scale).log().item()).cpu()
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Decode normalised latents to pixels (B, C, [F,] H, W), approximately in [-1, 1]."""
+        """Decode normalised latents to pixels (B, C, [F,] H, W) with values of approximately [-1, 1]."""
         with self._working("vae") as vae:
             scale, shift = self._scaling
             pixels: Tensor = vae.decode(latents.to(self.device, torch.float32) / scale + shift, return_dict=False)[0]
             return pixels
 
     def dropped_text(self, empty: Mapping[str, Tensor]) -> Text:
-        """Return the text inputs for a prompt that prompt dropout removed; by default those of the empty prompt."""
+        """Return the text inputs for a prompt that prompt dropout removed. The default is `empty`, the text inputs of
+        the empty prompt."""
         return dict(empty)
 
     def set_scheduler_timestep(self, num_steps: int) -> Tensor:
-        """Return the `num_steps` + 1 noise levels of the pipeline's scheduler, from noise to 0, float64.
+        """Return the `num_steps` + 1 noise levels of the pipeline's scheduler, from noise to 0, in float64.
 
-        The levels are computed in float64 instead of from integer timesteps. If the scheduler's settings give another
-        table, the scheduler's own float32 table is returned.
+        The levels are computed in float64 instead of from integer timesteps. If they differ from the scheduler's own
+        float32 table, that table is returned.
 
         Raises:
             ConfigError: the scheduler is not that of a rectified flow, or its levels do not fall from at most 1 to 0.
@@ -126,13 +130,13 @@ class DiffusionModel:
     def add_noise(
         self, latents: Tensor, noise: Tensor, sigma_B: Tensor, num_conditioning_B: Tensor | None = None
     ) -> Tensor:
-        """Add noise to clean latents up to their noise levels; conditioning frames stay clean."""
+        """Add noise to clean latents up to the noise level of each sample; conditioning frames stay clean."""
         noisy = flow.noisy_latents(latents, noise, sigma_B)
         mask = self.learned_mask(latents, num_conditioning_B)
         return noisy if mask is None else mask * noisy + (1 - mask) * latents
 
     def learned_mask(self, latents: Tensor, num_conditioning_B: Tensor | None) -> Tensor | None:
-        """Return a mask (B, 1, F, 1, 1): 1 for trained frames, 0 for conditioning frames; None: all are trained."""
+        """Return a mask (B, 1, F, 1, 1) with 1 for trained and 0 for conditioning frames; None: all are trained."""
         if num_conditioning_B is None or not num_conditioning_B.any():
             return None
         frames_F = torch.arange(latents.shape[2], device=latents.device)
@@ -152,7 +156,7 @@ class DiffusionModel:
         """Return the velocity (noise minus clean latents) that the denoiser predicts, in the dtype of the latents.
 
         Conditioning frames are clean in `latents` and have velocity 0. `dtype` is the dtype of the denoiser's weights;
-        None means the dtype of the latents.
+        None: the dtype of the latents.
         """
         sigma_B = sigma_B.to(latents.device, torch.float32)
         arguments = self.nft_prepare_transformer_input(latents, sigma_B, text, num_conditioning_B)
@@ -164,19 +168,20 @@ class DiffusionModel:
         return velocity if mask is None else velocity * mask
 
     def velocity_of(self, output: Tensor, latents: Tensor) -> Tensor:
-        """Return the velocity in the output of the denoiser, without a predicted variance."""
+        """Return the velocity from the output of the denoiser, which may also contain a predicted variance."""
         return output.chunk(2, dim=1)[0] if output.shape[1] == 2 * latents.shape[1] else output
 
     def latents_in(self, hidden_states: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Return the latents, of shape `shape`, in the network's input `hidden_states`; families define its layout."""
+        """Return the latents, of shape `shape`, from the network's input `hidden_states`; the layout differs by
+        family."""
         return hidden_states
 
     def apply_guidance(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
-        """Return the velocity of classifier-free guidance by the pipeline's formula; scale 1 disables guidance."""
+        """Return the velocity with classifier-free guidance by the pipeline's formula; scale 1 disables guidance."""
         return unconditional + scale * (conditional - unconditional)
 
     def check_context(self, size: int) -> None:
-        """Check that `shard_tokens` can divide the tokens of a clip among `size` ranks.
+        """Check that `shard_tokens` can divide the tokens of a clip among `size` context-parallel ranks.
 
         Raises:
             ConfigError: the family does not support context parallelism over `size` ranks.
@@ -187,14 +192,15 @@ class DiffusionModel:
         )
 
     def shard_tokens(self, denoiser: Any, mesh: DeviceMesh) -> None:
-        """Divide the tokens of each clip among the ranks of a mesh, inside the denoiser.
+        """Divide the tokens of each clip among the ranks of a mesh inside the denoiser.
 
         Every rank calls the denoiser with whole clips and gets whole velocities.
         """
         raise NotImplementedError(type(self).__name__)
 
     def pipeline_with_logprob(self, sample: Callable[..., Any], predict: Predict, *args: Any, **kwargs: Any) -> Any:
-        """Call `sample`, a sampler that also returns the log-probability of each step; families can override this."""
+        """Call `sample`, a sampler that also returns log-probabilities of its steps; families can override this
+        method."""
         return sample(predict, *args, **kwargs)
 
     @cached_property
@@ -204,7 +210,7 @@ class DiffusionModel:
 
     @property
     def schedule(self) -> str:
-        """Return the name of the scheduler's table of noise levels, one of `flow.SCHEDULES`.
+        """Return the name of the scheduler's formula for noise levels, a key of `flow.SCHEDULES`.
 
         Raises:
             ConfigError: the scheduler is not that of a rectified flow.
@@ -223,8 +229,8 @@ class DiffusionModel:
 
     @property
     def edm_levels(self) -> tuple[float, float]:
-        """Return the largest and smallest EDM noise level of Karras' schedule, from the settings of the scheduler or,
-        if they are not set, from its training noise levels."""
+        """Return the largest and smallest EDM noise level of Karras' schedule, from the scheduler's settings or, if
+        these are missing, from its training noise levels."""
         most, least = self.scheduler.get("sigma_max"), self.scheduler.get("sigma_min")
         if most is None or least is None:
             alphas = self.folder.load("scheduler").alphas_cumprod.double()
@@ -234,35 +240,35 @@ class DiffusionModel:
 
     @property
     def shift(self) -> float:
-        """Return the scheduler's timestep shift, which moves noise levels towards pure noise."""
+        """Return the timestep shift of the scheduler, which moves noise levels towards pure noise."""
         return float(self.scheduler.get("shift") or self.scheduler.get("flow_shift") or 1.0)
 
     @property
     def num_timesteps(self) -> float:
-        """Return the scheduler's factor from noise level to the network's timestep."""
+        """Return the factor by which the scheduler converts a noise level to the network's timestep."""
         return float(self.scheduler.get("num_train_timesteps") or TIMESTEPS)
 
     @property
     def train_shift(self) -> float:
-        """Return the timestep shift of training: that of the recipe or, if not set, that of the scheduler."""
+        """Return the timestep shift of training, from the recipe or, if the recipe sets none, from the scheduler."""
         return self.config.train_flow_shift or self.shift
 
     @property
     def pixels_per_latent(self) -> tuple[int, int]:
-        """Return the VAE's compression factors: frames per latent frame, and pixels per latent position in a row."""
+        """Return the VAE's compression factors: frames per latent frame, and pixels per latent position (both axes)."""
         settings = self.folder.settings("vae")
         channels = settings.get("block_out_channels") or settings.get("encoder_block_out_channels") or (1,)
         return 1, 2 ** (len(channels) - 1)
 
     @property
     def size_multiple(self) -> int:
-        """Return the required divisor of height and width in pixels."""
+        """Return the number by which height and width in pixels must be divisible."""
         patch = self.folder.settings(self.denoiser_name).get("patch_size", 1)
         in_space = self.pixels_per_latent[1] * int(patch[-1] if isinstance(patch, list | tuple) else patch)
         return math.lcm(in_space, self.pipeline_multiple)
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        """Return the shape of the latents of one image or clip.
+        """Return the shape of the latents of one image or clip, given its size in pixels and frames.
 
         Raises:
             ConfigError: the network does not support the size.
@@ -304,11 +310,11 @@ class DiffusionModel:
 
     @cached_property
     def vae(self) -> Any:
-        """Return the VAE without the pipeline, for rollouts and validation, which decode but need no text encoder."""
+        """Return the VAE without loading the pipeline, for rollouts and validation, which need no text encoder."""
         return self._load("vae")
 
     def make_pipeline(self, components: Mapping[str, Any]) -> Any:
-        """Build the pipeline from components; missing required components are None."""
+        """Build the pipeline from `components`, by name; required components that are missing are set to None."""
         pipeline_class = self.folder.pipeline_class
         accepted = list(inspect.signature(pipeline_class.__init__).parameters.values())[1:]
         required = {each.name: None for each in accepted if each.default is inspect.Parameter.empty}
@@ -317,25 +323,25 @@ class DiffusionModel:
         return pipeline
 
     def whole_pipeline(self, denoiser: Any) -> Any:
-        """Return the pipeline with its encoders and a denoiser."""
+        """Return the pipeline with its encoders and the given denoiser."""
         pipeline = self.pipeline
         pipeline.register_modules(**{self.denoiser_name: denoiser})
         return pipeline
 
     @classmethod
     def substitutes(cls) -> dict[str, Any]:
-        """Return dummy components that the pipeline's constructor requires, although they are never used."""
+        """Return placeholders, by name, for components that the constructor requires but training never uses."""
         return {}
 
     def drop_encoders(self) -> None:
-        """Free text encoders and VAE; they are loaded again on the next use."""
+        """Free the text encoders and the VAE; the next use loads them again."""
         for name in ("pipeline", "vae"):
             self.__dict__.pop(name, None)
         gc.collect()
 
     @classmethod
     def load_pipeline(cls, folder: PipelineFolder, dtype: torch.dtype) -> Any:
-        """Load a whole pipeline with `from_pretrained`, as a user does, adding only the required `substitutes`."""
+        """Load a whole pipeline with `from_pretrained`, as a user would, except for the components in `substitutes`."""
         absent = {name: None for name, entry in folder.index.items() if isinstance(entry, list) and not any(entry)}
         pipeline = folder.pipeline_class.from_pretrained(
             str(folder.path), dtype=dtype, local_files_only=True, **absent | cls.substitutes()
@@ -344,7 +350,7 @@ class DiffusionModel:
         return pipeline
 
     def probe(self) -> dict[str, Any]:
-        """Return the arguments of a small, quick call of the pipeline, without prompt and seed."""
+        """Return the arguments of a small and quick call of the pipeline, without prompt and seed."""
         in_time = self.pixels_per_latent[0]
         side = self.size_multiple * 2
         frames = {"num_frames": in_time + 1} if self.is_video else {}
@@ -352,8 +358,8 @@ class DiffusionModel:
                 "max_sequence_length": self.config.max_prompt_length, **frames}  # fmt: skip
 
     def load_denoiser(self, dtype: torch.dtype) -> Any:
-        """Return the denoiser with all weights on the CPU in `dtype`: FSDP needs a single dtype, but diffusers leaves
-        some weights of a network in half precision in float32."""
+        """Return the denoiser with all weights on the CPU in `dtype`. FSDP needs weights of one dtype, but in half
+        precision diffusers leaves some weights in float32."""
         return torch.nn.Module.to(self.folder.load(self.denoiser_name, dtype), dtype)
 
     @property
@@ -372,9 +378,10 @@ class DiffusionModel:
 
     @contextmanager
     def _working(self, *names: str) -> Iterator[Any]:
-        """Move pipeline components to the device for the block, without gradients, and yield the last of them.
+        """Move pipeline components to the device during the block, without gradients, and yield the last component.
 
-        With `policy.diffusers.offload` they return to host memory after the block or at the end of `residence.staying`.
+        With `policy.diffusers.offload` the components return to host memory after the block, or at the end of an
+        enclosing `residence.keep_on_device`.
         """
         named = [self.vae if name == "vae" else getattr(self.pipeline, name, None) for name in names]
         components = [each for each in named if each is not None]

@@ -1,4 +1,4 @@
-"""Conversion of disk errors of any library to one-line errors that say which files are lost and which are intact."""
+"""Conversion of disk errors to one-line errors that name the lost file and the files that are still intact."""
 
 import errno
 import os
@@ -11,13 +11,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from cosmos_core.errors import StageFailed
 
-# ENOSPC: the disk is full; EFBIG: a limit on the size of a file; EDQUOT: a quota. The remedy is to free space.
+# ENOSPC: the disk is full; EFBIG: a file exceeds the size limit; EDQUOT: a quota is used up. Freeing space helps.
 _FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
 
 @contextmanager
 def translate_disk_errors(name: str, describe_rest: Callable[[], str]) -> Iterator[None]:
-    """Convert errors of the operating system inside the block, which writes `name`, to one line.
+    """Convert disk errors of the block, which writes the file `name`, to one-line errors.
 
     The message includes the result of `describe_rest()`, a text about the files that are still intact.
 
@@ -27,7 +27,7 @@ def translate_disk_errors(name: str, describe_rest: Callable[[], str]) -> Iterat
     try:
         yield
     except CheckpointException as error:
-        # CheckpointException is a BaseException, so `except Exception` clauses of callers would not catch it.
+        # CheckpointException is a BaseException, which `except Exception` clauses of callers do not catch.
         cause = next(iter(error.failures.values()))[0]
         raise _disk_error(cause, name, describe_rest) from error
     except (OSError, SafetensorError) as error:
@@ -36,7 +36,7 @@ def translate_disk_errors(name: str, describe_rest: Callable[[], str]) -> Iterat
 
 @contextmanager
 def unwrap_checkpoint_errors() -> Iterator[None]:
-    """Replace a `CheckpointException` of the block by its cause, because `CheckpointException` is no `Exception`."""
+    """Replace a `CheckpointException` of the block by its cause, because the class is not a subclass of `Exception`."""
     try:
         yield
     except CheckpointException as error:
@@ -55,6 +55,6 @@ def _disk_error(error: BaseException, name: str, describe_rest: Callable[[], str
 def _error_number(error: BaseException) -> int | None:
     if isinstance(error, OSError):
         return error.errno
-    # safetensors, a library in Rust, has the error number only in the text of its exceptions.
+    # safetensors is written in Rust, and has the error number only in the text of its exceptions.
     match = re.search(r"\(os error (\d+)\)", str(error)) if isinstance(error, SafetensorError) else None
     return int(match[1]) if match else None

@@ -1,7 +1,7 @@
-"""Write a causal language model as a Hugging Face folder.
+"""Write a causal language model as a folder in Hugging Face format.
 
-A LoRA adapter is written twice: merged into the model, and unmerged in the folder `lora/`. `verify_export.py` verifies
-the written folder.
+A LoRA adapter is written twice: merged into the model, and separately in the subfolder `lora/`. `verify_export.py`
+verifies the written folder.
 """
 
 import copy
@@ -29,9 +29,9 @@ def export_model(
 ) -> None:
     """Write weights, config, generation config and tokenizer of a model to the folder `target`, atomically.
 
-    Floating-point weights are cast to `dtype` (None keeps their dtype); the model itself is not changed. As in
-    transformers, tied weights are written once, and several weight files get an index. `extra_files` are contents of
-    further files by path in the folder.
+    Floating-point weights are cast to `dtype` (None: unchanged) without changing the model itself. As in transformers,
+    tied weights are written once, and several weight files get an index. `extra_files` has the contents of further
+    files by path in the folder.
 
     Raises:
         StageFailed: the disk is full or broken.
@@ -53,7 +53,7 @@ def export_model(
 
 
 def _cast_weights(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """Return the state dict of a model in `dtype`; tied weights share memory, so that transformers writes them once."""
+    """Return the state dict of a model in `dtype`. Tied weights share memory, so that transformers writes them once."""
     weights = merged_state_dict(model)
     if dtype is None:
         return weights
@@ -69,7 +69,7 @@ def _export_config(model: PreTrainedModel, dtype: torch.dtype | None) -> Any:
     for each in [config, *(getattr(config, name) for name in config.sub_configs)]:
         if dtype is not None:
             each.dtype = dtype
-        # Training with recomputation disables the key-value cache, which generation with the export needs.
+        # Training with recomputation disables the key-value cache, but generation with the exported model needs it.
         if hasattr(each, "use_cache"):
             each.use_cache = True
     return config

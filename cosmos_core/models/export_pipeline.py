@@ -1,7 +1,7 @@
 """Write a trained diffusion model as a pipeline that diffusers loads.
 
-    <target>/model_index.json, <component>/...     the whole pipeline, an adapter merged into the denoiser
-    <target>/lora/model.safetensors                the adapter by itself, for `load_lora_weights` on the base pipeline
+    <target>/model_index.json, <component>/...     the whole pipeline, with an adapter merged into the denoiser
+    <target>/lora/model.safetensors                the adapter alone, for `load_lora_weights` on the base pipeline
 
 Files of components that were not trained are copied. `verify_pipeline_export.py` verifies the written pipeline.
 """
@@ -37,8 +37,8 @@ def export_pipeline(
 ) -> None:
     """Write the pipeline with `model` as its denoiser to the folder `target`, atomically.
 
-    Weights of the denoiser are cast to `dtype` (None keeps their dtype); the model itself is not changed. `extra_files`
-    are contents of further files by path in the folder.
+    The denoiser's weights are cast to `dtype` (None: unchanged) without changing the model itself. `extra_files` has
+    the contents of further files by path in the folder.
 
     Raises:
         StageFailed: the disk is full or broken.
@@ -69,10 +69,10 @@ def untrained_files(folder: PipelineFolder, denoiser_name: str) -> Iterator[Path
 
 
 def save_pipeline_adapter(family: DiffusionModel, model: Any, folder: Path) -> None:
-    """Write the LoRA adapter of `model` to `folder` with the pipeline's own `save_lora_weights`.
+    """Write the LoRA adapter of `model` to `folder` with `save_lora_weights` of the pipeline.
 
-    The settings of the adapter are written too, because without them diffusers uses the rank as alpha on loading, which
-    changes the scale of the adapter.
+    The settings of the adapter are written too: without them diffusers uses the rank as alpha on loading, which changes
+    the scale of the adapter.
     """
     state = peft.get_peft_model_state_dict(model, adapter_name=_ADAPTER, save_embedding_layers=False)
     assert not changes_base(model), "refused by `check`: the adapter would not fit the untouched base"
@@ -87,9 +87,10 @@ def save_pipeline_adapter(family: DiffusionModel, model: Any, folder: Path) -> N
 
 
 def adapter_settings(model: Any) -> dict[str, Any]:
-    """Return the settings of the model's LoRA adapter as JSON values, in the same order in each process.
+    """Return the settings of the model's LoRA adapter as JSON values, in the same order in every process.
 
-    Dropout is set to 0: diffusers would keep dropout enabled, so a pipeline would return another image in each call.
+    Dropout is set to 0, because diffusers would keep it enabled, and a pipeline would return another image in each
+    call.
     """
     settings = model.peft_config[_ADAPTER].to_dict() | {"inference_mode": True, "lora_dropout": 0.0}
     plain = {key: sorted(value) if isinstance(value, (set, list)) else value for key, value in settings.items()}
@@ -98,9 +99,9 @@ def adapter_settings(model: Any) -> dict[str, Any]:
 
 
 def export_state(model: Any, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Return the denoiser's tensors by name for export, on the CPU, floating-point tensors in `dtype`.
+    """Return the tensors of the denoiser by name for the export, on the CPU, with floating-point tensors in `dtype`.
 
-    Call this function inside `merge_adapter`, so that a LoRA adapter is part of the weights.
+    Call this function inside `merge_adapter`, so that the weights include the LoRA adapter.
     """
     return {
         name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None)

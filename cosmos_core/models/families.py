@@ -1,6 +1,6 @@
-"""Registry of families of diffusion models: files of this folder that define `PIPELINES` and `FAMILY`.
+"""Registry of the families of diffusion models: the files of this folder that define `PIPELINES` and `FAMILY`.
 
-Only the file of the selected family is imported. A user-defined class can be used instead.
+Only the file of the selected family is imported. A recipe can name a user-defined class instead.
 """
 
 import ast
@@ -19,7 +19,7 @@ from cosmos_core.registry import import_user_code, suggestion
 
 
 def open_family(model: str, policy: PolicyConfig, device: torch.device | str = "cpu") -> DiffusionModel:
-    """Return the family object of the pipeline `model`, a folder or Hub id; its encoders are loaded on first use.
+    """Return the family object of the pipeline `model`, a folder or Hub id. The encoders are loaded on first use.
 
     Raises:
         ModelError: the model is not a pipeline, or no family supports its class.
@@ -30,7 +30,8 @@ def open_family(model: str, policy: PolicyConfig, device: torch.device | str = "
 
 
 def family_of(folder: PipelineFolder, model_class: str | None = None) -> type[DiffusionModel]:
-    """Return the family class of a pipeline: the user-defined `model_class`, or that of the pipeline's `_class_name`.
+    """Return the family class for a pipeline: the user-defined `model_class`, or the family that supports the
+    pipeline's class.
 
     Raises:
         ModelError: no family supports the class of the pipeline.
@@ -56,7 +57,7 @@ def family_of(folder: PipelineFolder, model_class: str | None = None) -> type[Di
 
 @cache
 def pipeline_modules() -> dict[str, str]:
-    """Return the name of the module of this folder that supports a pipeline class, by name of the class."""
+    """Return the names of the modules in this folder that support a pipeline class, by name of the class."""
     modules: dict[str, str] = {}
     for file in sorted(Path(__file__).parent.glob("*.py")):
         for node in ast.parse(file.read_text(encoding="utf-8")).body:

@@ -1,4 +1,4 @@
-"""Models cut to their first layers, with which an export is verified if memory cannot hold the whole model twice."""
+"""Models truncated to their first layers, to verify an export if memory cannot hold the whole model twice."""
 
 import re
 from collections.abc import Iterator
@@ -15,19 +15,20 @@ _FLOAT32_BYTES = 4
 
 
 class FirstLayers(NamedTuple):
-    """Selection of the first layers of a model: the module list of layers, and the number of layers to keep."""
+    """First layers of a model to keep: the name of its list of layers, and the number of kept layers."""
 
     path: str
-    """Name of the module list in the model that has the layers."""
+    """Name of the module list that has the layers of the model."""
     num_kept: int
     num_layers: int
 
 
 def fit_layers(model: PreTrainedModel, dtype: torch.dtype | None, memory: int) -> FirstLayers | None:
-    """Return as many first layers, at least one, as fit into `memory` bytes as a float32 copy for another process.
+    """Return the largest number of first layers, at least one, that fit into `memory` bytes as a float32 copy in
+    another process; None if all layers fit.
 
-    None: all layers fit. If the export has another dtype than float32, this process needs a second float32 copy.
-    `dtype` is the dtype of the export; None: the dtype of the weights.
+    If the weights of the export are not float32, this process needs a second float32 copy. `dtype` is the dtype of the
+    export; None: the dtype of the weights.
     """
     path = layers_path(model)
     if path is None:
@@ -43,7 +44,7 @@ def fit_layers(model: PreTrainedModel, dtype: torch.dtype | None, memory: int) -
 
 @contextmanager
 def keep_first_layers(model: PreTrainedModel, first: FirstLayers | None) -> Iterator[None]:
-    """Remove all layers of a model except those in `first` inside the block; `first` None: keep all layers."""
+    """Remove all layers of a model except the layers in `first` during the block; `first` None: remove no layer."""
     if first is None:
         yield
         return
@@ -62,7 +63,7 @@ def cut_config(config: PretrainedConfig, first: FirstLayers | None) -> Pretraine
         text = config.get_text_config()
         text.num_hidden_layers = first.num_kept
         for name, value in list(vars(text).items()):
-            if isinstance(value, list) and len(value) == first.num_layers:  # a config list with one value per layer
+            if isinstance(value, list) and len(value) == first.num_layers:  # a list with one value per layer
                 setattr(text, name, value[: first.num_kept])
     return config
 
@@ -76,7 +77,8 @@ def is_removed(key: str, first: FirstLayers | None) -> bool:
 
 
 def layers_path(model: PreTrainedModel) -> str | None:
-    """Return the name of the module list that has the layers of the language model; None: there is no such list."""
+    """Return the name of the module list that has the layers of the language model; None: the model has no such
+    list."""
     config = model.config.get_text_config()
     total, blocks = getattr(config, "num_hidden_layers", 0), set(blocks_of(model))
     embedding = model.get_input_embeddings()

@@ -15,15 +15,16 @@ _TRIES = 5
 
 
 class TrainFlops:
-    """Counter of the FLOPs of forward and backward pass: a multiplication and an addition per weight of a matrix.
+    """Counter of the FLOPs of a forward and backward pass: one multiplication and one addition per element of a weight
+    matrix and token.
 
-    Weights that are not trained need no weight gradient, only the experts that a token is routed to count, and an
-    embedding lookup costs nothing. Attention over the causal half of a sequence is included; recomputation is not
-    (PaLM, arXiv 2204.02311, appendix B).
+    Weights that are not trained need no weight gradient; only the experts that process a token count; an embedding
+    lookup costs nothing. Attention over the causal half of a sequence is included, recomputation is not (PaLM, arXiv
+    2204.02311, appendix B).
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Count the FLOPs per token of `model`, an unsharded model on any device, including the meta device."""
+        """Count the FLOPs per token of an unsharded `model` on any device, including the meta device."""
         config: Any = getattr(model, "config", None)
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         chosen = getattr(text, "num_experts_per_tok", 1) / (
@@ -41,12 +42,14 @@ class TrainFlops:
         self._flops_per_pair = 6.0 * getattr(text, "num_hidden_layers", 0) * heads * width
 
     def total(self, costs: Sequence[int]) -> float:
-        """Return the FLOPs of forward and backward pass of samples with `costs` tokens each."""
+        """Return the FLOPs of the forward and backward pass of samples; `costs` has the number of tokens of each
+        sample."""
         return sum(self.flops_per_token * cost + self._flops_per_pair * cost * cost for cost in costs)
 
 
 def _lookup(model: nn.Module) -> nn.Parameter | None:
-    """Return the embedding weight if it is used only for lookups; None if it is tied to the output head or missing."""
+    """Return the embedding weight if it is used only for lookups; None if it is tied to the output head, or does not
+    exist."""
     language: Any = model
     if not hasattr(model, "get_input_embeddings"):
         return None
@@ -60,7 +63,7 @@ def _lookup(model: nn.Module) -> nn.Parameter | None:
 def measure_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Return the peak rate of matrix products on `device` in FLOP/s, measured once per process.
 
-    Sizes grow until a product takes 0.03 s; the rate is the best over all sizes and tries.
+    The matrices grow until a product takes 0.03 s; the result is the best rate over all sizes and tries.
     """
     size, best = _SMALLEST, 0.0
     while size <= _LARGEST.get(device.type, 1024):

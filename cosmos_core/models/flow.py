@@ -1,12 +1,12 @@
-"""Rectified flow: the path from data to noise, the noise levels of training, and those of a sampler.
+"""Rectified flow: the path from data to noise, and the noise levels of training and of samplers.
 
 One convention for all families: sigma is in [0, 1] and 1 is pure noise, so x = (1 - sigma) x0 + sigma e with e sampled
-from N(0, I), and a network predicts the velocity v = e - x0. Tables of noise levels are float64, on the CPU, and
-computed by this module: the integer timesteps of a scheduler are inexact by up to 1/1000, and a pipeline's call
-modifies them. If no table of this module matches the settings of a scheduler, the scheduler's own table is used
-(`DiffusionModel.set_scheduler_timestep`).
+from N(0, I), and a network predicts the velocity v = e - x0. Tables of noise levels are computed by this module in
+float64 on the CPU, because the integer timesteps of a scheduler are inexact by up to 1/1000, and a call of the pipeline
+modifies the scheduler. If no formula of this module matches the settings of a scheduler, the scheduler's own table is
+used (`DiffusionModel.set_scheduler_timestep`).
 
-Steps from one noise level to the next are in `flow_steps`.
+`flow_steps` has the steps from one noise level to the next.
 
 Shapes: B samples, N noise levels, dots for the dimensions of a latent.
 """
@@ -19,39 +19,41 @@ from torch import Tensor
 
 _MODE_SCALE = 1.29
 _TRAIN_LEVELS = 1000
-"""Number of training noise levels of diffusers' schedulers."""
+"""Number of noise levels with which diffusers' schedulers describe training."""
 
 
 def noisy_latents(x0: Tensor, noise: Tensor, sigma_B: Tensor) -> Tensor:
-    """Return the noisy latents x of clean latents `x0` at the noise level of each sample."""
+    """Return the noisy latents (1 - sigma) x0 + sigma noise, with the noise level sigma of each sample."""
     sigma = per_sample(sigma_B, x0)
     return (1 - sigma) * x0 + sigma * noise
 
 
 def velocity(x0: Tensor, noise: Tensor) -> Tensor:
-    """Return the velocity that a network should predict, `noise` - `x0`, which is the same at every noise level."""
+    """Return the velocity that a network is trained to predict, `noise` - `x0`, which does not depend on the noise
+    level."""
     return noise - x0
 
 
 def clean_estimate(x: Tensor, v: Tensor, sigma_B: Tensor) -> Tensor:
-    """Return the estimate of the clean latents x0 from noisy latents and a velocity."""
+    """Return the estimate of the clean latents x0 from noisy latents `x` and a predicted velocity `v`."""
     return x - per_sample(sigma_B, x) * v
 
 
 def noise_estimate(x: Tensor, v: Tensor, sigma_B: Tensor) -> Tensor:
-    """Return the estimate of the noise from noisy latents and a velocity."""
+    """Return the estimate of the noise from noisy latents `x` and a predicted velocity `v`."""
     return x + (1 - per_sample(sigma_B, x)) * v
 
 
 def per_sample(values_B: Tensor, like: Tensor) -> Tensor:
-    """Return values per sample, or a scalar, in a shape that broadcasts over the latents `like`, and in their dtype."""
+    """Return values per sample, or a scalar, in the dtype of the latents `like` and in a shape that broadcasts over
+    them."""
     return values_B.to(like).reshape(-1, *[1] * (like.ndim - 1)) if values_B.ndim else values_B.to(like)
 
 
 def mean_per_sample(values: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return for each sample the mean of the values where the mask is 1 (0 marks conditioning frames).
+    """Return the mean of `values` of each sample over the elements with mask 1; conditioning frames have mask 0.
 
-    With a mask of None or a scalar mask the mean is over all values of the sample.
+    If the mask is None or a scalar, the mean is over all elements of the sample.
     """
     if mask is None or not mask.ndim:
         return values.flatten(1).mean(1)
@@ -60,7 +62,7 @@ def mean_per_sample(values: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def shift_levels(sigma: Tensor, shift: float) -> Tensor:
-    """Return noise levels moved towards pure noise if `shift` is above 1, as larger images need.
+    """Return noise levels that are moved towards pure noise if `shift` exceeds 1, as larger images need.
 
     Source: arXiv 2403.03206, section 5.3.2.
     """
@@ -76,7 +78,8 @@ def draw_noise_levels(
     logit_std: float = 1.0,
     shift: float = 1.0,
 ) -> Tensor:
-    """Sample `count` noise levels from the density of `scheme`, then shift them by `shift`; the result is float64.
+    """Sample `count` noise levels from the density that `scheme` names, and shift them by `shift`; the result is
+    float64.
 
     `logit_normal` is sigmoid(logit_mean + logit_std z) with z from N(0, 1); `mode` prefers medium levels; all other
     schemes are uniform (arXiv 2403.03206, section 3.1).
@@ -92,10 +95,10 @@ def draw_noise_levels(
 
 
 def loss_weights(sigma_B: Tensor, scheme: str) -> Tensor:
-    """Return the weight of the loss at the noise level of each sample.
+    """Return the loss weight of each sample at its noise level, by the name of a weighting scheme.
 
-    It is sigma^-2 for the scheme `sigma_sqrt`, 2 / (pi (1 - 2 sigma + 2 sigma^2)) for `cosmap`, and 1 for the other
-    schemes, which already weight noise levels by the density from which `draw_noise_levels` samples.
+    The weight is sigma^-2 for `sigma_sqrt`, 2 / (pi (1 - 2 sigma + 2 sigma^2)) for `cosmap`, and 1 for all other
+    schemes, which weight noise levels by the density from which `draw_noise_levels` samples.
     """
     if scheme == "sigma_sqrt":
         return sigma_B**-2
@@ -112,7 +115,7 @@ def flow_schedule(num_steps: int, shift: float = 1.0) -> Tensor:
 def euler_schedule(num_steps: int, shift: float = 1.0) -> Tensor:
     """Return the noise levels of diffusers' FlowMatchEulerDiscreteScheduler, which the papers on RL with flows used.
 
-    The scheduler shifts its smallest level twice, so its last step is very small.
+    This scheduler shifts its smallest level twice, so its last step is very small.
     """
     smallest = shift_levels(torch.tensor(1 / _TRAIN_LEVELS, dtype=torch.float64), shift).item()
     return _append_zero(shift_levels(torch.linspace(1, smallest, num_steps, dtype=torch.float64), shift))
@@ -125,8 +128,8 @@ def dpm_schedule(num_steps: int, shift: float = 1.0) -> Tensor:
 
 
 def unipc_schedule(num_steps: int, shift: float = 1.0) -> Tensor:
-    """Return the noise levels of diffusers' UniPCMultistepScheduler for flows: from 1 down to above 0.001, shifted, and
-    0 at the end.
+    """Return the noise levels of diffusers' UniPCMultistepScheduler for flows: from 1 down to above 0.001, shifted,
+    followed by 0.
 
     The scheduler itself starts at 1 - 1e-6, because its steps take a logarithm.
     """
@@ -135,10 +138,10 @@ def unipc_schedule(num_steps: int, shift: float = 1.0) -> Tensor:
 
 
 def karras_schedule(num_steps: int, shift: float = 1.0, *, most: float = 200.0, least: float = 0.01) -> Tensor:
-    """Return the noise levels of diffusers' UniPCMultistepScheduler with Karras' levels; `shift` has no effect.
+    """Return the noise levels of diffusers' UniPCMultistepScheduler with Karras' levels.
 
     The EDM noise levels s from `most` to `least` by the rule of Karras et al. (arXiv 2206.00364, rho = 7) are converted
-    to noise levels s / (1 + s) of a flow. The default range is that of Cosmos-Predict2.5.
+    to noise levels s / (1 + s) of a flow; `shift` is ignored. The default range is that of Cosmos-Predict2.5.
     """
     rho = 7.0
     ramp_N = torch.linspace(0, 1, num_steps, dtype=torch.float64)
@@ -153,7 +156,7 @@ SCHEDULES: dict[str, Callable[[int, float], Tensor]] = {
     "unipc": unipc_schedule,
     "karras": karras_schedule,
 }
-"""Functions that return the noise levels of a sampler for a number of steps and a shift, by name of the schedule."""
+"""Functions from a number of steps and a shift to the noise levels of a sampler, by name of the schedule."""
 
 
 def _append_zero(sigma_N: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
-"""Steps of a sampler from one noise level to the next: stochastic steps with their log-probability, and solvers.
+"""Steps of a sampler from one noise level to the next: stochastic steps with their log-probability, and ODE solvers.
 
-A stochastic step is a Gaussian around a mean. `transition` computes mean and standard deviation from a velocity, in
-rollouts and, with gradient, in training, so that rollouts and training cannot differ. All values are computed at least
-in float32, whatever the dtype of the network.
+A stochastic step is a Gaussian around a mean. Rollouts and, with gradient, training call the same function
+`transition`, which computes mean and standard deviation from a velocity. All values are computed at least in float32,
+whatever the dtype of the network.
 
-Tables of noise levels are in `flow`.
+`flow` has the tables of noise levels.
 
 Shapes: B samples, dots for the dimensions of a latent.
 """
@@ -20,40 +20,43 @@ from torch import Tensor
 from cosmos_core.models.flow import clean_estimate, mean_per_sample, noise_estimate, per_sample
 
 _PURE = 0.999
-"""Noise level above which latents are treated as pure noise."""
+"""Noise level above which latents count as pure noise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """Noise levels at the start and at the end of a sampler step, one value per sample or one for all samples."""
+    """Noise levels at the start and at the end of a sampler step, with one value per sample or one for all samples."""
 
     sigma: Tensor
     next: Tensor
     second_sigma: Tensor
-    """Second noise level of the sampler's schedule, which replaces sigma = 1 in divisions by 1 - sigma."""
+    """Second noise level of the sampler's schedule. It replaces sigma in 1 / (1 - sigma), which is infinite at sigma =
+    1."""
 
 
 class Transition(NamedTuple):
-    """Distribution of the latents after a stochastic step."""
+    """Gaussian distribution of the latents after a stochastic step."""
 
     mean: Tensor
     std: Tensor
-    """Standard deviation of each element of the latents, one value per sample or one for all samples; 0 if the step is
+    """Standard deviation of the elements of the latents, one value per sample or one for all samples; 0: the step is
     deterministic."""
     rate: Tensor
-    """Noise rate of the differential equation, std / sqrt(sigma - next sigma), by which the papers divide the KL."""
+    """Noise rate of the stochastic differential equation, std / sqrt(sigma - next sigma), by which the papers divide
+    the KL."""
     has_density: bool = True
-    """Whether `log_prob` is that of a Gaussian; False: minus the mean squared distance to the mean (FlowCPS)."""
+    """Whether `log_prob` returns the log-density of the Gaussian; False: minus the mean squared distance to the mean
+    (FlowCPS)."""
 
 
 Kernel = Callable[[Tensor, Tensor, Levels, float], Transition]
 
 
 def flow_sde(x: Tensor, v: Tensor, levels: Levels, eta: float) -> Transition:
-    """Return the step of FlowGRPO (arXiv 2505.05470), with noise eta sqrt(sigma / (1 - sigma)).
+    """Return the stochastic step of FlowGRPO (arXiv 2505.05470), with the noise rate eta sqrt(sigma / (1 - sigma)).
 
-    The drift keeps the distribution of latents at each noise level. The noise is unbounded as sigma goes to 1, so for
-    sigma above 0.999 the second noise level replaces sigma in 1 - sigma.
+    The drift preserves the distribution of latents at each noise level. The noise rate is unbounded as sigma approaches
+    1, so for sigma above 0.999 the second noise level replaces sigma in 1 - sigma.
     """
     sigma, step = levels.sigma, levels.next - levels.sigma
     rate = eta * torch.sqrt(sigma / (1 - torch.where(sigma > _PURE, levels.second_sigma, sigma)))
@@ -63,7 +66,8 @@ def flow_sde(x: Tensor, v: Tensor, levels: Levels, eta: float) -> Transition:
 
 
 def dance_grpo_step(x: Tensor, v: Tensor, levels: Levels, eta: float) -> Transition:
-    """Return the step of DanceGRPO (arXiv 2505.07818): constant noise eta, drift by the score."""
+    """Return the stochastic step of DanceGRPO (arXiv 2505.07818), with constant noise rate eta and a drift by the
+    score."""
     sigma, step = levels.sigma, levels.next - levels.sigma
     score = (per_sample(1 - sigma, x) * clean_estimate(x, v, sigma) - x) / per_sample(sigma**2, x)
     mean = x + v * per_sample(step, x) - score * per_sample(0.5 * eta**2 * step, x)
@@ -72,7 +76,8 @@ def dance_grpo_step(x: Tensor, v: Tensor, levels: Levels, eta: float) -> Transit
 
 
 def flow_cps_step(x: Tensor, v: Tensor, levels: Levels, eta: float) -> Transition:
-    """Return the step of FlowCPS (arXiv 2509.05952): the fraction sin(eta pi / 2) of the noise after the step is new.
+    """Return the stochastic step of FlowCPS (arXiv 2509.05952), in which the fraction sin(eta pi / 2) of the noise is
+    new.
 
     The total noise after the step is exactly that of the next noise level.
     """
@@ -98,21 +103,29 @@ def ddim_step(x: Tensor, v: Tensor, levels: Levels, eta: float) -> Transition:
 
 
 KERNELS: dict[str, Kernel] = {"flow": flow_sde, "dance": dance_grpo_step, "cps": flow_cps_step, "ddim": ddim_step}
-"""Functions for stochastic steps, by their name in the key `policy.diffusers.sample.solver`."""
+"""Functions for stochastic steps, by the name in `policy.diffusers.sample.solver`."""
 
 
 def transition(kernel: str, x: Tensor, v: Tensor, levels: Levels, eta: float) -> Transition:
-    """Return the distribution of the latents after a stochastic step from the latents `x` with the velocity `v`."""
+    """Return the distribution of the latents after a stochastic step.
+
+    Args:
+        kernel: Name of the step function, a key of `KERNELS`.
+        x: Latents before the step.
+        v: Velocity that the network predicts.
+        levels: Noise levels at the start and at the end of the step.
+        eta: Strength of the noise.
+    """
     dtype = torch.promote_types(x.dtype, torch.float32)
     return KERNELS[kernel](x.to(dtype), v.to(dtype), levels, eta)
 
 
 def log_prob(distribution: Transition, next_latents: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the log-probability of the latents `next_latents` after a step, per sample, as the *mean* over their
+    """Return for each sample the log-probability of the latents `next_latents` after a step, as the *mean* over
     elements.
 
-    Because it is a mean, clip ranges are as small as 1e-4. Only elements with mask 1 count (None: all elements); the
-    mask of conditioning frames is 0.
+    Because it is a mean, clip ranges are as small as 1e-4. Only elements with mask 1 count (None: all elements);
+    conditioning frames have mask 0.
     """
     mean, next_latents = distribution.mean, next_latents.to(distribution.mean.dtype)
     squared_B = mean_per_sample((next_latents - mean) ** 2, mask)
@@ -125,7 +138,7 @@ def log_prob(distribution: Transition, next_latents: Tensor, mask: Tensor | None
 def euler_step(x: Tensor, v: Tensor, sigma: Tensor, next_sigma: Tensor) -> Tensor:
     """Return the latents after an Euler step from noise level `sigma` to `next_sigma`.
 
-    DDIM and DPM-Solver++ of order 1 are the same step.
+    DDIM with eta = 0 and DPM-Solver++ of order 1 are the same step.
     """
     return x + v * per_sample(next_sigma - sigma, x)
 
@@ -142,7 +155,7 @@ class DpmSolver2M:
         self._clean: Tensor | None = None
 
     def step(self, x: Tensor, v: Tensor, i: int) -> Tensor:
-        """Return the latents after step `i` of the schedule; call this method for the steps in order."""
+        """Return the latents after step `i` of the schedule. Call this method for the steps in order."""
         sigma, next_sigma = self._sigmas_N[i], self._sigmas_N[i + 1]
         clean, previous_clean = clean_estimate(x, v, sigma), self._clean
         self._clean = clean

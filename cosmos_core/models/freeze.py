@@ -1,4 +1,4 @@
-"""Selection of the weights to train: those of a LoRA adapter, or those that the recipe does not freeze."""
+"""Selection of the weights to train: the weights of a LoRA adapter, or all weights that the recipe does not freeze."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -14,21 +14,21 @@ from cosmos_core.registry import suggestion
 
 
 def mark_trained_weights(model: nn.Module, policy: PolicyConfig, targets: Sequence[str] = ()) -> None:
-    """Mark the weights of a model that are trained, by the settings in `policy`.
+    """Mark which weights of a model are trained, according to the settings in `policy`.
 
     The settings are `lora`, which adds an adapter, or `freeze_pattern`, `trainable_pattern` and `trainable_map`. If
     none is set, all weights are trained. A tied weight matches under each of its names. `targets` are the modules to
     adapt if the recipe names none; empty: the default modules of PEFT.
 
     Raises:
-        ConfigError: a name or pattern matches no weight, no weight is left to train, or `lora` is combined with another
-            of the settings.
+        ConfigError: a name or pattern matches no weight, no weight remains to train, or `lora` is combined with another
+            of these settings.
     """
     keys = [key for key in ("freeze_pattern", "trainable_pattern", "trainable_map") if getattr(policy, key)]
     if not keys and policy.lora is None:
         return
-    # transformers makes the embeddings' output require a gradient for recomputation, but non-reentrant checkpoints do
-    # not need it. Without it, the backward pass ends at the first trained layer.
+    # For recomputation, transformers makes the output of the embeddings require a gradient. Non-reentrant checkpoints
+    # do not need this, and without it the backward pass ends at the first trained layer.
     if isinstance(model, PreTrainedModel):
         model.disable_input_require_grads()
     if policy.lora is not None:
@@ -72,6 +72,6 @@ def _set_trained(
 
 
 def _names_to_suggest(names: Iterable[str]) -> list[str]:
-    """Return the names to suggest after a typing error: each weight's name up to the number of its layer."""
+    """Return the names to suggest after a typing error: the names of weights up to the layer number."""
     short = {re.split(r"\.\d+\.", name)[0] for name in names}
     return sorted(short)

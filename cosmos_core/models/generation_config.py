@@ -1,7 +1,7 @@
-"""Read and write `generation_config.json` of a model without validation errors.
+"""Read and write the `generation_config.json` of a model without validation errors.
 
-The file does not affect training, so none of its values may stop a training or an export. transformers refuses to load
-some values and to save others, for example sampling parameters without `do_sample`, which many published models have.
+The file does not affect training, so no value may stop a training or an export. transformers refuses to load some
+values and to save others, for example sampling parameters without `do_sample`, which many published models have.
 """
 
 import logging
@@ -17,15 +17,15 @@ from cosmos_core.models.model_files import locate_model, read_object, translate_
 
 FILE = "generation_config.json"
 _FIRST = ("do_sample", "num_beams", "use_cache", "return_dict_in_generate", "eos_token_id")
-"""Names of the generation settings that decide whether other settings are valid, and are therefore tried first."""
+"""Generation settings that determine whether other settings are valid, and are therefore tried first."""
 
 logger = logging.getLogger(__name__)
 
 
 def load_generation_config(model: str, revision: str | None = None) -> GenerationConfig | None:
-    """Load the generation config of a model, such as its end tokens; return None if the model has none.
+    """Load the generation config of a model, such as its end tokens; return None if the model has no such file.
 
-    Settings that transformers refuses to load are skipped with a warning.
+    Settings that transformers refuses to load are left out with a warning.
 
     Raises:
         ModelError: the file is not a JSON object, or the model cannot be fetched from the Hub.
@@ -39,7 +39,8 @@ def load_generation_config(model: str, revision: str | None = None) -> Generatio
 
 
 def refused_settings(model: str, revision: str | None = None) -> list[str]:
-    """Return the settings of a model's generation config that transformers, and so rollout engines, refuse to load.
+    """Return the names of a model's generation settings that transformers, and therefore rollout engines, refuse to
+    load.
 
     Raises:
         ModelError: the file is not a JSON object, or the model cannot be fetched from the Hub.
@@ -48,13 +49,13 @@ def refused_settings(model: str, revision: str | None = None) -> list[str]:
 
 
 def save_generation_config(model: PreTrainedModel, folder: Path) -> None:
-    """Write the generation config of a model without transformers' validation, which refuses to save some values."""
+    """Write the generation config of a model without transformers' validation, which refuses some values."""
     model.generation_config.to_json_file(folder / FILE, keys_to_pop=["compile_config"])
 
 
 @contextmanager
 def default_generation_config(model: PreTrainedModel) -> Iterator[None]:
-    """Replace the generation config of a model by the default inside the block, so that the model can be saved."""
+    """Replace the generation config of a model by the default during the block, so that the model can be saved."""
     original, model.generation_config = model.generation_config, GenerationConfig()
     try:
         yield
@@ -82,12 +83,12 @@ def _drop_refused(content: Mapping[str, Any]) -> tuple[GenerationConfig, list[st
 
 
 def _try_build(content: Mapping[str, Any]) -> GenerationConfig | None:
-    """Return the generation config of these settings; None if transformers cannot load or write them."""
+    """Return a generation config with the settings `content`; None if transformers cannot load or write them."""
     try:
         config = GenerationConfig.from_dict(dict(content))
-        GenerationConfig.from_dict(config.to_dict())  # transformers makes this call at each load
+        GenerationConfig.from_dict(config.to_dict())  # transformers makes this call when it loads a model
         config.to_json_string()
         ids = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id or 0]
-    except Exception:  # noqa: BLE001 - a value of a wrong type may raise anything
+    except Exception:  # noqa: BLE001 - a value of a wrong type may raise any error
         return None
     return config if all(isinstance(token, int) for token in ids) else None

@@ -1,6 +1,6 @@
-"""Loading of language models in Hugging Face format, with an audit of the loaded tensors.
+"""Loading of language models in Hugging Face format, with a check of all loaded tensors.
 
-This module is the only one that selects classes of transformers. Adapters, meshes, log-probabilities and diffusion
+This is the only module that selects model classes of transformers. Adapters, meshes, log-probabilities and diffusion
 models are in other modules.
 """
 
@@ -38,14 +38,15 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.
 def load_tokenizer(
     model: str, revision: str | None = None, chat_template: str | None = None
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model folder or Hub id; `chat_template`, if not None, replaces its chat template.
+    """Load the tokenizer of a model folder or Hub id. If `chat_template` is not None, it replaces the tokenizer's chat
+    template.
 
     Raises:
-        ModelError: the folder or Hub id is missing or has no tokenizer, or the tokenizer has no token for padding.
+        ModelError: the folder or Hub id does not exist or has no tokenizer, or the tokenizer has no token for padding.
     """
     source, options = locate_model(model, revision)
     if isinstance(source, Path) and not any((source / name).is_file() for name in _TOKENIZER_FILES):
-        # Without this check transformers makes an empty tokenizer out of config.json alone.
+        # Without this check, transformers creates an empty tokenizer from config.json alone.
         raise ModelError(
             f"{KEY} = {model!r}: the folder has no tokenizer; save one beside the weights (tokenizer.json)"
         )
@@ -71,7 +72,7 @@ def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
     """Load the configuration of a model folder or Hub id.
 
     Raises:
-        ModelError: the folder or Hub id is missing, or its config.json is missing or invalid.
+        ModelError: the folder or Hub id does not exist, or its config.json is missing or invalid.
     """
     source, options = locate_model(model, revision)
     if isinstance(source, Path) and not (source / "config.json").is_file():
@@ -94,11 +95,11 @@ def load_model(
     device: torch.device | None = None,
     gradient_checkpointing: Recompute = False,
 ) -> PreTrainedModel:
-    """Load the model of a folder or Hub id in evaluation mode on `device` (None: CPU), and audit its tensors.
+    """Load the model of a folder or Hub id in evaluation mode on `device` (None: CPU), and check its tensors.
 
     Raises:
-        ModelError: the model is missing, a file is damaged, a tensor is missing, unexpected, of the wrong shape or not
-            finite, or the architecture does not generate text.
+        ModelError: the model does not exist, a file is damaged, a tensor is missing, unexpected, of the wrong shape or
+            not finite, or the architecture does not generate text.
     """
     source, options = locate_model(model, revision)
     config = load_config(model, revision)
@@ -118,7 +119,7 @@ def load_model(
     for name, tensor in loaded.state_dict().items():
         if problem := describe_nonfinite(name, tensor):
             raise ModelError(f"{KEY} = {model!r}: {problem}")
-    # Rollout engines load the revision that the config names, but transformers does not always record it.
+    # Rollout engines load the revision that the config records, but transformers does not always record it.
     loaded.config._commit_hash = getattr(loaded.config, "_commit_hash", None) or revision
     nn.Module.to(loaded, device)
     recompute(loaded, gradient_checkpointing)
@@ -128,10 +129,11 @@ def load_model(
 def model_without_weights(
     model: str, *, revision: str | None = None, dtype: torch.dtype, gradient_checkpointing: Recompute = False
 ) -> PreTrainedModel:
-    """Build the same model as `load_model` from its config.json without weights, for the meta device or fake mode.
+    """Build the model that `load_model` would return from its config.json, without weights, for the meta device or fake
+    mode.
 
     Raises:
-        ModelError: the model is missing, its config.json is wrong, or its architecture does not generate text.
+        ModelError: the model does not exist, its config.json is wrong, or its architecture does not generate text.
     """
     built = _build_empty(load_config(model, revision), model, dtype)
     built.tie_weights()  # `from_pretrained` ties weights during the initialisation, which is skipped here
@@ -140,10 +142,11 @@ def model_without_weights(
 
 
 def check_row_length(config: PretrainedConfig, max_length: int) -> None:
-    """Refuse rows whose rotary embedding would depend on the longest row of the batch (`longrope`, `dynamic`).
+    """Refuse rows that are so long that their rotary embedding depends on the longest row of the batch (`longrope`,
+    `dynamic`).
 
     Raises:
-        ModelError: rows of up to `max_length` tokens reach the length from which transformers changes the embedding.
+        ModelError: `max_length` exceeds the number of tokens from which transformers changes the rotary embedding.
     """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
@@ -158,9 +161,9 @@ def check_row_length(config: PretrainedConfig, max_length: int) -> None:
 
 
 def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield name in a checkpoint and tensor of every weight; tied weights (`lm_head.weight`) under all their names.
+    """Yield the name in a checkpoint and the tensor of every weight; tied weights appear under each of their names.
 
-    Tensors are not copied, except weights that an adapter changes, which are merged.
+    Tensors are not copied, except for weights that an adapter changes, which are merged.
     """
     with merge_adapter(model):
         yield from revert_weight_conversion(model, merged_state_dict(model)).items()
@@ -179,14 +182,14 @@ def _build_empty(config: PretrainedConfig, model: str, dtype: torch.dtype) -> Pr
 
 
 def _check_architecture(config: PretrainedConfig, model: str) -> None:
-    """Refuse a config.json with an architecture that cannot be trained, or with unreadable quantized weights.
+    """Refuse a config.json whose architecture cannot be trained, or whose quantized weights cannot be read.
 
     Raises:
         ModelError: the architecture is no model of transformers, does not generate text, or does not match
             `model_type`; or the weights are quantized, and the package that reads them is missing.
     """
     names = config.architectures
-    with translate_load_errors("architecture", model):  # importing the class may fail for lack of a library
+    with translate_load_errors("architecture", model):  # the import of the class fails if a library is missing
         cls = _model_class(config)
     if names:
         named = f"{KEY} = {model!r}: config.json has architectures = {names!r}"
@@ -206,14 +209,15 @@ def _check_architecture(config: PretrainedConfig, model: str) -> None:
     with (
         translate_load_errors("quantized weights", model),
         suppress(RuntimeError),
-    ):  # without a GPU the quantizer raises it, but the weights may be loaded with one
+    ):  # the quantizer raises RuntimeError on a machine without GPU, although a machine with GPU may load the weights
         get_hf_quantizer(copy.deepcopy(config), None, None, True, {})
 
 
 def _model_class(config: PretrainedConfig) -> Any:
-    """Return the model class that config.json names or, as a fallback, the class registered for the type of config.
+    """Return the model class that config.json names or, as a fallback, the class registered for the type of the config;
+    None: neither exists.
 
-    The named class supports most multimodal models; the fallback is for outdated names. None: neither class exists.
+    The named class supports most multimodal models; the fallback supports outdated names.
     """
     names = config.architectures
     if not names:
@@ -225,12 +229,12 @@ def _model_class(config: PretrainedConfig) -> Any:
 
 def _attention(cls: Any, config: PretrainedConfig) -> dict[str, str]:
     if getattr(config.get_text_config(), "attn_logit_softcapping", None):
-        return {"attn_implementation": "eager"}  # sdpa would silently ignore the soft cap (Gemma 2)
+        return {"attn_implementation": "eager"}  # sdpa silently ignores the soft cap of the logits (Gemma 2)
     return {"attn_implementation": "sdpa"} if getattr(cls, "_supports_sdpa", True) else {}
 
 
 def check_loaded_tensors(loaded: PreTrainedModel, info: dict[str, Any], model: str) -> None:
-    """Refuse a model whose tensors differ from those in the files, for which transformers only warns.
+    """Refuse a model whose loaded tensors do not match the files; transformers only logs a warning in this case.
 
     Raises:
         ModelError: tensors are missing, unexpected, of another shape, or not tied although config.json ties them.
@@ -251,8 +255,8 @@ def check_loaded_tensors(loaded: PreTrainedModel, info: dict[str, Any], model: s
 
 
 def describe_nonfinite(name: str, tensor: Tensor) -> str:
-    """Return an error message if a tensor has a value that is not finite, else an empty string."""
-    # Minimum and maximum are finite if all values are; isfinite() on the whole tensor would need more memory.
+    """Return an error message if a tensor contains NaN or infinity, otherwise an empty string."""
+    # Minimum and maximum are finite only if all values are; isfinite() on the tensor would need more memory.
     if not tensor.is_floating_point() or not tensor.numel() or torch.stack(tensor.aminmax()).isfinite().all():
         return ""
     return f"tensor {name} holds NaN or infinity; take an undamaged checkpoint"

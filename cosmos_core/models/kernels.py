@@ -1,9 +1,8 @@
-"""Kernels of other packages that replace torch's: Liger's norms, rotary embedding and activation, and torchao's fp8
-matrix products of linear layers.
+"""Kernels of other packages that replace those of torch: Liger's norms, rotary embedding and activation functions, and
+torchao's fp8 matrix products of linear layers.
 
-The kernels of Liger and torchao need an NVIDIA GPU. Tests cover the conversion to fp8, its reversal and, in emulation,
-its numbers, but not the kernels on a GPU. Importing this module also makes transformers' experts follow autocast on a
-GPU.
+The kernels need an NVIDIA GPU. Tests cover the conversion to fp8, its reversal and, in emulation, its numerical
+results, but not the kernels on a GPU. Importing this module also makes transformers' experts follow autocast on a GPU.
 """
 
 import importlib
@@ -25,16 +24,16 @@ logger = logging.getLogger(__name__)
 _CAPABILITY = (8, 9)
 _HOPPER = 9
 _MULTIPLE = 16
-"""Divisor of the number of input and output features that a linear layer needs for fp8 products."""
+"""Number by which the input and output features of a linear layer must be divisible for fp8 products."""
 
 
 def use_liger(model: PreTrainedModel) -> None:
     """Replace norms, rotary embedding and activation functions of a model by Liger's kernels.
 
-    Liger's losses are not used, because `scorer.py` computes log-probabilities.
+    Liger's loss functions are not used, because `scorer.py` computes the log-probabilities.
 
     Raises:
-        ConfigError: Liger has no kernels for the model's family.
+        ConfigError: Liger has no kernels for the model family.
     """
     families: dict[str, Any] = importlib.import_module("liger_kernel.transformers.monkey_patch").__dict__[
         "MODEL_TYPE_TO_APPLY_LIGER_FN"
@@ -61,17 +60,21 @@ def use_fp8(model: PreTrainedModel, fp8: FP8Config) -> None:
 def convert_to_fp8(model: PreTrainedModel, fp8: FP8Config, *, emulate: bool = False) -> None:
     """Convert the linear layers in the blocks of a model to fp8 products, on any machine.
 
-    `emulate`: whether to compute the numbers of an fp8 GPU slowly, without fp8 products.
+    Args:
+        model: Model to change.
+        fp8: Settings of the fp8 products.
+        emulate: Whether to compute the same numbers as an fp8 GPU in higher precision, slowly.
     """
     float8: Any = importlib.import_module("torchao.float8")
-    # The inner dimension is padded, because a micro-batch may have any number of tokens.
+    # The inner dimension is padded, because fp8 products need multiples of 16 but micro-batches have any number of
+    # tokens.
     config = replace(float8.Float8LinearConfig.from_recipe_name(fp8.quant_recipe), pad_inner_dim=True, emulate=emulate)
     blocks = tuple(model._no_split_modules or ())
     inside = [name for name, module in model.named_modules() if type(module).__name__ in blocks]
 
     def is_converted(module: nn.Module, name: str) -> bool:
         return (
-            type(module) is nn.Linear  # not a subclass, because routers inherit from nn.Linear
+            type(module) is nn.Linear  # no subclasses, because routers of experts inherit from nn.Linear
             and any(name.startswith(f"{block}.") for block in inside)
             and not module.in_features % _MULTIPLE
             and not module.out_features % _MULTIPLE
@@ -81,7 +84,7 @@ def convert_to_fp8(model: PreTrainedModel, fp8: FP8Config, *, emulate: bool = Fa
 
 
 def remove_fp8(model: PreTrainedModel) -> PreTrainedModel:
-    """Replace fp8 layers of the model by torch's linear layers with the same weights, and return the model."""
+    """Replace the fp8 layers of a model by torch's linear layers with the same weights, and return the model."""
     for module in list(model.modules()):
         for name, child in module.named_children():
             if type(child).__name__ == "Float8Linear" and isinstance(child, nn.Linear):
@@ -92,12 +95,13 @@ def remove_fp8(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def use_flash_attention(version: int | None, activate: Callable[[str], None] | None = None) -> bool:
-    """Run packed attention on FlashAttention 3 if the GPU is a Hopper and its package is installed; return True if so.
+    """Use FlashAttention 3 for packed attention if the GPU is a Hopper and the package is installed; return True if it
+    is used.
 
-    torch's own kernel is FlashAttention 2, which reaches about half of a Hopper's rate.
+    torch's default kernel is FlashAttention 2, which reaches about half of the rate of a Hopper GPU.
 
     Args:
-        version: 2 keeps FlashAttention 2; 3 warns if FlashAttention 3 is missing; None uses 3 if available.
+        version: 2 keeps FlashAttention 2; 3 logs a warning if FlashAttention 3 is missing; None uses 3 if available.
         activate: function that activates a version by name; None: that of torch.
     """
     if version == 2 or not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != _HOPPER:
@@ -117,17 +121,17 @@ def use_flash_attention(version: int | None, activate: Callable[[str], None] | N
 
 
 def autocast_experts(experts: Any, states: Tensor, *routing: Tensor) -> Tensor:
-    """Compute experts by the grouped matrix product, on a GPU in the dtype of autocast.
+    """Compute the output of experts by the grouped matrix product, on a GPU in the dtype of autocast.
 
-    On a GPU the product is fast only in half precision, and autocast does not cover it. The alternative is a loop over
-    the experts that synchronises with the GPU for each expert.
+    On a GPU the grouped product is fast only in half precision, and autocast does not cover it. The alternative, a loop
+    over the experts, synchronises with the GPU for each expert.
     """
     device_type = states.device.type
     if device_type != "cuda" or not torch.is_autocast_enabled(device_type):
         return grouped_mm_experts_forward(experts, states, *routing)
     dtype = torch.get_autocast_dtype(device_type)
     casts = {name: weight.to(dtype) for name, weight in experts._parameters.items() if weight is not None}
-    experts.__dict__.update(casts)  # instance attributes take precedence over parameters of the same names
+    experts.__dict__.update(casts)  # instance attributes take precedence over parameters of the same name
     try:
         return grouped_mm_experts_forward(experts, states, *routing)
     finally:

@@ -1,7 +1,7 @@
-"""Rounding of lengths, so that few different shapes occur on devices where kernels are compiled for each shape.
+"""Rounding of lengths, so that few different shapes occur on devices that compile kernels for each shape.
 
-On the CPU, oneDNN compiles a kernel for each shape in half precision, and keeps the last 1024 kernels, of about 0.7 MB
-each, in memory between tensors. Lengths that differ from row to row are therefore rounded up on the CPU.
+In half precision on the CPU, oneDNN compiles a kernel for each shape, and keeps the last 1024 kernels in memory, of
+about 0.7 MB each. Lengths of rows are therefore rounded up on the CPU.
 """
 
 import torch
@@ -12,22 +12,23 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def round_length(length: int) -> int:
-    """Return `length` rounded up to a multiple of 32 or, above 512, of an eighth of the largest power of two below."""
+    """Return `length` rounded up to a multiple of 32 or, above 512, of an eighth of the largest power of two below
+    `length`."""
     return length + -length % max(32, (1 << length.bit_length()) // 16)
 
 
 def kernel_length(length: int, device: torch.device, dtype: torch.dtype) -> int:
     """Return the length to which rows of `length` tokens are padded for a computation in `dtype` on `device`.
 
-    It is `round_length(length)` if a kernel is compiled for each shape, else `length`.
+    The length is rounded up if the device compiles a kernel for each shape, otherwise unchanged.
     """
     return round_length(length) if device.type == "cpu" and dtype in _HALF else length
 
 
 def pad_to_kernel(tensor: Tensor, dim: int) -> Tensor:
-    """Pad a tensor with zeros at the end of dimension `dim`, a negative number, to `kernel_length` of its size.
+    """Pad a tensor with zeros at the end of the negative dimension `dim`, up to the `kernel_length` of its size.
 
-    The dtype of the computation is that of autocast if it is enabled, else that of the tensor.
+    The dtype of the computation is that of autocast if autocast is enabled, otherwise that of the tensor.
     """
     kind, length = tensor.device.type, tensor.shape[dim]
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype

@@ -1,5 +1,5 @@
-"""LoRA (arXiv 2106.09685) through PEFT: adapters are injected into a transformers model, which stays the same object
-for the rest of the program.
+"""LoRA (arXiv 2106.09685) through PEFT: adapters are injected into a transformers model, so that the rest of the
+program keeps using the same model object.
 
 A model has at most one adapter. Rollout engines, exports and checks get merged weights through `merge_adapter`. Base
 weights and adapters have the dtype of the model.
@@ -41,15 +41,15 @@ from cosmos_core.registry import suggestion
 logger = logging.getLogger(__name__)
 
 FOLDER = "lora"
-"""Name of the adapter's folder in an export, next to the merged weights."""
+"""Name of the subfolder with the adapter in an export, next to the merged weights."""
 _NAME = "default"
 _KEY = "policy.lora"
 TAKES_FROM_BASE = ("pissa", "olora")
-"""Beginnings of the names of LoRA initialisations that move a part of the base weights into the adapter."""
+"""Prefixes of the names of LoRA initialisations that move a part of the base weights into the adapter."""
 
 
 def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> None:
-    """Add a new adapter, or the saved adapter in `lora_path`, to the model, and freeze all other weights.
+    """Add a new adapter, or the saved adapter in `lora_path`, to a model, and freeze all other weights.
 
     The initialisation uses torch's global random generator. `targets` are the modules to adapt if the recipe names
     none; empty: the default modules of PEFT.
@@ -81,7 +81,7 @@ def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> No
     config.base_model_name_or_path = getattr(model, "name_or_path", None)
     config.revision = getattr(model.config, "_commit_hash", None)
     try:
-        with warnings.catch_warnings():  # this function checks itself what PEFT only warns of
+        with warnings.catch_warnings():  # PEFT only warns of problems that this function checks itself
             warnings.simplefilter("ignore")
             ExactLora(model, config, _NAME)
     except (ValueError, TypeError, re.error) as error:
@@ -111,22 +111,23 @@ def is_adapted(model: nn.Module) -> bool:
 
 
 def changes_base(model: nn.Module) -> bool:
-    """Return True if the initialisation of the model's adapter changed the base weights (PiSSA, OLoRA)."""
+    """Return True if the initialisation of the model's adapter (PiSSA, OLoRA) changed the base weights."""
     return any(name.endswith(".initial_A") for name, _ in model.named_buffers())
 
 
 @contextmanager
 def merge_adapter(model: nn.Module) -> Iterator[None]:
-    """Merge the adapter of a model, or of one layer, into the base weights inside the block; no adapter: do nothing.
+    """Merge the adapter of a model, or of one layer, into the base weights during the block; without an adapter, do
+    nothing.
 
-    The base weights are restored exactly afterwards from a copy; subtracting the adapter would leave rounding errors.
+    The base weights are then restored from a copy, because subtracting the adapter would leave rounding errors.
     """
     layers = adapted_layers(model).values()
     saved = {parameter: parameter.data for layer in layers for parameter in layer.get_base_layer().parameters()}
     try:
         with torch.no_grad():
             for layer in layers:
-                layer.merge(safe_merge=True)  # safe_merge does not write to the tensor of the base weights
+                layer.merge(safe_merge=True)  # safe_merge writes to a new tensor instead of the base weights
         yield
     finally:
         for parameter, data in saved.items():
@@ -136,22 +137,23 @@ def merge_adapter(model: nn.Module) -> Iterator[None]:
 
 
 def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict of a model with the key names of the model without an adapter.
+    """Return the state dict of a model with an adapter, under the key names of the model without the adapter.
 
-    Call this function inside `merge_adapter`, so that the adapter is part of the weights.
+    Call this function inside `merge_adapter`, so that the weights include the adapter.
     """
     names = names_without_adapter(model)
     return {names[key]: tensor for key, tensor in model.state_dict().items() if names[key]}
 
 
 def names_without_adapter(model: nn.Module) -> dict[str, str]:
-    """Return for each key of a model's state dict the key in the model without an adapter; empty for LoRA tensors."""
+    """Return for each key of a model's state dict the key in the model without the adapter; empty for LoRA tensors."""
     wrappers = {name for name, module in model.named_modules() if isinstance(module, (LoraLayer, ModulesToSaveWrapper))}
     return {key: _plain_name(key, wrappers) for key in model.state_dict()}
 
 
 def is_adapter_alone(model: nn.Module) -> bool:
-    """Return True if only LoRA factors of linear layers are trained, so that all other weights equal the base model."""
+    """Return True if training changes only LoRA factors of linear layers, so that all other weights equal the base
+    model."""
     if not is_adapted(model) or changes_base(model):
         return False
     config: Any = model.peft_config[_NAME]  # type: ignore[union-attr,index]
@@ -163,18 +165,18 @@ def is_adapter_alone(model: nn.Module) -> bool:
 
 
 def add_adapter_like(model: Any, adapted: Any) -> None:
-    """Add an adapter to `model` with the settings of the adapter of `adapted`; the caller must load its weights."""
+    """Add an adapter to `model` with the settings of the adapter of `adapted`. The caller has to load its weights."""
     with torch.random.fork_rng():
         ExactLora(model, copy.deepcopy(adapted.peft_config[_NAME]), _NAME)
 
 
 def scales_of(model: nn.Module) -> dict[str, float]:
-    """Return by layer name the scale with which an adapted layer adds the product B A of LoRA factors to its weight."""
+    """Return for each adapted layer, by name, the factor by which the LoRA product B A is scaled before it is added."""
     return {name: layer.scaling[_NAME] for name, layer in adapted_layers(model).items()}
 
 
 def factor_of(key: str) -> tuple[str, str]:
-    """Split the state dict key of a LoRA factor into the layer's name and `A` or `B`."""
+    """Split the state dict key of a LoRA factor into the name of its layer and `A` or `B`."""
     layer, _, rest = key.rpartition(".lora_")
     return layer, rest[0]
 
@@ -182,7 +184,7 @@ def factor_of(key: str) -> tuple[str, str]:
 def save_adapter(model: PreTrainedModel, folder: Path) -> None:
     """Write the adapter of a model to a folder in PEFT's format.
 
-    `PeftModel.from_pretrained(base, folder)` loads the adapter onto the original base model.
+    `PeftModel.from_pretrained(base, folder)` then loads the adapter onto the original base model.
     """
     config = portable_config(model.peft_config[_NAME], model)
     config.inference_mode = True
@@ -191,14 +193,14 @@ def save_adapter(model: PreTrainedModel, folder: Path) -> None:
         "target_parameters",
         "modules_to_save",
         "exclude_modules",
-    ):  # PEFT stores sets, whose order differs between processes
+    ):  # sorted, because PEFT stores sets, whose order differs between processes
         if isinstance(names := getattr(config, name), (set, list)):
             setattr(config, name, sorted(names))
     state = peft.get_peft_model_state_dict(model, adapter_name=_NAME, save_embedding_layers=False)
     if changes_base(model):
         state = _against_initial(model, state, config)
     folder.mkdir(parents=True)
-    # Each tensor is copied, because tied weights share memory, which safetensors refuses.
+    # Each tensor is copied, because safetensors refuses tensors that share memory, such as tied weights.
     tensors = {
         f"base_model.model.{name}": tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()
     }
@@ -213,8 +215,8 @@ def _peft_config(model: Any, lora: LoraConfig, keeps_ties: bool) -> peft.LoraCon
             f"{_KEY}.init_lora_weights = {lora.init_lora_weights!r} starts from linear layers, and "
             f"{targets.parameters[0]} is none; use true, or leave it out of target_modules"
         )
-    doubled = [f".*{re.escape(name)}" for name in targets.double_rank]  # PEFT also doubles their rank
-    build: Any = peft.LoraConfig  # Any, because its type annotations are narrower than the values it accepts
+    doubled = [f".*{re.escape(name)}" for name in targets.double_rank]  # two projections need twice the rank
+    build: Any = peft.LoraConfig  # Any: the type annotations of LoraConfig are narrower than the values that it accepts
     config: peft.LoraConfig = build(
         task_type="CAUSAL_LM" if isinstance(model, PreTrainedModel) else None,
         r=lora.r,
@@ -235,7 +237,7 @@ def _peft_config(model: Any, lora: LoraConfig, keeps_ties: bool) -> peft.LoraCon
 
 
 def _check(key: str, targets: Iterable[str], names: Iterable[str], form: str, *, are_patterns: bool = False) -> None:
-    """Check that each of `targets`, inserted into the regular expression `form`, matches a module name."""
+    """Check that each of `targets`, inserted into the regular expression `form`, matches at least one module name."""
     names = list(names)
     for one in targets:
         expression = form.format(one if are_patterns else re.escape(one))
@@ -245,7 +247,7 @@ def _check(key: str, targets: Iterable[str], names: Iterable[str], form: str, *,
 
 
 def _tied_modules(model: nn.Module) -> list[str]:
-    """Return the names of the input embedding and the output head of a model if they share a weight, else nothing."""
+    """Return the names of the input embedding and the output head if they share a weight, otherwise an empty list."""
     if not isinstance(model, PreTrainedModel):
         return []
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
@@ -255,7 +257,8 @@ def _tied_modules(model: nn.Module) -> list[str]:
 
 
 def _check_head(model: nn.Module, lora: LoraConfig) -> None:
-    """Refuse LoRA dropout on the output head: the head runs again in the backward pass, with another dropout mask."""
+    """Refuse LoRA dropout on the output head, because the head runs again in the backward pass, with another dropout
+    mask."""
     if not isinstance(model, PreTrainedModel):
         return
     if lora.lora_dropout and isinstance(model.get_output_embeddings(), LoraLayer):
@@ -266,7 +269,8 @@ def _check_head(model: nn.Module, lora: LoraConfig) -> None:
 
 
 def _plain_name(key: str, wrappers: set[str]) -> str:
-    """Return a state dict key without the name components of PEFT's `wrappers`; empty for a tensor of the adapter."""
+    """Return a state dict key without the name components that PEFT's `wrappers` add; empty for a tensor of the
+    adapter."""
     names, components, i = key.split("."), [], 0
     while i < len(names):
         if ".".join(names[:i]) not in wrappers:
@@ -280,7 +284,8 @@ def _plain_name(key: str, wrappers: set[str]) -> str:
 
 
 def _against_initial(model: PreTrainedModel, state: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
-    """Convert an adapter whose initialisation B0 A0 changed the base weights to one for the original base weights.
+    """Convert an adapter whose initialisation B0 A0 changed the base weights to an adapter for the original base
+    weights.
 
     The new adapter has twice the rank: B A - B0 A0 = [B -B0] [A; A0].
     """
@@ -289,7 +294,7 @@ def _against_initial(model: PreTrainedModel, state: Mapping[str, Tensor], config
     for name, tensor in state.items():
         layer, _, side = name.removesuffix(".weight").rpartition(".lora_")
         initial = buffers.get(f"{layer}.initial_{side}")
-        if initial is None:  # the tensor is no LoRA factor, but of a module that is trained as a whole
+        if initial is None:  # the tensor is no LoRA factor but a weight in `modules_to_save`
             doubled[name] = tensor
         else:
             doubled[name] = torch.cat([tensor, initial] if side == "A" else [tensor, -initial], 0 if side == "A" else 1)

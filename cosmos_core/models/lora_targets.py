@@ -1,8 +1,8 @@
 """Select the layers of a LoRA adapter: linear layers by name, and stacked matrices of mixtures of experts.
 
 transformers stores the experts of a layer as one (stacked) parameter with three dimensions, which PEFT adapts through
-`target_parameters`. In this module the names that projections have in a checkpoint select that parameter, in every
-model family. PEFT itself translates such names in some families only, and then skips shared experts and dense layers of
+`target_parameters`. This module selects such a parameter, in every model family, by the names of its projections in
+checkpoints. PEFT itself translates these names in some families only, and then skips shared experts and dense layers of
 the same names.
 """
 
@@ -26,9 +26,9 @@ _FUSED = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "down_proj": (("down_proj",), ("w2",)),
 }
-"""Names of the projections that a stacked parameter of experts contains, in each of the naming schemes of checkpoints.
+"""Names of the projections that a stacked parameter of experts contains, for each naming scheme of checkpoints.
 
-A checkpoint stores each projection separately.
+Checkpoints store each projection separately.
 """
 _KEY = "policy.lora.target_modules"
 _OF_ADAPTERS = (".base_layer", ".lora_", ".modules_to_save", ".original_module")
@@ -41,15 +41,15 @@ class Targets(NamedTuple):
     parameters: list[str]
     excluded: list[str]
     double_rank: list[str]
-    """Names of stacked parameters with two projections, which get an adapter of twice the rank."""
+    """Names of stacked parameters that contain two projections and therefore get an adapter of twice the rank."""
 
 
 class ExactLora(peft.LoraModel):
-    """PEFT's LoRA for exactly the layers in its configuration, without PEFT's translation of older names."""
+    """LoRA model of PEFT for exactly the layers in its configuration, without PEFT's translation of older names."""
 
     def __init__(self, model: nn.Module, config: Any, name: str) -> None:
         self._exact = config.target_modules, config.target_parameters
-        config.target_modules, config.target_parameters = [], None  # else PEFT translates the names
+        config.target_modules, config.target_parameters = [], None  # hide names that PEFT would translate
         super().__init__(model, config, name)
 
     def _check_new_adapter_config(self, config: Any) -> None:
@@ -103,7 +103,7 @@ def find_targets(model: nn.Module, target_modules: Sequence[str] | str | None) -
 
 
 def names_of_targets(model: nn.Module) -> list[str]:
-    """Return every name that `target_modules` may contain: modules, stacked parameters, and their projections."""
+    """Return all names that `target_modules` may contain: modules, stacked parameters, and the projections in these."""
     names = [name for name, _ in model.named_modules() if name]
     for name in _stacked_parameters(model):
         container, _, leaf = name.rpartition(".")
@@ -112,15 +112,16 @@ def names_of_targets(model: nn.Module) -> list[str]:
 
 
 def portable_config(config: Any, model: nn.Module) -> Any:
-    """Return the configuration of an adapter in a form with which PEFT adapts the same layers on loading.
+    """Return the configuration of an adapter in a form from which PEFT adapts the same layers when it loads the
+    adapter.
 
-    Linear layers whose names PEFT would treat as experts are listed as parameters, because PEFT does not translate
-    names of parameters; the adapter tensors have the same names and shapes.
+    Linear layers with names that PEFT would translate to experts are listed as parameters, whose names PEFT does not
+    translate. The tensors of the adapter keep their names and shapes.
     """
     config, translated = copy.deepcopy(config), copy.deepcopy(config)
     try:
         convert_peft_config_for_transformers(translated, model, None)
-    except ValueError:  # PEFT requires gate and up projection together, for names that it treats as experts
+    except ValueError:  # for names that PEFT treats as experts, it requires both gate and up projection
         translated.target_modules = ()
     lost = set(config.target_modules or ()) - set(translated.target_modules or ())
     if not lost:
@@ -144,7 +145,7 @@ def portable_config(config: Any, model: nn.Module) -> Any:
 def resolve_saved_targets(config: Any, model: nn.Module) -> None:
     """Change the configuration of a saved adapter so that it names layers of `model` as `find_targets` does.
 
-    Linear layers that `portable_config` listed as parameters become modules again.
+    Linear layers that `portable_config` listed as parameters are listed as modules again.
     """
     listed = set(config.target_parameters or ())
     linear = {
@@ -165,21 +166,21 @@ def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
 
 
 def adapted_names(model: nn.Module) -> list[str]:
-    """Return the names of the adapted layers of a model, and of the adapted stacked parameters."""
+    """Return the names of the adapted layers of a model and of its adapted stacked parameters."""
     layers = adapted_layers(model)
     stacked = [(name, each.parameter_name) for name, each in layers.items() if isinstance(each, ParamWrapper)]
     return [*layers, *(f"{name.replace('.base_layer', '')}.{parameter}" for name, parameter in stacked)]
 
 
 def describe_adapter(model: Any, target_modules: Sequence[str] | str | None) -> str:
-    """Return a description of the adapter of a model: the number of layers of each kind that the adapter changes.
+    """Return a text about the adapter of a model: the number of adapted layers by kind.
 
-    For the setting `all-linear`, the description also lists the layers that the adapter does not change.
+    For the setting `all-linear`, the text also lists the layers that the adapter does not change.
     """
     layers = adapted_layers(model)
     adapted = Counter(map(_kind, layers.values(), layers))
     text = "LoRA on " + ", ".join(f"{count} {kind}" for kind, count in adapted.items())
-    if target_modules != ALL_LINEAR:  # no warning about other layers if the user has named the layers
+    if target_modules != ALL_LINEAR:  # only `all-linear` leaves the selection of layers to the program
         return text
     heads = [model.get_output_embeddings()] if isinstance(model, PreTrainedModel) else []
     unchanged: Counter[str] = Counter()
@@ -194,15 +195,15 @@ def describe_adapter(model: Any, target_modules: Sequence[str] | str | None) -> 
 
 
 def kind_of(name: str) -> str:
-    """Return the part of a module's name after the layer number, which is the same in all layers."""
+    """Return the name of a module without its prefix up to the layer number, which is the same in all layers."""
     return re.split(r"(?:^|\.)\d+\.", name.replace(".base_layer", ""), maxsplit=1)[-1]
 
 
 @torch.no_grad()
 def is_plain_linear(layer: nn.Linear) -> bool:
-    """Return True if a layer computes a plain matrix product.
+    """Return True if a linear layer computes a plain matrix product.
 
-    Routers and grouped layers inherit from `nn.Linear`, but return several tensors or expect another shape.
+    Routers and grouped layers also inherit from `nn.Linear`, but return several tensors or expect another shape.
     """
     if type(layer) is nn.Linear:
         return True
@@ -222,7 +223,7 @@ def _kind(layer: LoraLayer, name: str) -> str:
 
 
 def _stacked_parameters(model: nn.Module) -> list[str]:
-    """Return the names of parameters that store one matrix per expert of a layer."""
+    """Return the names of parameters that stack the matrices of all experts of a layer."""
     return [
         f"{name}.{parameter_name}"
         for name, module in model.named_modules()
@@ -232,13 +233,14 @@ def _stacked_parameters(model: nn.Module) -> list[str]:
 
 
 def _target_name(name: str, targets: Sequence[str]) -> str:
-    """Return a parameter's name without its layer number, unless one of the matching `targets` includes the number."""
+    """Return the name of a parameter without its layer number, unless one of the matching `targets` includes the
+    number."""
     kind = kind_of(name)
     return kind if all(len(target) <= len(kind) for target in targets) else name
 
 
 def _is_matrix(module: nn.Module) -> bool:
-    """Return True if PEFT can adapt the weight of a module, but not the module itself, as with routers."""
+    """Return True if PEFT can adapt only the weight of a module and not the module itself, for example of a router."""
     weight = dict(module.named_parameters(recurse=False)).get("weight")
     is_supported = isinstance(module, nn.Linear | nn.Embedding | nn.Conv1d | nn.Conv2d | nn.Conv3d)
     is_conv1d = type(module).__name__ == "Conv1D"

@@ -1,4 +1,5 @@
-"""Creation of adapters with data in a model whose base weights are still on the meta device (`sharded_load.py`)."""
+"""Creation of LoRA adapters with data in a model whose base weights are still on the meta device
+(`sharded_load.py`)."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,16 +12,16 @@ from cosmos_core.models.lora import TAKES_FROM_BASE
 
 
 def reads_base(lora: LoraConfig | None) -> bool:
-    """Return True if the initialisation of a LoRA adapter with these settings needs the base weights."""
+    """Return True if the initialisation of a LoRA adapter with these settings needs the values of the base weights."""
     return lora is not None and lora.lora_path is None and str(lora.init_lora_weights).startswith(TAKES_FROM_BASE)
 
 
 @contextmanager
 def placeholders(model: nn.Module) -> Iterator[None]:
-    """Replace meta parameters of a model by placeholders on a real device inside the block.
+    """Replace the meta parameters of a model by placeholders on a real device during the block.
 
-    Adapters that are created for these parameters then get data. Each placeholder is an expanded scalar, which needs no
-    memory. Do nothing if the default device is meta, as in an estimate of memory.
+    Adapters that are created during the block then get data. Each placeholder is an expanded scalar, which needs no
+    memory. If the default device is meta, as in an estimate of memory, do nothing.
     """
     replacements: dict[nn.Parameter, nn.Parameter] = {}
     if torch.get_default_device().type != "meta":

@@ -1,7 +1,7 @@
-"""Arrangements of samples in micro-batches that take less computation than equal numbers of samples of similar length.
+"""Arrangements of samples in micro-batches that need less computation than equal numbers of samples of similar length.
 
-Padded rows are cut where lengths change. Completions of one prompt are put into the same packed row, which has the
-prompt once. An arrangement changes only the order in which gradients are summed.
+Padded rows are grouped by length. Completions of one prompt share a packed row, which contains the prompt once. An
+arrangement changes only the order in which gradients are summed.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,14 +10,14 @@ from itertools import pairwise
 from cosmos_core.data.sample import Sample
 
 _TOLERATED = 0.1
-"""Fraction of padding below which rows are not rearranged."""
+"""Fraction of padding tokens below which rows are not rearranged."""
 _OVERHEAD, _FRACTION = 32, 64
-"""Cost of a micro-batch on a CPU, in tokens, independent of its length: at most 32, and a 64th of all tokens."""
+"""Fixed cost of a micro-batch on a CPU, in tokens: a 64th of all tokens, at most 32."""
 _GAIN = 0.25
-"""Fraction of the tokens that shared prompts must save."""
+"""Fraction of all tokens that sharing prompts must save."""
 _MIN_PROMPT = 64
-"""Minimum length of a prompt that is run once: attention is computed for each prompt separately, which costs more for
-short ones than their tokens."""
+"""Minimum number of tokens of a prompt to share. Attention of shared prompts runs separately, which costs more than the
+tokens of a short prompt."""
 
 
 def cut_by_length(
@@ -27,18 +27,17 @@ def cut_by_length(
     num_ranks: int,
     width: Callable[[int], int] = lambda length: length,
 ) -> list[list[int]] | None:
-    """Return micro-batches of at most `size` padded rows that take the fewest tokens, padding included.
+    """Return micro-batches of at most `size` padded rows with the fewest tokens, padding included; None if batches of
+    equal numbers of rows need hardly more.
 
     Args:
         samples: all samples.
-        ordered: positions of the samples to arrange, the longest first.
+        ordered: indices of the samples to arrange, the longest first.
         size: maximum number of rows of a micro-batch.
         num_ranks: number of data-parallel ranks, which get the micro-batches in turn.
-        width: function from the length of the longest row of a micro-batch to the length that rows are padded to.
-
-    None: equal numbers of rows need hardly more padding.
+        width: function from the length of the longest row of a micro-batch to the padded length.
     """
-    widths = [width(len(samples[i].input_ids)) for i in ordered[::num_ranks]]  # of rows that ranks run at the same time
+    widths = [width(len(samples[i].input_ids)) for i in ordered[::num_ranks]]  # one entry per set of simultaneous rows
     num_plain = sum(widths[start] * len(widths[start : start + size]) for start in range(0, len(widths), size))
     if sum(widths) >= (1 - _TOLERATED) * num_plain:
         return None
@@ -58,7 +57,7 @@ def cut_by_length(
 
 
 def by_prompt(samples: Sequence[Sample]) -> list[list[int]]:
-    """Return the positions of samples that share a prompt, as lists."""
+    """Return the indices of samples in one list per prompt."""
     groups: dict[bytes, list[int]] = {}
     for i, sample in enumerate(samples):
         groups.setdefault(sample.input_ids[: prompt_length(sample)].tobytes(), []).append(i)
@@ -66,29 +65,31 @@ def by_prompt(samples: Sequence[Sample]) -> list[list[int]]:
 
 
 def prompt_length(sample: Sample) -> int:
-    """Return the number of first tokens of a sample whose outputs are not needed, all before the token that predicts
-    the first learned one; 0 if they are too few to be run only once."""
+    """Return the number of leading tokens of a sample that can be shared: those before the token that predicts the
+    first trained token. Return 0 if there are too few to share."""
     length = int(sample.loss_mask[1:].argmax())
     return length if length >= _MIN_PROMPT else 0
 
 
 def saves_enough(num_tokens: float, num_shared: float) -> bool:
-    """Return whether rows of `num_shared` tokens with shared prompts take much less than `num_tokens` tokens."""
+    """Return True if sharing prompts reduces `num_tokens` tokens to `num_shared` tokens, and the difference is large
+    enough."""
     return num_shared <= (1 - _GAIN) * num_tokens
 
 
 def num_shared_tokens(samples: Sequence[Sample]) -> int:
-    """Return the number of tokens of samples of one prompt if the prompt is counted once."""
+    """Return the number of tokens of samples with the same prompt, counting the prompt once."""
     return sum(len(sample.input_ids) for sample in samples) - (len(samples) - 1) * prompt_length(samples[0])
 
 
 def merge_prompts(
     samples: Sequence[Sample], ordered: Sequence[int], size: int, num_ranks: int
 ) -> list[list[int]] | None:
-    """Return micro-batches that hold completions of the same prompts, with at most as many tokens as `size` of the
-    longest samples without sharing.
+    """Return micro-batches in which completions of the same prompt share it; None if the prompts are too short, or too
+    few for the ranks.
 
-    The arguments are those of `cut_by_length`. None: the prompts are too short, or too few for the ranks.
+    A micro-batch has at most as many tokens as `size` of the longest samples without sharing. The arguments are those
+    of `cut_by_length`.
     """
     groups = [[ordered[k] for k in group] for group in by_prompt([samples[i] for i in ordered])]
     totals = [num_shared_tokens([samples[i] for i in group]) for group in groups]
