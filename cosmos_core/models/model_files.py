@@ -1,4 +1,4 @@
-"""Location and check of a model's files, with one-line error messages for missing or damaged files."""
+"""Location and check of the files of a model, with one-line error messages for missing or damaged files."""
 
 import json
 import os
@@ -32,12 +32,12 @@ KEY = "policy.model_name_or_path"
 
 
 def locate_model(model: str, revision: str | None) -> tuple[Path | str, dict[str, Any]]:
-    """Return the existing folder `model` and no arguments, or a Hub id and the arguments for fetching its files.
+    """Return the folder `model` and no arguments if it exists, otherwise a Hub id and the arguments to fetch its files.
 
     Raises:
         ModelError: the name is neither an existing folder nor a possible Hub id.
     """
-    path = Path(os.path.expanduser(model))  # os.path, because methods of Path raise errors for some invalid names
+    path = Path(os.path.expanduser(model))  # os.path, because Path.expanduser raises an error for some invalid names
     if os.path.isdir(path):
         return path, {}
     if model.startswith((".", "/", "~")) or model.count("/") > 1 or os.path.exists(path):
@@ -48,9 +48,9 @@ def locate_model(model: str, revision: str | None) -> tuple[Path | str, dict[str
 
 @contextmanager
 def translate_load_errors(component: str, model: str) -> Iterator[None]:
-    """Convert exceptions of libraries inside the block, which reads `component` from `model`, to one-line errors.
+    """Convert errors of libraries in the block, which reads `component` of `model`, to one-line errors.
 
-    Errors of memory, disk and network, and `CosmosError`s, are raised unchanged.
+    Errors of memory, disk and network, and errors of the class `CosmosError`, are raised unchanged.
 
     Raises:
         ModelError: the files of the model are wrong.
@@ -68,12 +68,12 @@ def translate_load_errors(component: str, model: str) -> Iterator[None]:
 def read_object(file: Path, model: str) -> dict[str, Any]:
     """Read the object in a JSON file of a model's folder; return an empty dictionary if the file is missing.
 
-    The type is checked because errors of libraries about a value of another type name neither file nor cause.
+    A value of another type is refused here, because later errors of libraries would name neither file nor cause.
 
     Raises:
-        ModelError: the file is damaged or does not hold an object.
+        ModelError: the file is damaged, or does not contain an object.
     """
-    if not os.path.isfile(file):  # Path.is_file raises for a name that is too long
+    if not os.path.isfile(file):  # Path.is_file raises an error for a name that is too long
         return {}
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
@@ -85,10 +85,10 @@ def read_object(file: Path, model: str) -> dict[str, Any]:
 
 
 def check_weights(model: str) -> None:
-    """Read the header of every weight file of a local folder, but no tensors; do nothing for a Hub id.
+    """Check every weight file of a local folder without reading tensors; do nothing for a Hub id.
 
     Raises:
-        ModelError: there is no weight file, an index does not fit, or a file is damaged or holds no tensors.
+        ModelError: there is no weight file, the index does not match, or a file is damaged or contains no tensors.
     """
     folder = Path(model).expanduser()
     if not folder.is_dir():
@@ -103,7 +103,7 @@ def check_weights(model: str) -> None:
 
 
 def weight_files(model: str, revision: str | None) -> tuple[list[str], str]:
-    """Return the safetensors files of a model and an empty string, or no files and the reason."""
+    """Return the safetensors files of a model and an empty string, or no files and the reason why there are none."""
     source, options = locate_model(model, revision)
     check_weights(model)
     options |= {"_raise_exceptions_for_missing_entries": False}
@@ -119,9 +119,9 @@ def weight_files(model: str, revision: str | None) -> tuple[list[str], str]:
 
 
 def _local_files(folder: Path, model: str) -> list[Path]:
-    """Return the files in a model's folder from which transformers reads the weights."""
+    """Return the weight files in a model's folder that transformers would read."""
     for single, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
-        if os.path.lexists(folder / single):  # a broken link has to be reported, not skipped
+        if os.path.lexists(folder / single):  # a broken link must be reported, not skipped
             return [folder / single]
         if os.path.lexists(folder / index):
             return _files_in_index(folder / index, model)
@@ -136,7 +136,7 @@ def _files_in_index(file: Path, model: str) -> list[Path]:
     names = index.get("weight_map")
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
         raise ModelError(f"{KEY} = {model!r}: {file} has no weight_map from tensors to files; copy it again")
-    if not isinstance(index.get("metadata"), dict):  # transformers fails without the metadata
+    if not isinstance(index.get("metadata"), dict):  # transformers fails on an index without metadata
         raise ModelError(f"{KEY} = {model!r}: {file} has no metadata; copy it again")
     for name in sorted(set(names.values())):
         if leaves_folder(name):
@@ -158,7 +158,7 @@ def _check_safetensors(file: Path, model: str) -> None:
 
 def _check_pickled(file: Path, model: str) -> None:
     try:
-        state = load_state_dict(file)  # maps the file into memory without reading the tensors
+        state = load_state_dict(file)  # maps the file into memory without reading tensors
     except Exception as error:
         if is_of_machine(error):
             raise
@@ -181,13 +181,14 @@ def _load_error(component: str, model: str, error: Exception) -> ModelError:
             f"{KEY} = {model!r}: no such folder, the Hugging Face Hub cannot be reached from here, and its cache "
             f"has no {component} of that name; give a local folder or download the model first"
         )
-    text = repr(error) if isinstance(error, KeyError) else str(error)  # str() of a KeyError is only the key
+    text = repr(error) if isinstance(error, KeyError) else str(error)  # str() of a KeyError contains only the key
     reason = printable(text)[:300] or type(error).__name__
     return ModelError(f"{KEY} = {model!r}: cannot load the {component}: {reason}")
 
 
 def merge_error(model: str) -> ModelError:
-    """Return the error to raise if transformers cannot merge tensors, such as those of experts, into one weight."""
+    """Return the error for a model whose tensors transformers cannot merge into one weight, such as the experts of a
+    layer."""
     return ModelError(
         f"{KEY} = {model!r}: of tensors that belong together, like the experts of a layer, some are missing "
         "or of another shape; the weights do not belong to this config.json"
@@ -195,9 +196,9 @@ def merge_error(model: str) -> ModelError:
 
 
 def hub_is_reachable() -> bool:
-    """Return True if the host name of the Hugging Face Hub resolves or a proxy is set.
+    """Return True if the host name of the Hugging Face Hub resolves, or if a proxy is configured.
 
-    The check avoids that libraries on a machine without network retry each file for 20 s.
+    Without this check, libraries on a machine without network retry each file for 20 s.
     """
     if constants.HF_HUB_OFFLINE:
         return False

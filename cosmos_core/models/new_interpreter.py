@@ -1,7 +1,7 @@
-"""Calls of functions in a new Python interpreter, which reads an export as a user's process would.
+"""Calls of functions in a new Python interpreter, which loads an export as a user's process would.
 
-The interpreter imports the module of the function to call after this module, which disables garbage collection, so that
-the imports are fast.
+The interpreter imports this module, which disables garbage collection, before the module of the called function, so
+that imports are fast.
 """
 
 import gc
@@ -23,7 +23,7 @@ _POLL_SECONDS = 2.0
 
 
 def fresh_interpreter() -> ProcessPool:
-    """Return a process pool with one new interpreter, which starts with the first task and shares no state with this
+    """Return a pool with one new Python interpreter, which starts with the first task and shares no state with this
     process."""
     return ProcessPool(1, initializer=_start, initargs=(os.getpid(),), context=get_context("spawn"))
 
@@ -39,11 +39,11 @@ def call_in_interpreter(
     """Return the result of `function(*arguments)`, which reads the export in `folder`, called in the interpreter of
     `pool`.
 
-    `meanwhile` is called every few seconds until the function returns; if it raises an error, the interpreter is
-    stopped.
+    `meanwhile` is called every few seconds until the function returns. If `meanwhile` raises an error, the interpreter
+    is stopped.
 
     Raises:
-        StageFailed: the function raised an error, or took longer than `seconds`; None: there is no limit.
+        StageFailed: the function raised an error, or took longer than `seconds` seconds; None: no limit.
     """
     failed = f"export {folder} failed the check 'reload'"
     future = pool.schedule(function, arguments, timeout=seconds)
@@ -64,8 +64,8 @@ def call_in_interpreter(
 
 
 def _start(parent: int) -> None:
-    """Prepare the new interpreter: end it with its parent process, log warnings only, and never use the network."""
+    """Prepare the new interpreter: it ends with its parent process, logs only warnings, and never uses the network."""
     die_with_parent(parent)
     configure("WARNING")
-    os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads the variable when it is imported, which is later
-    gc.disable()  # the process is short-lived, so garbage collection is not needed
+    os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub, which is imported later, reads the variable at import
+    gc.disable()  # garbage collection is not needed in a short-lived process

@@ -1,4 +1,5 @@
-"""Offloading to host memory: of activations until the backward pass, of pipeline components until their next use."""
+"""Offloading to host memory: of activations until the backward pass, and of pipeline components until their next
+use."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,13 +10,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 SMALLEST = 1 << 10
-"""Minimum number of elements of an offloaded tensor; moving a smaller tensor costs more time than it is worth."""
+"""Minimum number of elements of an offloaded tensor; offloading smaller tensors takes more time than it is worth."""
 
 
 def activations_on_cpu() -> saved_tensors_hooks:
-    """Return hooks that offload activations, like torch's `save_on_cpu`.
+    """Return hooks that offload activations to host memory, like torch's `save_on_cpu`.
 
-    Parameters, which FSDP manages, and small tensors stay on the device.
+    Small tensors and parameters, which FSDP manages, stay on the device.
     """
     moves = save_on_cpu(pin_memory=torch.cuda.is_available())
 
@@ -30,13 +31,13 @@ def activations_on_cpu() -> saved_tensors_hooks:
 
 
 class ComponentOffload:
-    """Mover of pipeline components to the device while they are in use, and to host memory otherwise."""
+    """Mover of pipeline components to the device for their use, and back to host memory afterwards."""
 
     def __init__(self, device: torch.device, *, is_offloaded: bool) -> None:
-        """Store the device; `is_offloaded`: whether components return to host memory after use."""
+        """Store the device. `is_offloaded`: whether components return to host memory after their use."""
         self._device, self._is_offloaded, self._keeps_on_device = device, is_offloaded, False
         self._on_device: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
-        """Components that are on the device, each with a list of its parameters and their tensors in host memory."""
+        """Components that are on the device, each with the list of its parameters and their tensors in host memory."""
 
     @contextmanager
     def on_device(self, components: Sequence[nn.Module]) -> Iterator[None]:
@@ -52,7 +53,7 @@ class ComponentOffload:
 
     @contextmanager
     def keep_on_device(self) -> Iterator[None]:
-        """Keep components that are used inside the block on the device until the end of the block."""
+        """Keep all components that are used during the block on the device until the end of the block."""
         self._keeps_on_device = True
         try:
             yield
@@ -63,6 +64,6 @@ class ComponentOffload:
     def _return_to_host(self) -> None:
         for component, weights in self._on_device.items() if self._is_offloaded else ():
             for weight, on_host in weights:
-                weight.data = on_host  # not copied back from the device, because weights of components do not change
+                weight.data = on_host  # not copied back, because the weights of components do not change
             component.to("cpu")
         self._on_device.clear()

@@ -1,4 +1,5 @@
-"""Load the causal language model of a stage: tokenizer, processor, weights on the mesh, and trained parameters."""
+"""Load the causal language model of a stage: tokenizer, processor, weights on the mesh, and choice of trained
+weights."""
 
 import logging
 
@@ -60,7 +61,7 @@ def open_model(stage: Stage) -> CausalLM:
     use_flash_attention(None)
     if policy.enable_liger_kernel:
         use_liger(model)
-    if stage.kind.trains:  # other stages load a model to which `policy.lora` was already applied
+    if stage.kind.trains:  # other stages load a model into which the adapter of `policy.lora` is already merged
         mark_trained_weights(model, policy)
         if train.fp8.enable_fp8:
             use_fp8(model, train.fp8)
@@ -69,7 +70,7 @@ def open_model(stage: Stage) -> CausalLM:
         watch_compiling(stage.progress)
         compile_blocks(model)
     files = processor_files(stage.model, policy.model_revision)
-    # The pad token of a tokenizer may have no embedding in the model; any other token can pad.
+    # The model may have no embedding for the pad token of its tokenizer; any other token can pad.
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id < model.config.get_text_config().vocab_size else 0
     reading = InputProcessing(pad_id, vision, tokenizer, files, num_ids=count_ids(tokenizer))
     balance = balance_of(model, policy.aux_loss_coeff) if stage.kind.trains else None
@@ -77,7 +78,7 @@ def open_model(stage: Stage) -> CausalLM:
 
 
 def open_vision(stage: Stage) -> ImageReader | None:
-    """Return the reader of the images in a stage's prepared rows; None: no row has an image.
+    """Return the reader of the images in a stage's prepared rows; None: the rows have no images.
 
     Raises:
         ConfigError: the recipe has a parallelism or load balancing that does not support images.

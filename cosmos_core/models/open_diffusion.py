@@ -1,4 +1,4 @@
-"""Load the diffusion model of a stage: family, denoiser on the mesh, and trained parameters."""
+"""Load the diffusion model of a stage: model family, denoiser on the mesh, and choice of trained weights."""
 
 import logging
 from typing import Any
@@ -52,9 +52,10 @@ def open_model(stage: Stage) -> Denoiser:
 
 
 def recompute_blocks(model: Any, how: Recompute) -> None:
-    """Make the blocks of a denoiser recompute activations in the backward pass; `how` is as for `recompute.recompute`.
+    """Make the blocks of a denoiser recompute activations in the backward pass.
 
-    If the denoiser does not support recomputation, log a warning and keep all activations.
+    If the denoiser does not support recomputation, log a warning and keep all activations. `how` is a setting of the
+    type `recompute.Recompute`.
     """
     if not how:
         return

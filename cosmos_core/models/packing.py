@@ -1,11 +1,11 @@
 """Packing of several sequences into one row without padding, where each sequence attends only to itself.
 
-No attention is computed between sequences. On CUDA each layer calls torch's `varlen_attn` once; on other devices, or if
-that kernel does not support the inputs, attention runs over batches of sequences of similar length. Positions restart
-in each sequence. Recurrent and chunked layers are refused, because they would mix sequences. A probe compares packed
-with separate sequences before the first use.
+On CUDA each layer calls torch's `varlen_attn` once. On other devices, or if that kernel does not support the inputs,
+attention runs over batches of sequences of similar length. Positions restart in each sequence. Recurrent and chunked
+layers are refused, because they would mix sequences. A probe compares packed with separate sequences before the first
+use.
 
-Shape legend: P packed tokens, K heads, D head size.
+Shape legend: B rows, P packed tokens, K heads, D head size.
 """
 
 import inspect
@@ -50,15 +50,16 @@ def enable_packing(
     *,
     is_gathered_in_it: bool = False,
 ) -> str:
-    """Enable packed rows for `model`; return the reason if the model does not support them, else an empty string.
+    """Enable packed rows for `model`. Return the reason if the model does not support packed rows, otherwise an empty
+    string.
 
     Packed rows have sequence bounds (`data.batch.packed_bounds`) and `position_ids` that restart in each sequence. If
-    they are not supported, the model is unchanged. If the model is sharded, all ranks must call this function.
+    the model does not support them, it stays unchanged. If it is sharded, all ranks must call this function.
 
     Args:
         model: model whose attention is replaced.
         roots: modules to call instead of a sharded model.
-        compute_dtype: autocast dtype of training, which selects the kernel; None: the weights' dtype.
+        compute_dtype: autocast dtype of training, which determines the kernel; None: the dtype of the weights.
         is_gathered_in_it: whether FSDP gathers weights in `compute_dtype`, so that no other dtype can be tested.
     """
     text = model.config.get_text_config()
@@ -76,7 +77,7 @@ def enable_packing(
     for dtype in dict.fromkeys([*dtypes, *([compute_dtype] if (has_kernel or not dtypes) and compute_dtype else [])]):
         _set_attention(model, plain)
         differs = not _is_exact(model, roots, plain, dtype)
-        if any_rank(differs) if roots else differs:  # each pipeline rank tests its own layers, so exchange the results
+        if any_rank(differs) if roots else differs:  # a pipeline rank tests only its own layers
             _set_attention(model, plain)
             return "packed sequences have other logits than separate ones"
     return ""
@@ -84,10 +85,11 @@ def enable_packing(
 
 @torch.no_grad()
 def can_merge_prompts(model: PreTrainedModel, roots: Sequence[Any], dtype: torch.dtype) -> bool:
-    """Return True if packed rows may have a prompt once for several sequences; packed rows must be enabled.
+    """Return True if a packed row may contain a prompt once for several sequences. Packed rows must be enabled already.
 
-    This needs the packed attention `NAME` over all tokens, a CPU, and no dropout, which would be the same for all
-    sequences. A probe compares outputs in `dtype`. For `roots`, and for what all ranks call, see `enable_packing`.
+    Sharing requires the packed attention `NAME` without windows in all layers, a CPU, and no dropout, which would be
+    the same for all sequences. A probe compares outputs in `dtype`. `roots` are the modules to call instead of a
+    sharded model, on all ranks.
     """
     text = model.config.get_text_config()
     is_full = set(getattr(text, "layer_types", None) or ["full_attention"]) == {"full_attention"}
@@ -117,9 +119,9 @@ def packed_attention(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute the attention of packed rows, BKPD to BPKD; without `sequence_bounds` compute the attention `sdpa`.
+    """Compute the attention of packed rows, BKPD to BPKD; without `sequence_bounds`, compute the attention `sdpa`.
 
-    The signature is that of an attention function of transformers.
+    The signature is that of attention functions in transformers.
     """
     bounds, window = kwargs.get("sequence_bounds"), kwargs.get("sliding_window")
     if bounds is None and not (window and attention_mask is None and query.shape[2] == key.shape[2]):
@@ -149,7 +151,7 @@ def packed_attention(
 
 
 def varlen_obstacle(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> str:
-    """Return the reason why torch's `varlen_attn` does not support these inputs; empty: it supports them."""
+    """Return the reason why torch's `varlen_attn` does not support these inputs; empty if it supports them."""
     size = query.shape[-1]
     if query.dtype not in _VARLEN_DTYPES:
         return f"its kernel takes half precision, and this is {str(query.dtype).removeprefix('torch.')}"
@@ -170,7 +172,7 @@ def _log_once(reason: str) -> None:
 
 
 def _autocast(state: Tensor) -> Tensor:
-    """Cast queries, keys or values to the dtype of autocast, which does so for `sdpa` but not for `varlen_attn`.
+    """Cast queries, keys or values to the dtype of autocast, which casts the inputs of `sdpa` but not of `varlen_attn`.
 
     The cast is needed because a norm of queries or keys returns them in the dtype of its weights.
     """
@@ -179,12 +181,12 @@ def _autocast(state: Tensor) -> Tensor:
 
 
 def _varlen_attention(states: Sequence[Tensor], kwargs: dict[str, Any]) -> Tensor:
-    """Compute the attention of all sequences in one call of `varlen_attn`: BKPD to BPKD."""
+    """Compute the attention of all sequences with one call of `varlen_attn`, BKPD to BPKD."""
     window, on_device, longest = kwargs.get("sliding_window"), kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
     query_PKD, key_PKD, value_PKD = (state.transpose(1, 2).squeeze(0) for state in states)
     output_PKD = varlen_attn(
         query_PKD, key_PKD, value_PKD, on_device, on_device, longest, longest, scale=kwargs.get("scaling"),
-        window_size=(window - 1 if window else -1, 0),  # number of keys before and after a query; -1: unlimited
+        window_size=(window - 1 if window else -1, 0),  # keys before and after a query; -1: unlimited
         **(_GROUPED if query_PKD.shape[1] != key_PKD.shape[1] else {}),
     )  # fmt: skip
     assert isinstance(output_PKD, Tensor)
@@ -199,9 +201,10 @@ def packed_eager_attention(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute the attention of packed rows by the eager attention of the model's family, with its sinks or soft caps.
+    """Compute the attention of packed rows with the eager attention of the model's family, which may have sinks or soft
+    caps.
 
-    The signature is that of an attention function of transformers.
+    The signature is that of attention functions in transformers.
     """
     eager = sys.modules[type(module).__module__].eager_attention_forward
     bounds, window = kwargs.get("sequence_bounds"), kwargs.get("sliding_window")
@@ -219,12 +222,12 @@ def packed_eager_attention(
 
 
 def packed_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Return the attention mask of `sdpa`, or None if there is neither padding nor a cached key."""
+    """Return the mask of the attention `sdpa`, or None if there are neither padding tokens nor cached keys."""
     return None if _is_whole(kwargs) else sdpa_mask(*args, **kwargs)
 
 
 def packed_eager_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Return the attention mask of `eager`, or None if there is neither padding nor a cached key."""
+    """Return the mask of the attention `eager`, or None if there are neither padding tokens nor cached keys."""
     return None if _is_whole(kwargs) else eager_mask(*args, **kwargs)
 
 
@@ -233,11 +236,11 @@ def _is_whole(kwargs: dict[str, Any]) -> bool:
 
 
 def _attend_per_sequence(bounds: Bounds | None, attend: Callable[..., Tensor], *states: Tensor) -> Tensor:
-    """Compute the attention of each sequence of a row, BPKD, by the function `attend`.
+    """Compute the attention of each sequence of a packed row BKPD with the function `attend`.
 
-    `bounds` None: the row is one sequence. A sequence with a prompt (`Bounds.prompts`) attends to its prompt too.
-    Sequences of similar length form a batch, padded on the right, which causal attention ignores. The row is divided by
-    `split`, because the gradient of each slice would be as large as the row.
+    If `bounds` is None, the row is one sequence. A sequence with a shared prompt (`Bounds.prompts`) also attends to the
+    prompt. Sequences of similar length form a batch, padded on the right, which causal attention ignores. The row is
+    divided by `split`, because the gradient of each slice would be as large as the row.
     """
     if bounds is None:
         return attend(*states)
@@ -251,7 +254,7 @@ def _attend_per_sequence(bounds: Bounds | None, attend: Callable[..., Tensor], *
         batch = [
             torch.stack([pad(each[index], [0, 0, 0, length - lengths[index]]) for index in indices]) for each in slices
         ]
-        if prompt >= 0:  # keys and values of the prompt come before those of the sequence
+        if prompt >= 0:  # prepend the keys and values of the shared prompt
             before = (each[prompt].expand(len(indices), -1, -1, -1) for each in slices[1:])
             batch[1:] = [torch.cat(pair, dim=2) for pair in zip(before, batch[1:], strict=True)]
         outputs |= zip(indices, attend(*batch).unbind(0), strict=True)
@@ -259,22 +262,22 @@ def _attend_per_sequence(bounds: Bounds | None, attend: Callable[..., Tensor], *
 
 
 def _band(length: int, window: int, device: torch.device) -> Tensor:
-    """Return the causal mask of a sliding window, PP: True where the query (row) attends to the key (column)."""
+    """Return the causal mask PP of a sliding window: True where the query (row) attends to the key (column)."""
     distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
     return (distance >= 0) & (distance < window)
 
 
 def _set_attention(model: PreTrainedModel, name: str) -> None:
-    """Set the attention of the language model, but not of a vision tower, which packs images in its own way."""
+    """Set the attention function of the language model, but not of a vision tower, which packs images differently."""
     keys = [key for key in model.config.sub_configs if getattr(model.config, key) is model.config.get_text_config()]
     model.set_attn_implementation({keys[0]: name} if keys else name)
 
 
 @contextmanager
 def _short_windows(model: PreTrainedModel) -> Iterator[None]:
-    """Make sliding windows shorter than the rows of the probe inside the block.
+    """Make sliding windows shorter than the rows of the probe during the block.
 
-    The probe then detects model families whose packed attention ignores the window.
+    The probe thus detects model families whose packed attention ignores the window.
     """
     holders: list[Any] = [model.config.get_text_config(), *model.modules()]
     windows = [(holder, holder.sliding_window) for holder in holders if getattr(holder, "sliding_window", None)]
@@ -289,10 +292,10 @@ def _short_windows(model: PreTrainedModel) -> Iterator[None]:
 
 @torch.no_grad()
 def _is_exact(model: PreTrainedModel, roots: Sequence[Any], plain: str, dtype: torch.dtype) -> bool:
-    """Return True if packed rows have the same logits, or last hidden states of each root, as separate rows.
+    """Return True if packed rows have the same outputs as separate rows: logits, or last hidden states of each root.
 
-    Separate rows use the attention `plain`; packed and separate rows are computed in `dtype`. Packed attention stays
-    enabled afterwards.
+    Separate rows use the attention `plain`, and all rows are computed in `dtype`. Afterwards packed attention is
+    enabled.
     """
     generator = torch.Generator().manual_seed(0)
     vocabulary = int(model.config.get_text_config().vocab_size)
@@ -313,7 +316,7 @@ def _is_exact(model: PreTrainedModel, roots: Sequence[Any], plain: str, dtype: t
             ValueError,
             RuntimeError,
             AttributeError,
-        ):  # the family's forward method does not accept packed inputs
+        ):  # the forward method of this model family refuses packed inputs
             return False
         finally:
             model.train(was_training)
@@ -321,7 +324,7 @@ def _is_exact(model: PreTrainedModel, roots: Sequence[Any], plain: str, dtype: t
 
 
 def _outputs(model: PreTrainedModel, roots: Sequence[Any], inputs: dict[str, Any]) -> Tensor:
-    """Return the logits, or last hidden states of each root, of the first row."""
+    """Return the logits of the first row, or its last hidden states from each module in `roots` if there are any."""
     inputs = to_device(inputs, model.device)
     if roots:
         return torch.cat([root.probe(inputs)[0] for root in roots], dim=-1)
@@ -330,7 +333,7 @@ def _outputs(model: PreTrainedModel, roots: Sequence[Any], inputs: dict[str, Any
 
 
 def _is_close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
-    # The kernels of packed and separate rows round sums differently in half precision.
+    # In half precision, the kernels of packed and separate rows round sums differently.
     tolerance = max(_TOLERANCE, 8 * torch.finfo(dtype).eps)
     return bool((found - expected).abs().max() <= tolerance * max(1.0, expected.abs().max().item()))
 

@@ -1,7 +1,7 @@
 """Files of a diffusion pipeline: its `model_index.json`, and components that can be loaded separately.
 
-A pipeline's own `from_pretrained` loads all components; a training needs only the denoiser, and `prepare` needs all but
-the denoiser.
+`from_pretrained` of the pipeline loads all components, but training needs only the denoiser, and stages of kind
+`prepare` need all others.
 """
 
 import importlib
@@ -18,10 +18,10 @@ _LIBRARIES = ("diffusers", "transformers")
 
 
 class PipelineFolder:
-    """Folder that `save_pretrained` of a diffusers pipeline wrote, on this machine or on the Hugging Face Hub."""
+    """Folder, local or on the Hugging Face Hub, that `save_pretrained` of a diffusers pipeline wrote."""
 
     def __init__(self, model: str, revision: str | None = None) -> None:
-        """Locate the folder of `model`, a path or Hub id, and read `model_index.json`.
+        """Locate the folder of `model`, a path or Hub id, and read its `model_index.json`.
 
         Raises:
             ModelError: the folder does not exist, or is not a pipeline.
@@ -42,7 +42,7 @@ class PipelineFolder:
 
     @property
     def pipeline_class(self) -> Any:
-        """Return the pipeline's class in diffusers.
+        """Return the class of the pipeline in diffusers.
 
         Raises:
             ModelError: diffusers has no class of this name.
@@ -54,7 +54,7 @@ class PipelineFolder:
 
     @property
     def components(self) -> tuple[str, ...]:
-        """Return the names of the components that the pipeline has."""
+        """Return the names of the components of the pipeline."""
         return tuple(
             name
             for name, entry in self.index.items()
@@ -62,7 +62,7 @@ class PipelineFolder:
         )
 
     def component_class(self, name: str) -> Any:
-        """Return the class of a component.
+        """Return the class of the component `name`.
 
         Raises:
             ModelError: the pipeline has no such component, or its class is not in diffusers or transformers.
@@ -80,9 +80,9 @@ class PipelineFolder:
         return cls
 
     def load(self, name: str, dtype: torch.dtype | None = None) -> Any:
-        """Return a component in evaluation mode with its weights on the CPU in `dtype`.
+        """Return the component `name` in evaluation mode, with its weights on the CPU in `dtype`.
 
-        `dtype` None is for components without weights, such as a scheduler.
+        Components without weights, such as a scheduler, need no `dtype`.
 
         Raises:
             ModelError: files are missing or damaged, or lack tensors of the class.
@@ -106,7 +106,7 @@ class PipelineFolder:
         return module.eval()
 
     def build(self, name: str) -> Any:
-        """Return a component built from its configuration without weights, on the default device.
+        """Return the component `name` built from its configuration without weights, on the default device.
 
         Raises:
             ModelError: the configuration is missing or invalid.
@@ -116,7 +116,7 @@ class PipelineFolder:
             return cls.from_config(cls.load_config(str(self.path), subfolder=name, local_files_only=True))
 
     def settings(self, name: str) -> dict[str, Any]:
-        """Return the configuration of a component without building the component; empty if it has no configuration."""
+        """Return the configuration of the component `name` without building it; empty if it has no configuration."""
         for file in (f"{name}_config.json", "config.json"):
             if settings := read_object(self.path / name / file, self.model):
                 return settings

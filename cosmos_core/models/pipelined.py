@@ -1,9 +1,9 @@
-"""Runner of the pipeline stages on this rank, with torch's schedules.
+"""Runner of micro-batches through the pipeline stages on this rank, with torch's schedules.
 
-All ranks of a pipeline have the same samples, so ranks exchange only hidden states. These are sent in a tensor of fixed
-size that a shorter micro-batch fills partly, so that micro-batches need not be padded to the same length.
+All ranks of a pipeline have the same samples, so they exchange only hidden states. These are sent in a tensor of fixed
+size that a shorter micro-batch fills only partly, so that micro-batches need not be padded to the same length.
 
-Shape legend: B rows, T tokens, P tokens of the longest micro-batch, H hidden size, N learned tokens.
+Shape legend: B rows, T tokens, P tokens of the longest micro-batch, H hidden size, N trained tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ _SINGLE = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
 
 
 class _MicroBatches(NamedTuple):
-    """Micro-batches of a call of `PipelineRunner.run`, for the pipeline stages of this rank."""
+    """Micro-batches of one call of `PipelineRunner.run`, as input for the pipeline stages of this rank."""
 
     batches: Sequence[Any]
     wants: Wants
@@ -36,7 +36,8 @@ class _MicroBatches(NamedTuple):
 
 
 class StageModule(nn.Module):
-    """Pipeline stage, called with the number of a micro-batch and the hidden states of the previous stage."""
+    """Pipeline stage as a module. Its inputs are the number of a micro-batch and the hidden states of the previous
+    stage."""
 
     def __init__(
         self, model: PreTrainedModel, number: int, is_last: bool, train: TrainConfig, dtype: torch.dtype
@@ -45,22 +46,23 @@ class StageModule(nn.Module):
         self.scorer = Scorer(model)
         self.number, self.is_last, self._train, self._dtype = number, is_last, train, dtype
         self.hidden_dtype = model.dtype
-        """Dtype of hidden states between stages; stored, as `model.dtype` changes while FSDP has gathered weights."""
+        """Dtype of the hidden states between pipeline stages, stored because `model.dtype` changes while FSDP gathers
+        weights."""
         self.micro_batches: _MicroBatches | None = None
         self.names: list[str] = []
-        """Names of the outputs of the last stage, stored because torch's schedules pass only tensors."""
+        """Names of the outputs of the last pipeline stage, stored because torch's schedules pass only tensors."""
 
     @property
     def model(self) -> PreTrainedModel:
-        """Return the model of this stage, in which placeholders for modules of other stages return their input."""
+        """Return the model of this pipeline stage, in which placeholders replace the modules of other stages."""
         return self.scorer.model
 
     def probe(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Return the hidden states of this stage for token inputs."""
+        """Return the hidden states that this pipeline stage computes from token inputs."""
         return self.scorer.hidden(inputs)
 
     def forward(self, *hidden_PH: Tensor, number: Tensor) -> Any:
-        """Return the hidden states PH, or the outputs of the scorer if this is the last stage."""
+        """Return the hidden states PH or, from the last pipeline stage, the outputs of the scorer."""
         assert self.micro_batches is not None
         batch = self.micro_batches.batches[int(number)]
         shape = batch.inputs["input_ids"].shape
@@ -81,7 +83,7 @@ class StageModule(nn.Module):
 
 
 class PipelineRunner:
-    """Runner (`models.base.Runner`) of micro-batches through the pipeline stages of this rank."""
+    """Runner of micro-batches through the pipeline stages of this rank; implements `models.base.Runner`."""
 
     def __init__(self, model: PreTrainedModel, train: TrainConfig, mesh: Mesh, dtype: torch.dtype) -> None:
         assert mesh.pipeline is not None
@@ -93,17 +95,17 @@ class PipelineRunner:
         ]
 
     def rows(self, size: int) -> int:
-        """Return the number of rows per micro-batch, at most `pp_micro_batch_size`."""
+        """Return the number of rows per micro-batch: `size`, but at most `pp_micro_batch_size`."""
         return min(size, self._sizes.pp_micro_batch_size)
 
     def count(self, num_batches: int, size: int) -> int:
-        """Return the number of micro-batches to run, including empty ones: torch's schedules require that the number of
-        ranks divides the number of micro-batches of each pass."""
+        """Return the number of micro-batches to run, including empty ones: torch's schedules require a number of
+        micro-batches per pass that is divisible by the number of pipeline ranks."""
         num_passes = self._num_passes(num_batches, size)
         return num_passes * self._whole_rounds(-(-num_batches // num_passes))
 
     def run(self, batches: Sequence[Callable[[], Any]], consume: Consume, wants: Wants, size: int) -> None:
-        """Run micro-batches through the pipeline in passes of at most `size` rows."""
+        """Run micro-batches through the pipeline, in passes of at most `size` rows."""
         micro_batches = [make() for make in batches]
         num_tokens = max(batch.inputs["input_ids"].numel() for batch in micro_batches)
         each = len(micro_batches) // self._num_passes(len(micro_batches), size)
@@ -114,7 +116,7 @@ class PipelineRunner:
 
         for stage in self.roots:
             stage.micro_batches = _MicroBatches(micro_batches, wants, num_tokens)
-        # All passes use one schedule, because the first step of a schedule discards existing gradients.
+        # All passes use the same schedule, because the first step of a new schedule discards existing gradients.
         schedule = self._schedule(each, num_tokens, loss)
         step = schedule.step if torch.is_grad_enabled() else schedule.eval
         for numbers in torch.arange(len(micro_batches)).split(each):
@@ -138,7 +140,7 @@ class PipelineRunner:
         return num_batches + -num_batches % self._group.size()
 
     def _schedule(self, num_batches: int, num_tokens: int, loss: Callable[[Any, Tensor], Tensor | None]) -> Any:
-        """Return torch's schedule for micro-batches of at most `num_tokens` tokens."""
+        """Return torch's pipeline schedule for `num_batches` micro-batches of at most `num_tokens` tokens."""
         config, model = self._model.config, self._model
         dtype = self.roots[0].hidden_dtype
         like_PH = torch.empty(num_tokens, config.hidden_size, dtype=dtype, device="meta", requires_grad=True)

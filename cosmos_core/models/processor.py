@@ -1,4 +1,4 @@
-"""Processors of vision-language models: loading, copying of their files, and conversion of images to model inputs.
+"""Processors of vision-language models: loading, content of their files, and conversion of images to model inputs.
 
 Videos are not supported.
 
@@ -28,12 +28,12 @@ FILES = (
     "video_preprocessor_config.json",
     "chat_template.json",
 )
-"""Names of the files of a processor, without the files of its tokenizer, which include `chat_template.jinja`."""
+"""Names of the files of a processor, except for the files of its tokenizer, such as `chat_template.jinja`."""
 _EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 
 
 def processor_files(model: str, revision: str | None = None) -> dict[str, bytes]:
-    """Return the content of the processor files of a model folder or Hub id, by name; empty for a text-only model.
+    """Return the content of the processor files of a model folder or Hub id, by file name; empty for a text-only model.
 
     Raises:
         ModelError: the folder does not exist, or the Hub id cannot be fetched.
@@ -41,7 +41,7 @@ def processor_files(model: str, revision: str | None = None) -> dict[str, bytes]
     source, options = locate_model(model, revision)
     options |= {
         "_raise_exceptions_for_missing_entries": False,
-        "_raise_exceptions_for_connection_errors": False,  # offline: what is not in the cache does not exist
+        "_raise_exceptions_for_connection_errors": False,  # offline, a file that is not in the cache counts as missing
     }
     files = {}
     for name in FILES:
@@ -79,20 +79,20 @@ def load_processor(
         raise ModelError(f"{KEY} = {model!r}: cannot load the processor: {reason}") from error
     if getattr(processor, "image_processor", None) is None:
         return None
-    if processor.chat_template is None:  # older checkpoints have the template only in tokenizer_config.json
+    if processor.chat_template is None:  # older checkpoints store the template only in tokenizer_config.json
         processor.chat_template = processor.tokenizer.chat_template
     _resize(processor, dict(pixels))
     return processor
 
 
 def image_word(processor: ProcessorMixin) -> str:
-    """Return the word that stands for an image in a text, which the processor expands to the image's tokens."""
+    """Return the word that represents an image in a text, which the processor expands to the tokens of the image."""
     word: str = cast(Any, processor).image_token
     return word
 
 
 def _load_without_videos(cls: Any, source: str, options: dict[str, Any]) -> ProcessorMixin:
-    """Load a processor of images and videos without its video processor, which would require torchvision."""
+    """Load a processor for images and videos without its video processor, which would require torchvision."""
 
     def check(self: Any, name: str, argument: Any) -> Any:
         return None if name == "video_processor" else cls.check_argument_for_proper_class(self, name, argument)
@@ -111,7 +111,8 @@ def _load_without_videos(cls: Any, source: str, options: dict[str, Any]) -> Proc
 
 
 def _resize(processor: ProcessorMixin, pixels: Mapping[str, int]) -> None:
-    # In processors with `merge_size` the edge names of `size` mean numbers of pixels, in others lengths of edges.
+    # In processors with `merge_size`, the limits in `size` are numbers of pixels; in other processors, lengths of
+    # edges.
     if pixels and not hasattr(processor.image_processor, "merge_size"):
         key, value = next(iter(pixels.items()))
         raise ConfigError(
@@ -122,7 +123,7 @@ def _resize(processor: ProcessorMixin, pixels: Mapping[str, int]) -> None:
 
 
 class RowWithImages(Protocol):
-    """Interface of a row of tokens that may have images."""
+    """Interface of a row of tokens that may contain images."""
 
     @property
     def input_ids(self) -> np.ndarray:
@@ -131,12 +132,12 @@ class RowWithImages(Protocol):
 
     @property
     def images(self) -> Sequence[ImageRef]:
-        """Return the images of the row in the order in which they occur in the tokens."""
+        """Return the images of the row, in the order of their tokens."""
         ...
 
 
 class ImageReader:
-    """Reader that converts the images of samples to model inputs when a micro-batch needs them."""
+    """Converter of the images of samples to model inputs, which reads the images when a micro-batch needs them."""
 
     def __init__(self, processor: ProcessorMixin) -> None:
         self._processor = processor
@@ -144,11 +145,11 @@ class ImageReader:
             processor.tokenizer.pad_token = processor.tokenizer.eos_token
 
     def batching_key(self, row: RowWithImages) -> int:
-        """Return the group of a row: a micro-batch has rows of one group only.
+        """Return the group of a row; a micro-batch contains rows of one group only.
 
-        Rows with images are separate from rows without, since all ranks must enter the vision tower together. In models
-        with cross-attention to images, tokens before the first image see all images of the batch. In such a model all
-        rows of a group have the same number of images.
+        Rows with images are separate from rows without images, because all ranks must enter the vision tower together.
+        In a model with cross-attention to images, tokens before the first image attend to all images of the batch, so
+        all rows of a group have the same number of images.
         """
         is_cross_attending = "cross_attention_mask" in self._processor.model_input_names
         return len(row.images) if is_cross_attending else min(len(row.images), 1)
@@ -156,13 +157,14 @@ class ImageReader:
     def num_before_images(self, token_ids: Sequence[int]) -> int:
         """Return the number of tokens before the first image token.
 
-        A policy can sample image tokens although there is no image; a completion is then cut before the first one.
+        A policy may sample image tokens although there is no image; such a completion is truncated before the first
+        one.
         """
         [is_image] = self._kinds(torch.tensor([list(token_ids)])).bool().tolist() if token_ids else [[]]
         return is_image.index(True) if True in is_image else len(is_image)
 
     def inputs(self, rows: Sequence[RowWithImages], input_ids_BT: Tensor) -> dict[str, Tensor]:
-        """Return the model inputs of the images of rows of one group, by name; empty for rows without images.
+        """Return the model inputs, by name, for the images of rows of one group; empty for rows without images.
 
         `input_ids_BT` are the padded token ids of the rows.
 
@@ -172,7 +174,7 @@ class ImageReader:
         if not rows[0].images:
             return {}
         images = [[open_image(ref) for ref in row.images] for row in rows]
-        # The text has only the words that stand for images, because the processor needs no other words.
+        # The text consists only of the words that represent images, because the processor needs no other text here.
         text = [image_word(self._processor) * len(each) for each in images]
         inputs: dict[str, Any] = dict(self._processor(text=text, images=images, padding=True, return_tensors="pt"))
         ids_BT, _ = inputs.pop("input_ids"), inputs.pop("attention_mask", None)
@@ -187,11 +189,11 @@ class ImageReader:
         return inputs
 
     def _kinds(self, ids_BT: Tensor) -> Tensor:
-        """Return an integer mask BT: 1 for image tokens, 0 for other tokens."""
+        """Return an integer mask BT with 1 for image tokens and 0 for other tokens."""
         return torch.as_tensor(self._processor.create_mm_token_type_ids(ids_BT.tolist()), dtype=torch.int64)
 
     def _cross_attention_mask(self, rows: Sequence[RowWithImages], inputs: Mapping[str, Tensor], width: int) -> Tensor:
-        """Return the mask of the image tiles to which each token attends, of shape (B, T, images, tiles).
+        """Return a mask of the image tiles to which each token attends, of shape (B, T, images, tiles).
 
         `width` is the number of tokens T.
         """

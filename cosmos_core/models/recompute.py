@@ -1,8 +1,8 @@
-"""Recomputation of activations in the backward pass (gradient checkpointing), of whole blocks or of cheap operations.
+"""Recomputation of activations in the backward pass (gradient checkpointing), for whole blocks or for cheap operations.
 
 Selective recomputation keeps the results of attention, and of matrix products whose result is no larger than their
-input. Norms, activation functions, rotary embeddings and the wide matrix products of the feed-forward layers run again
-(the idea of arXiv 2205.05198, section 5, by the size of results instead of a fixed list).
+input. Norms, activation functions, rotary embeddings and the wide matrix products of feed-forward layers run again (the
+idea of arXiv 2205.05198, section 5, by the size of results instead of a fixed list).
 """
 
 import logging
@@ -14,10 +14,10 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers import PreTrainedModel
 
 Recompute = bool | Literal["selective"]
-"""Type of a recomputation setting.
+"""Type of a setting of recomputation.
 
-False keeps all activations, True keeps only the input of each block, and `selective` also keeps small activations that
-are expensive to compute.
+False keeps all activations, True keeps only the inputs of blocks, and `selective` also keeps small activations that are
+expensive to compute.
 """
 
 logger = logging.getLogger(__name__)
@@ -34,10 +34,10 @@ _PRODUCTS = {_ATEN.mm.default, _ATEN.addmm.default}
 
 
 def recompute(model: PreTrainedModel, how: Recompute) -> None:
-    """Make the blocks of a model recompute activations in the backward pass, as `how` says; gradients do not change.
+    """Make the blocks of a model recompute activations in the backward pass; gradients do not change.
 
-    If the model family does not support recomputation, log a warning and keep all activations, because recomputation is
-    a default and must not stop a run.
+    If the model family does not support recomputation, log a warning and keep all activations: recomputation is a
+    default and must not stop a run. `how` is a setting of the type `Recompute`.
     """
     if not how:
         return
@@ -53,7 +53,7 @@ def recompute(model: PreTrainedModel, how: Recompute) -> None:
 
 
 def selective() -> Any:
-    """Return the contexts for `torch.utils.checkpoint` that keep small activations that are expensive to compute."""
+    """Return the contexts with which `torch.utils.checkpoint` keeps small activations that are expensive to compute."""
     return create_selective_checkpoint_contexts(_policy)
 
 

@@ -1,4 +1,4 @@
-"""Check that prepared rows suit a language model: token ids have embeddings, and lengths are within its positions."""
+"""Check that prepared rows fit a language model: all tokens have embeddings, and lengths are within its positions."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +12,13 @@ from cosmos_core.errors import DataError, ModelError
 
 
 def check_rows(config: PretrainedConfig, folder: Path, build: Callable[[], PreTrainedModel]) -> str:
-    """Refuse prepared rows that a model cannot process; return a warning if rows are long, else an empty string.
+    """Refuse prepared rows that a model cannot process. Return a warning if rows exceed its positions, otherwise an
+    empty string.
 
     Args:
         config: configuration of the model.
         folder: folder of the prepared rows.
-        build: function that returns the model; called only if the configuration does not suffice, for its shapes.
+        build: function that returns the model, called only if the shapes of weights are needed.
 
     Raises:
         DataError: a token has no embedding.

@@ -1,6 +1,6 @@
 """SANA: the language model Gemma 2 encodes the prompt, and a deterministic deep-compression autoencoder the image.
 
-An instruction to enrich the prompt precedes the prompt.
+As in the pipeline, an instruction to enrich the prompt is put before the prompt.
 """
 
 import inspect
@@ -16,7 +16,7 @@ PIPELINES = ("SanaPipeline",)
 
 
 class Sana(DiffusionModel):
-    """SANA; the text inputs of its denoiser are the token embeddings of the prompt and their mask."""
+    """SANA, whose denoiser gets the token embeddings of the prompt and their mask as text inputs."""
 
     lora_targets: ClassVar[tuple[str, ...]] = (
         "attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0",
@@ -28,7 +28,8 @@ class Sana(DiffusionModel):
     def text_embedding(self, prompts: Sequence[str]) -> Text:
         """Encode prompts to text inputs of the denoiser.
 
-        As in a call of the pipeline, an instruction precedes each prompt, except the empty prompt for guidance.
+        As in a call of the pipeline, an instruction is put before each prompt, except before the empty prompt of
+        guidance.
         """
         call = inspect.signature(type(self.pipeline).__call__).parameters
         instruction = call["complex_human_instruction"].default
@@ -63,7 +64,7 @@ class Sana(DiffusionModel):
         }
 
     def probe(self) -> dict[str, Any]:
-        """Return the arguments of a small call of the pipeline, without rounding of the size to one of a list."""
+        """Return the arguments of a small call of the pipeline that keeps the requested image size."""
         return super().probe() | {"use_resolution_binning": False}
 
     @property

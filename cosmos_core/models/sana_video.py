@@ -1,4 +1,4 @@
-"""SANA-Video: SANA for video clips; the VAE is that of Wan or, in newer checkpoints, another one."""
+"""SANA-Video: SANA for video clips. The VAE is that of Wan or, in newer checkpoints, another one."""
 
 from typing import Any
 
@@ -13,12 +13,12 @@ PIPELINES = ("SanaVideoPipeline",)
 
 
 class SanaVideo(Sana):
-    """SANA-Video, whose network receives unscaled timesteps."""
+    """SANA-Video, a SANA for clips whose network gets unscaled timesteps."""
 
     is_video = True
 
     def visual_embedding(self, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the mode of the VAE's posterior, normalised by channel, as mean, and None as log-variance."""
+        """Return as mean the mode of the VAE's posterior, normalised by channel, and None as log-variance."""
         with self._working("vae") as vae:
             output = vae.encode(pixels.to(self.device, torch.float32))
             latents = output.latent_dist.mode() if hasattr(output, "latent_dist") else output.latent
@@ -41,10 +41,11 @@ class SanaVideo(Sana):
         return settings | {"frames": settings.pop("num_frames")}
 
     def check_context(self, size: int) -> None:
-        """Accept any number of ranks for context parallelism, because each rank gets whole frames."""
+        """Accept any number of context-parallel ranks, because each rank gets whole frames."""
 
     def shard_tokens(self, denoiser: Any, mesh: DeviceMesh) -> None:
-        """Divide the frames of each clip among the ranks of a mesh: blocks convolve over time, so frames stay whole."""
+        """Divide the frames of each clip among the ranks of a mesh. Frames stay whole, because blocks convolve over
+        time."""
         shards, per_frame = Shards(mesh), 1
 
         def adapt(arguments: dict[str, Any]) -> None:
@@ -60,12 +61,13 @@ class SanaVideo(Sana):
 
     @property
     def timestep_scale(self) -> float:
-        """Return 1: the network receives timesteps unscaled."""
+        """Return 1, because the network gets unscaled timesteps."""
         return 1.0
 
 
 def channel_statistics(vae: Any, latents: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and standard deviation of each channel of a VAE's latents; 0 and 1 if the VAE declares none."""
+    """Return mean and standard deviation of each channel of a VAE's latents; 0 and 1 if the VAE does not declare
+    them."""
     statistics = []
     for name, default in (("latents_mean", 0.0), ("latents_std", 1.0)):
         values = vae.config.get(name)
@@ -76,7 +78,8 @@ def channel_statistics(vae: Any, latents: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def video_compression(settings: dict[str, Any]) -> tuple[int, int]:
-    """Return the number of frames, and of pixels per side, that one latent position covers, from a VAE's settings."""
+    """Return the number of frames and of pixels per side that one latent position covers, from the settings of a
+    VAE."""
     in_time = settings.get("scale_factor_temporal") or settings.get("temporal_compression_ratio")
     in_space = settings.get("scale_factor_spatial") or settings.get("spatial_compression_ratio")
     if in_time and in_space:

@@ -1,14 +1,14 @@
-"""Compute log-probabilities of chosen (trained) tokens without ever holding the logits of all positions.
+"""Compute log-probabilities of selected (trained) tokens without ever storing the logits of all positions.
 
-The body of the model runs once; the head (a matrix of V rows) runs only over the chosen positions, one chunk at a time,
-and again in the backward pass. If the caller knows the derivative of the loss with respect to every log-probability
-(SFT: -1/D; GRPO with one update per step: from the advantages), the forward pass computes the gradient of a chunk while
-its logits exist, so that the head runs once (the idea of Liger's fused cross-entropy, arXiv 2410.10989, for any head
-and any loss). The derivatives with respect to the logits are written out, because autograd would read a chunk about
-twice as often.
+The body of the model runs once. The head (a matrix of V rows) runs only over the selected positions, one chunk at a
+time, and again in the backward pass. If the caller knows the derivative of the loss with respect to every
+log-probability (SFT: -1/D; GRPO with one update per step: from the advantages), the forward pass computes the gradient
+of a chunk while its logits exist, so that the head runs once (the idea of Liger's fused cross-entropy, arXiv
+2410.10989, for any head and any loss). The derivatives with respect to the logits are written out, because autograd
+would read a chunk about twice as often.
 
-Shape legend: B rows, T tokens, S = T - 1 scored tokens, N chosen tokens, M chosen tokens of a chunk, H hidden size,
-V vocabulary, K most likely tokens.
+Shape legend: B rows, T tokens, S = T - 1 predicted tokens, N selected tokens, M selected tokens of a chunk, H hidden
+size, V vocabulary, K most likely tokens.
 """
 
 from __future__ import annotations
@@ -35,29 +35,30 @@ _MIN_CHUNK, _MAX_CHUNK, _MEMORY_SHARE = 64 << 20, 1 << 30, 64
 
 @dataclass(frozen=True, slots=True)
 class Wants:
-    """Outputs to compute for each chosen token in addition to its log-probability."""
+    """Outputs to compute for each selected token in addition to its log-probability."""
 
     temperature: float = 1.0
-    """Temperature by which the logits are divided before every output is computed."""
+    """Temperature by which logits are divided before all outputs are computed."""
     entropy: Literal["", "value", "gradient"] = ""
-    """Whether to return the entropy of each token's distribution in nats; `gradient`: with gradient; empty: no."""
+    """Whether to return the entropy of each token's distribution in nats: `value`, `gradient` (with gradient) or
+    empty."""
     top_k: int = 0
-    """Number of the most likely tokens whose ids and log-probabilities, with gradient, are returned."""
+    """Number of most likely tokens whose ids and log-probabilities (with gradient) are returned for each token."""
     is_top: bool = False
-    """Whether to return for each token whether its label is the most likely token."""
+    """Whether to return for each token if its label is the most likely token."""
 
 
 LOGPROBS = Wants()
-"""Outputs of a caller that needs only log-probabilities, at temperature 1."""
+"""Outputs for a caller that needs only log-probabilities, at temperature 1."""
 
 
 def chunk_bytes(device: torch.device) -> int:
     """Return the maximum size in bytes of the float32 logits of one chunk on `device`.
 
-    The size is a 64th of the device's memory as a power of two, from 64 MiB to 1 GiB: the peak memory of a chunk is
-    about three times as much, and each chunk reads and writes the gradient of the whole head once. The size depends on
-    the total memory, not on the free memory: chunks determine the order in which gradients are summed, so a resumed
-    run needs the same chunks.
+    It is a 64th of the device's memory as a power of two, from 64 MiB to 1 GiB: the peak memory of a chunk is about
+    three times its size, and each chunk reads and writes the gradient of the whole head once. It depends on the total
+    instead of the free memory: chunks determine the order in which gradients are summed, so a resumed run needs the
+    same chunks.
     """
     is_cuda = device.type == "cuda" and torch.cuda.is_available()
     total = torch.cuda.get_device_properties(device).total_memory if is_cuda else psutil.virtual_memory().total
@@ -68,15 +69,15 @@ class Scorer(nn.Module):
     """Language model that returns log-probabilities instead of logits."""
 
     def __init__(self, model: PreTrainedModel, chunk_bytes: int | None = None) -> None:
-        """`chunk_bytes`: maximum size of the float32 logits of a chunk; None: see the function `chunk_bytes`."""
+        """Store the model. `chunk_bytes`: maximum size of the float32 logits of a chunk; None: see `chunk_bytes`."""
         super().__init__()
         self.model = model
         self._chunk_bytes = chunk_bytes
         self._has_plain_head: bool | None = None
-        """Whether head(body(x)) equals the model's own logits; None until the first call has determined it."""
+        """Whether head(body(x)) equals the model's own logits; None: not tested before the first call."""
         self.num_ids: int | None = None
-        """Number of token ids from which the most likely tokens are selected; None: all rows of the head. A head may
-        have more rows than the tokenizer has tokens."""
+        """Number of token ids among which the most likely tokens are selected; None: all rows of the head, which may
+        exceed the ids of the tokenizer."""
 
         self.balance: Balance | None = None
         """Settings of the load-balancing loss, which is the output `balance` if gradients are enabled; None: no
@@ -92,21 +93,22 @@ class Scorer(nn.Module):
         derivative_N: Tensor | None = None,
         top_ids_NK: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Return outputs of the chosen tokens by name: `logprobs` N and, as `wants` says, `entropy` N, `top_logprobs`
-        and `top_ids` NK, `is_top` N (1 or 0).
+        """Return outputs of the selected tokens by name: `logprobs` N and, as requested in `wants`, `entropy` N,
+        `top_logprobs` and `top_ids` NK, `is_top` N (1 or 0).
 
         Args:
-            inputs: inputs of the model, with `input_ids` BT; also `inputs_embeds` BTH, which the model reads instead of
-                `input_ids`, if an earlier pipeline stage computed them; also `shift_labels` BT, the next token of each
-                token, if rows continue on another rank: indices are then positions in the BT grid.
-            chosen_N: indices of the chosen tokens in the flat BS grid of predicted tokens: index b * S + s is token
+            inputs: inputs of the model, with `input_ids` BT. If an earlier pipeline stage computed embeddings: also
+                `inputs_embeds` BTH, which the model reads instead. If rows continue on another rank: also
+                `shift_labels`
+                BT, the next token of each token, and `scored_N` are then indices in the flat BT grid.
+            scored_N: indices of the selected tokens in the flat BS grid of predicted tokens: index b * S + s is token
                 s + 1 of row b, conditioned on the tokens before it.
             wants: the outputs and their temperature.
             dtype: dtype of the log-softmax.
-            expected_N: the derivative of the loss with respect to each log-probability, if known. A wrong value costs
+            derivative_N: derivative of the loss with respect to each log-probability, if known. A wrong value costs
                 time, but changes no result.
-            top_ids_NK: the ids whose `top_logprobs` are computed, such as the most likely ids of a teacher; they
-                replace the model's own `wants.top_k`.
+            top_ids_NK: ids whose `top_logprobs` are computed instead of the model's own `wants.top_k`, such as the most
+                likely ids of a teacher.
         """
         has_labels = "shift_labels" in inputs
         labels_BS = inputs["shift_labels"] if has_labels else inputs["input_ids"][:, 1:]
@@ -119,18 +121,18 @@ class Scorer(nn.Module):
         num_top = min(wants.top_k, num_ids) if top_ids_NK is None else top_ids_NK.shape[-1]
         task = _Task(head, wants, num_top, num_ids, dtype, max(1, size // (4 * self.vocabulary)))
         if derivative_N is not None:
-            derivative_N = derivative_N.to(dtype)  # the backward pass compares it with a derivative in this dtype
+            derivative_N = derivative_N.to(dtype)  # the backward pass compares it with a derivative in the same dtype
         weights = head.trained_weights if torch.is_grad_enabled() else []
         outputs = _ChunkedScore.apply(task, hidden_NH, labels_N, top_ids_NK, derivative_N, *weights)
         return dict(zip(task.names, outputs, strict=True)) | balance
 
     def hidden(self, inputs: dict[str, Any]) -> Tensor:
-        """Return the last hidden states, the input of the head or of the next pipeline stage: BTH."""
+        """Return the last hidden states BTH, the input of the head or of the next pipeline stage."""
         hidden: Tensor = self.model.base_model(**_model_inputs(inputs), use_cache=False).last_hidden_state
         return hidden
 
     def probe(self, inputs: dict[str, Any]) -> Tensor:
-        """Return the hidden states; FSDP gathers the weights for this method, which is called outside of `forward`."""
+        """Return the last hidden states outside of `forward`; FSDP also gathers the weights for this method."""
         return self.hidden(inputs)
 
     @property
@@ -139,8 +141,8 @@ class Scorer(nn.Module):
         return int(self.model.get_output_embeddings().weight.shape[0])
 
     def _body(self, inputs: dict[str, Any]) -> tuple[Tensor, _Head, dict[str, Tensor]]:
-        """Return hidden states with the head, or logits with an identity head if the model's logits are not
-        head(body(x)); and the outputs of the load-balancing loss, empty if it is disabled."""
+        """Return the hidden states, the head, and the load-balancing loss by name (empty if disabled). If the model's
+        logits are not head(body(x)), return the logits and an identity head."""
         if self._has_plain_head is None:
             self._has_plain_head = self._probe()
         body = self.model.base_model if self._has_plain_head else self.model
@@ -159,7 +161,7 @@ class Scorer(nn.Module):
         return _Head(self.model.get_output_embeddings(), self._scale_logits)
 
     def _scale_logits(self, logits_MV: Tensor) -> Tensor:
-        """Apply the scaling or soft cap that some model families apply to the logits."""
+        """Apply the scaling or soft cap that some model families apply to logits."""
         config = self.model.config.get_text_config()
         if scale := getattr(config, "logit_scale", None):  # Cohere
             logits_MV = logits_MV * scale
@@ -171,7 +173,7 @@ class Scorer(nn.Module):
 
     @torch.no_grad()
     def _probe(self) -> bool:
-        """Return True if head(body(x)) equals the model's own logits on a few tokens."""
+        """Return True if head(body(x)) equals the model's own logits for a few tokens."""
         if self.model.get_output_embeddings() is None or self.model.base_model is self.model:
             return False
         if has_no_data(self.model):
@@ -179,7 +181,8 @@ class Scorer(nn.Module):
         was_training = self.model.training
         self.model.eval()  # dropout would make the two results differ
         ids = torch.arange(1, PROBE_TOKENS + 1, device=self.model.device).unsqueeze(0) % self.vocabulary
-        # Autocast's cache of casts is off, because a recomputation in the next pass would not find casts cached here.
+        # The cache of autocast is disabled, because a recomputation in a later pass would not find casts that are
+        # cached here.
         with _autocast(ids.device, _autocast_dtype(ids.device)):
             whole = self.model(input_ids=ids, use_cache=False).logits
             hidden = getattr(self.model.base_model(input_ids=ids, use_cache=False), "last_hidden_state", None)
@@ -193,12 +196,12 @@ class Scorer(nn.Module):
 
 
 def has_no_data(model: nn.Module) -> bool:
-    """Return True if the weights have shapes but no data, as in an estimate of memory."""
+    """Return True if the weights of a model have shapes but no data, as in an estimate of memory."""
     return isinstance(next(model.parameters()), FakeTensor)
 
 
 def _model_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return the inputs of the model: `inputs` without those that only the scorer reads."""
+    """Return the inputs for the model: `inputs` without the entries that only the scorer reads."""
     scorer_inputs = {"shift_labels", SEQUENCES, NUM_SEQUENCES, *(["input_ids"] if "inputs_embeds" in inputs else [])}
     return {name: value for name, value in inputs.items() if name not in scorer_inputs}
 
@@ -208,7 +211,7 @@ class _Head:
     """Output head of a language model: converts hidden states MH to logits MV."""
 
     module: nn.Module | None
-    """Output embedding of the model; None: the inputs of the head already are logits."""
+    """Output embedding of the model; None: the inputs of the head are logits already."""
 
     after: Callable[[Tensor], Tensor]
 
@@ -218,8 +221,8 @@ class _Head:
         return [p for p in self.module.parameters() if p.requires_grad] if self.module else []
 
     def cast(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
-        """Return the head's matrices in `dtype`, that of autocast, by name; empty if no cast is needed. They are cast
-        once instead of once per chunk. Casts of trained matrices are leaves of the autograd graph."""
+        """Return the matrices of the head by name in `dtype`, the dtype of autocast; empty if no cast is needed. They
+        are cast once instead of once per chunk. Casts of trained matrices are leaves of the autograd graph."""
         if self.module is None or dtype is None:
             return {}
         return {
@@ -229,13 +232,13 @@ class _Head:
         }
 
     def leaves(self, cast: dict[str, Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors for which autograd computes gradients: for each trained weight its cast, or the weight
-        itself if it has no cast."""
+        """Return the tensors to differentiate: for each trained weight its cast, or the weight itself without a
+        cast."""
         names = [name for name, p in self.module.named_parameters() if p.requires_grad] if self.module else []
         return [cast.get(name, weight) for name, weight in zip(names, weights, strict=True)]
 
     def __call__(self, hidden_MH: Tensor, cast: dict[str, Tensor]) -> Tensor:
-        """Return the logits MV, computed with the cast matrices if there are any."""
+        """Return the logits MV, computed with the matrices in `cast` if there are any."""
         if self.module is None:
             return self.after(hidden_MH)
         if not cast:
@@ -244,7 +247,7 @@ class _Head:
 
 
 class _Softmax(NamedTuple):
-    """Logits of a chunk, divided by the temperature."""
+    """Logits of a chunk, divided by the temperature, and their logsumexp."""
 
     scaled_MV: Tensor
     sums_M1: Tensor
@@ -253,21 +256,21 @@ class _Softmax(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """Settings and formulas of `_ChunkedScore`: the outputs of a chunk and their derivative."""
+    """Settings and formulas of `_ChunkedScore`: the outputs of a chunk and the derivative of the loss by its logits."""
 
     head: _Head
     wants: Wants
     num_top: int
-    """Number K of token ids whose log-probabilities are returned for each token; 0: none."""
+    """Number K of token ids whose log-probabilities are returned for each token; 0: none are returned."""
     num_ids: int
-    """Number of token ids from which the K most likely ids are selected."""
+    """Number of token ids among which the K most likely ids are selected."""
     dtype: torch.dtype
     num_rows: int
-    """Number of tokens M of a full chunk."""
+    """Number M of tokens of a full chunk."""
 
     @property
     def names(self) -> list[str]:
-        """Return the names of the outputs, in the order in which they are returned."""
+        """Return the names of the outputs in the order of their computation."""
         top = ["top_logprobs", "top_ids"] if self.num_top else []
         return ["logprobs", *["entropy"] * bool(self.wants.entropy), *top, *["is_top"] * self.wants.is_top]
 
@@ -277,12 +280,12 @@ class _Task:
         return set(self.names) - {"top_ids", "is_top"} - ({"entropy"} if self.wants.entropy != "gradient" else set())
 
     def chunks(self, count: int) -> Iterator[slice]:
-        """Yield the slices of `count` chosen tokens that form the chunks."""
+        """Yield the slices of the `count` selected tokens that form the chunks."""
         for start in range(0, count, self.num_rows):
             yield slice(start, start + self.num_rows)
 
     def logits(self, hidden_MH: Tensor, cast: dict[str, Tensor]) -> Tensor:
-        """Return the logits of a chunk; the head runs on a padded length that suits the kernels."""
+        """Return the logits of a chunk. The head runs on a padded length that is efficient for kernels."""
         count = len(hidden_MH)
         logits = self.head(pad_to_kernel(hidden_MH, -2), cast)
         return logits if len(logits) == count else logits[:count]
@@ -295,7 +298,7 @@ class _Task:
         return _Softmax(scaled_MV, scaled_MV.logsumexp(-1, keepdim=True))
 
     def outputs(self, softmax: _Softmax, labels_M: Tensor, top_ids_MK: Tensor | None) -> dict[str, Tensor]:
-        """Return the outputs of a chunk by name."""
+        """Return the outputs of a chunk of tokens by name."""
         scaled_MV, sums_M1 = softmax
         label_M1 = scaled_MV.gather(-1, labels_M.unsqueeze(-1))
         outputs = {"logprobs": (label_M1 - sums_M1).squeeze(-1)}
@@ -313,9 +316,9 @@ class _Task:
     def derivative(
         self, softmax: _Softmax, labels_M: Tensor, upstream: dict[str, Tensor], top_ids_MK: Tensor | None
     ) -> Tensor:
-        """Return the derivative of the loss with respect to a chunk's logits: MV.
+        """Return the derivative of the loss with respect to the logits of a chunk: MV.
 
-        With p the softmax and g the upstream gradient of an output: g (1[v = t] - p_v) for the log-probability of
+        With p the softmax and g the upstream gradient of an output, it is g (1[v = t] - p_v) for the log-probability of
         token t, and -g p_v (log p_v + E) for the entropy E.
         """
         upstream_M1 = {name: gradient.to(self.dtype).unsqueeze(-1) for name, gradient in upstream.items()}
@@ -336,7 +339,7 @@ class _Task:
 
 
 class _ChunkedScore(torch.autograd.Function):
-    """Autograd function that computes a `_Task` chunk by chunk and frees the logits after each chunk."""
+    """Autograd function that computes the outputs of a `_Task` chunk by chunk, and frees the logits of each chunk."""
 
     @staticmethod
     def forward(
@@ -378,7 +381,7 @@ class _ChunkedScore(torch.autograd.Function):
             name: g for name, g in zip(task.names, upstream, strict=True) if name in task.differentiable
         }
         precomputed, ctx.precomputed = ctx.precomputed, None
-        # The comparison is exact, because an approximate match would change the gradient.
+        # The comparison is exact, because an approximately equal derivative would change the gradient.
         if precomputed is not None and bool((upstream_by_name["logprobs"] == derivative_N).all()):
             return None, precomputed[0], None, None, None, *precomputed[1:]
         del precomputed
@@ -395,7 +398,7 @@ class _ChunkedScore(torch.autograd.Function):
 
 
 class _Gradients:
-    """Gradients of the hidden states and of the head's weights, accumulated chunk by chunk."""
+    """Gradients of the hidden states and of the weights of the head, accumulated chunk by chunk."""
 
     def __init__(
         self, task: _Task, hidden_NH: Tensor, weights: Sequence[Tensor], compute_dtype: torch.dtype | None
@@ -408,7 +411,7 @@ class _Gradients:
         self._has_many = len(hidden_NH) > task.num_rows
 
     def logits(self, chunk: slice) -> Tensor:
-        """Return the logits of a chunk, with the graph that `add` differentiates."""
+        """Return the logits of a chunk, and keep their autograd graph for `add`."""
         self._chunk = chunk
         self._hidden_MH = self._hidden_NH[chunk].detach().requires_grad_()
         with torch.enable_grad():
@@ -416,7 +419,7 @@ class _Gradients:
         return self._logits_MV
 
     def add(self, derivative_MV: Tensor) -> None:
-        """Add the gradients of the last chunk, from the derivative of the loss with respect to the chunk's logits."""
+        """Add the gradients of the newest chunk, given the derivative of the loss with respect to its logits."""
         self._of_hidden[self._chunk], *of_weights = torch.autograd.grad(
             self._logits_MV, [self._hidden_MH, *self._leaves], derivative_MV.to(self._logits_MV.dtype)
         )
@@ -438,7 +441,7 @@ class _Gradients:
 
 
 def _concatenate(chunks: Sequence[Tensor], name: str, task: _Task, hidden_NH: Tensor) -> Tensor:
-    """Concatenate an output of all chunks; without chunks, return an empty tensor."""
+    """Concatenate one output of all chunks; if there are no chunks, return an empty tensor."""
     if chunks:
         return torch.cat(list(chunks))
     shape = (0, task.num_top) if name.startswith("top_") else (0,)
@@ -450,6 +453,6 @@ def _autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def _autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """Return an autocast context for `dtype` (None: disabled) without a cache of casts, because a cached cast belongs
-    to the autograd graph of an earlier chunk, which is already freed."""
+    """Return an autocast context for `dtype` (None: disabled) without a cache, because a cached cast would belong to
+    the autograd graph of an earlier chunk, which is already freed."""
     return torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False)

@@ -19,7 +19,8 @@ _MOST_TOKENS = 512
 
 
 class SD3(DiffusionModel):
-    """Stable Diffusion 3; text inputs are the token embeddings of three text encoders and the pooled output of two."""
+    """Stable Diffusion 3, whose denoiser gets the token embeddings of three text encoders and the pooled output of
+    two."""
 
     lora_targets = (
         "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
@@ -27,7 +28,7 @@ class SD3(DiffusionModel):
     )  # fmt: skip
 
     def __init__(self, folder: PipelineFolder, config: DiffusersConfig, device: torch.device | str = "cpu") -> None:
-        """Check the prompt length, and initialise the family as `DiffusionModel` does.
+        """Check the prompt length, and initialise the family as in `DiffusionModel`.
 
         Raises:
             ConfigError: the pipeline does not accept prompts of the configured length.
@@ -40,7 +41,7 @@ class SD3(DiffusionModel):
         super().__init__(folder, config, device)
 
     def text_embedding(self, prompts: Sequence[str]) -> Text:
-        """Encode prompts to text inputs of the denoiser; without a T5 its embeddings are zeros, as in the pipeline."""
+        """Encode prompts to text inputs of the denoiser. Without a T5, its embeddings are zeros, as in the pipeline."""
         prompt_list = list(prompts)
         with self._working("text_encoder", "text_encoder_2", "text_encoder_3"), self._width_of_tokens():
             tokens, _, pooled, _ = self.pipeline.encode_prompt(
@@ -51,9 +52,9 @@ class SD3(DiffusionModel):
 
     @contextmanager
     def _width_of_tokens(self) -> Iterator[None]:
-        """Give the pipeline a dummy denoiser inside the block, because it reads the embedding size from its denoiser.
+        """Give the pipeline a dummy denoiser during the block.
 
-        The pipeline needs the embedding size to encode prompts without a T5.
+        To encode prompts without a T5, the pipeline reads the embedding size from its denoiser.
         """
         if self.pipeline.transformer is not None:
             yield

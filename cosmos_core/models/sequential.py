@@ -1,4 +1,5 @@
-"""Runner that runs micro-batches sequentially through a model without pipeline stages, whole or sharded by FSDP."""
+"""Runner that runs micro-batches one after another through a model without pipeline stages, whole or sharded by
+FSDP."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -13,14 +14,14 @@ from cosmos_core.models.offload import activations_on_cpu
 from cosmos_core.parallel.fsdp import reshard
 
 Forward = Callable[[Any, Wants], dict[str, Tensor]]
-"""Function that returns the requested outputs for a batch, by name."""
+"""Function from a batch and the requested outputs to the outputs by name."""
 
 
 class SequentialRunner:
-    """Runner (`models.base.Runner`) of micro-batches through one module."""
+    """Runner of micro-batches through one module; implements `models.base.Runner`."""
 
     def __init__(self, root: nn.Module, forward: Forward, train: TrainConfig, device: torch.device) -> None:
-        """Store the root module of FSDP, `root`, and the function `forward`, which calls the root module."""
+        """Store the root module of FSDP, `root`, and the function `forward`, which calls this module."""
         self.roots = [root]
         self._forward, self._train, self._device = forward, train, device
 
@@ -29,7 +30,7 @@ class SequentialRunner:
         return size
 
     def count(self, num_batches: int, size: int) -> int:
-        """Return `num_batches`: no empty micro-batches are added."""
+        """Return `num_batches`, because no empty micro-batches are needed."""
         return num_batches
 
     def run(self, batches: Sequence[Callable[[], Any]], consume: Consume, wants: Wants, size: int) -> None:
@@ -50,7 +51,8 @@ class SequentialRunner:
 
 @contextmanager
 def forward_context(train: TrainConfig, device: torch.device) -> Iterator[None]:
-    """Run forward passes inside the block under autocast to `param_dtype`, with the activation offload of `train`."""
+    """Run forward passes in the block under autocast to `param_dtype` and, if configured, with offloaded
+    activations."""
     has_own_dtype = train.param_dtype != train.master_dtype
     with (
         torch.autocast(device.type, dtype=getattr(torch, train.param_dtype), enabled=has_own_dtype),

@@ -1,9 +1,9 @@
 """Load a sharded model: initialise it on the meta device, parallelise it, then read each rank's shards from the files.
 
 transformers' own sharded loading cannot be used: it applies its plans during loading, before adapters exist, and does
-not support pipeline stages. Only the weight conversions of transformers are used. A rank holds at most its shards and
+not support pipeline stages. Only the weight conversions of transformers are used. A rank stores at most its shards and
 one group of tensors that transformers converts together, such as the matrices that become the fused experts of a layer.
-Loaded weights and refused models are the same as with `load_model`.
+The loaded weights and the refused models are the same as with `load_model`.
 """
 
 import copy
@@ -49,15 +49,15 @@ from cosmos_core.transient import is_of_machine
 logger = logging.getLogger(__name__)
 
 _ADAPTED = re.compile(r"\.(base_layer|original_module|modules_to_save\.default)(?=\.)")
-"""Name components that an adapter inserts into the names of weights in the files."""
+"""Name components that an adapter inserts into the names of weights, which the names in the files lack."""
 
 _MOST_READ_BYTES = 64 << 30
-"""Size of the weight files whose values are read before a run."""
+"""Maximum total size of weight files whose values are checked before a run."""
 _WEIGHT_SUFFIXES = (".safetensors", ".bin")
 
 _Transform = WeightRenaming | WeightConverter
 _Source = tuple[str, str, Any]
-"""Key of a tensor in the files, the pattern of a transform that the key matches, and the tensor as a lazy slice."""
+"""Key of a tensor in the files, pattern of a transform that matches the key, and the tensor as a lazy slice."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class _Group:
     transform: _Transform
     sources: Sequence[_Source]
     shapes: Mapping[str, torch.Size]
-    """Shapes of the converted weights, by name of the weight in the model."""
+    """Shapes of the converted weights, by name in the model."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def init_on_meta(
     If the files cannot be read in slices, the whole model is loaded on `device` instead.
 
     Raises:
-        ModelError: as in `load_model`, except for values that are not finite, which `load_sharded` reports.
+        ModelError: an error of `load_model`, except for values that are not finite, which `load_sharded` reports.
     """
     files, reason = weight_files(model, revision)
     if not reason:
@@ -115,11 +115,11 @@ def init_on_meta(
 def check_file_tensors(
     built: PreTrainedModel, model: str, revision: str | None = None, beat: Callable[[], None] = lambda: None
 ) -> str:
-    """Compare the tensors in a local model folder with those of `built`, on the meta device, and read their values one
-    group at a time, with a call of `beat` after each; return a notice if the files are too large to read.
+    """Compare the tensors in a local model folder with those of `built`, a model on the meta device, and check their
+    values one group at a time, with a call of `beat` after each. Return a notice if the files are too large to read.
 
     Raises:
-        ModelError: what would fail in `load_model` or `load_sharded`.
+        ModelError: `load_model` or `load_sharded` would fail.
     """
     if not Path(model).expanduser().is_dir():
         return ""
@@ -136,7 +136,7 @@ def check_file_tensors(
 
 
 def _audit_values(built: PreTrainedModel, beat: Callable[[], None]) -> None:
-    """Read the weights of a model whose reading is planned; weights that are tied stay in memory to be compared."""
+    """Check the values of all weights in a loading plan; tied weights stay in memory until they are compared."""
     unread, state, tied = _LOADING_PLANS.pop(built), built.state_dict(keep_vars=True), dict[int, Tensor]()
     num_names = Counter(id(state[name]) for group in unread.groups for name in group.shapes)
     for group in unread.groups:
@@ -156,12 +156,12 @@ def _audit_values(built: PreTrainedModel, beat: Callable[[], None]) -> None:
 
 
 def load_sharded(model: PreTrainedModel) -> None:
-    """Read this rank's shards of a model that `init_on_meta` returned; do nothing for a model that is already loaded.
+    """Read this rank's shards of a model from `init_on_meta`; do nothing for a model that is already loaded.
 
     All ranks must call this function.
 
     Raises:
-        ModelError: a value is not finite, tensors that config.json ties differ, or a file cannot be read; every rank
+        ModelError: a value is not finite, tensors that config.json ties differ, or a file cannot be read. Every rank
             raises the error of the first rank that failed.
     """
     plan = _LOADING_PLANS.pop(model, None)
@@ -173,7 +173,7 @@ def load_sharded(model: PreTrainedModel) -> None:
         for group in plan.groups:
             _read_group(group, targets, model, done)
     except (ModelError, SafetensorError, OSError) as error:
-        if is_of_machine(error):  # errors of memory, disk or network end this rank, and all ranks are restarted
+        if is_of_machine(error):  # errors of memory, disk or network end this rank, and all ranks restart
             raise
         problem = str(error)
     if problem := first_error_of_ranks(problem):
@@ -183,9 +183,9 @@ def load_sharded(model: PreTrainedModel) -> None:
 def _plan_loading(
     built: PreTrainedModel, model: str, revision: str | None, dtype: torch.dtype, device: torch.device, files: list[str]
 ) -> str:
-    """Plan the reading of weight files in slices and create buffers of the model.
+    """Plan the reading of weight files in slices, and create the buffers of the model.
 
-    Returns the reason why the model cannot be read in slices, or an empty string.
+    Return the reason why the files cannot be read in slices, or an empty string.
 
     Raises:
         ModelError: a file is damaged, or a tensor is missing, unexpected or of the wrong shape.
@@ -207,7 +207,7 @@ def _plan_loading(
     if needed - info.missing_keys:
         return "transformers makes up some of its weights"
     _make_buffers(built, device)
-    if generation := load_generation_config(model, revision):  # else it was derived from config.json
+    if generation := load_generation_config(model, revision):  # otherwise the generation config comes from config.json
         built.generation_config = generation
     built.config._commit_hash = getattr(built.config, "_commit_hash", None) or revision
     _LOADING_PLANS[built] = _LoadingPlan(model, device, groups)
@@ -220,9 +220,9 @@ def _open_files(files: Sequence[str]) -> Iterator[Any]:
 
 
 def _plan(built: PreTrainedModel, slices: Mapping[str, Any], model: str) -> tuple[list[_Group], LoadStateDictInfo]:
-    """Return the groups of tensors in files that become weights, and transformers' loading information.
+    """Return the groups of tensors in files that become weights, and the loading information of transformers.
 
-    The loading information names missing and unexpected tensors, and tensors of another shape.
+    The loading information lists missing and unexpected tensors, and tensors of another shape.
     """
     state = built.state_dict()
     mapping = get_model_conversion_mapping(built)
@@ -273,7 +273,7 @@ def _convert(
     model: PreTrainedModel,
     info: LoadStateDictInfo | None = None,
 ) -> dict[str, Tensor]:
-    """Convert tensors of the files, or functions that read tensors, to weights; return them by name in the model."""
+    """Convert tensors in files, or functions that read them, to weights; return the weights by name in the model."""
     transform = copy.deepcopy(transform)
     for (key, pattern, _), tensor in zip(sources, tensors, strict=True):
         transform.add_tensor(name, key, pattern, tensor)
@@ -284,7 +284,7 @@ def _convert(
 def _read_group(
     group: _Group, targets: Mapping[str, Sequence[Tensor]], model: PreTrainedModel, done: set[Tensor]
 ) -> None:
-    """Fill this rank's shards of the weights of a group; `done` has the tensors that are already filled."""
+    """Fill this rank's shards of the weights of a group; `done` contains the tensors that are already filled."""
     mine = {name: [t for t in targets.get(name, ()) if local_shard(t).numel()] for name in group.shapes}
     if not any(mine.values()):
         return
@@ -304,7 +304,8 @@ def _read_group(
 
 
 def _is_expert_stack(group: _Group) -> bool:
-    """Return True if a group of tensors becomes one weight of stacked experts, each with its own tensors in files."""
+    """Return True if a group of tensors becomes one weight of stacked experts, of which each has separate tensors in
+    files."""
     operations = list(getattr(group.transform, "operations", ()))
     if len(group.shapes) > 1 or not isinstance(operations[0], MergeModulelist) or operations[0].dim != 0:
         return False
@@ -320,7 +321,7 @@ def _keeps_rows(operation: Any) -> bool:
 
 
 def _select_experts(sources: Sequence[_Source], rows: slice) -> list[_Source]:
-    """Return the sources of the experts in the slice `rows`; sources of each pattern are in the order of experts."""
+    """Return the tensors of the experts in the slice `rows`; `sources` lists experts in order within each pattern."""
     by_pattern: dict[str, list[_Source]] = {}
     for source in sources:
         by_pattern.setdefault(source[1], []).append(source)
@@ -328,9 +329,10 @@ def _select_experts(sources: Sequence[_Source], rows: slice) -> list[_Source]:
 
 
 def _copy(name: str, tensor: Tensor, source: Any, first: int, is_check: bool) -> None:
-    """Copy this rank's shard of `source`, a tensor or a slice of a file that begins with row `first` of the weight.
+    """Copy this rank's shard of `source`, a tensor or a slice of a file, to `tensor`.
 
-    With `is_check` the tensor is already filled, and is compared with the source instead.
+    `first` is the row of the whole weight with which `source` begins. If `is_check` is True, `tensor` is already filled
+    and is compared with `source` instead.
     """
     where = shard_bounds(tensor)
     if first:
@@ -348,7 +350,7 @@ def _copy(name: str, tensor: Tensor, source: Any, first: int, is_check: bool) ->
 
 @torch.no_grad()
 def _materialise(model: PreTrainedModel, device: torch.device) -> dict[str, list[Tensor]]:
-    """Allocate memory for this rank's shard of every meta parameter; return parameters and buffers by name in files."""
+    """Allocate this rank's shard of every meta parameter; return parameters and buffers by their names in the files."""
     allocated: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -380,7 +382,7 @@ def _keeps_float32(built: PreTrainedModel, dtype: torch.dtype) -> Callable[[str]
 
 
 def _make_buffers(built: PreTrainedModel, device: torch.device) -> None:
-    """Move buffers to `device`, and initialise buffers that are in no file as `from_pretrained` does."""
+    """Move buffers to `device`, and initialise buffers that no file contains, as `from_pretrained` does."""
     for tensor in built.state_dict(keep_vars=True).values():
         tensor._is_hf_initialized = True  # type: ignore[attr-defined]
     built._move_missing_keys_from_meta_to_device([], {"": "cpu"}, None, None)

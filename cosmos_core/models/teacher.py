@@ -23,7 +23,7 @@ from cosmos_core.models.sharded_load import init_on_meta
 from cosmos_core.parallel.fsdp import move_buffers
 
 TEACHER = "teacher"
-"""Name of the weight set of the teacher, for `View.evaluate`."""
+"""Name under which `View.evaluate` selects the weights of the teacher."""
 
 TEACHER_KEY = "distillation.model_name_or_path"
 
@@ -54,7 +54,7 @@ def open_teacher(teacher: DistillationConfig, recipe: Recipe, policy: ModelAdapt
 
 
 def check_teacher(teacher: DistillationConfig, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Check a teacher model without reading its weights, and return the line about the teacher for `cosmos check`.
+    """Check a teacher model without reading its weights, and return the line of `cosmos check` about the teacher.
 
     Raises:
         ModelError: the teacher cannot be loaded, or its token ids differ from the policy's.
@@ -69,7 +69,7 @@ def check_teacher(teacher: DistillationConfig, recipe: Recipe, tokenizer: PreTra
 
 
 def check_vocabulary(teacher: DistillationConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that every token of the policy has the same id in the teacher, which may have further tokens.
+    """Check that every token of the policy has the same id in the teacher, which may have additional tokens.
 
     Raises:
         ModelError: an id differs, or the teacher's tokenizer cannot be loaded.
@@ -89,12 +89,14 @@ def check_vocabulary(teacher: DistillationConfig, tokenizer: PreTrainedTokenizer
 
 
 def count_ids(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the largest token id of a tokenizer plus one; the output head of a model may have more rows."""
+    """Return the number of token ids of a tokenizer, the largest id plus one; a model's output head may have more
+    rows."""
     return int(max(tokenizer.get_vocab().values())) + 1
 
 
 def teacher_settings(teacher: DistillationConfig, train: TrainConfig) -> TrainConfig:
-    """Return the settings with which the teacher runs: the training's, with dtypes and sharding of the teacher."""
+    """Return the settings with which the teacher runs: those of the training, with dtypes and sharding of the
+    teacher."""
     return train.derived(
         master_dtype=teacher.master_dtype,
         param_dtype=teacher.param_dtype,
@@ -109,7 +111,7 @@ def teacher_settings(teacher: DistillationConfig, train: TrainConfig) -> TrainCo
 
 @contextmanager
 def name_teacher_in_errors() -> Iterator[None]:
-    """Make errors that are raised inside the block name the key of the teacher's model, not that of the policy's."""
+    """Replace the key of the policy's model by that of the teacher's model in errors that are raised in the block."""
     try:
         yield
     except (ModelError, ConfigError) as error:

@@ -1,8 +1,8 @@
-"""The program of `cosmos try`: completions or images of one model, or of two models in two columns.
+"""Program of `cosmos try`: show completions or images of one model, or of two models side by side.
 
     python -m cosmos_core.models.try_models OPTIONS MODEL [MODEL]
 
-OPTIONS is JSON: `prompt`, `max_tokens`, `temperature`, `names`. It loads models with plain transformers or
+OPTIONS is JSON: `prompt`, `max_tokens`, `temperature`, `names`. The program loads models with plain transformers or
 diffusers, on a GPU if there is one, and keeps a conversation for each model. Training does not use this module.
 """
 
@@ -21,12 +21,12 @@ from rich.table import Table
 from cosmos_core.errors import EXIT_OK, CosmosError
 
 Respond = Callable[[str, int], str]
-"""Function from a prompt and the prompt's number to the completion of a model, or to the name of an image file."""
+"""Function from a prompt and its number to the completion of a model, or to the name of the generated image file."""
 
 
 def open_chat(model: str, max_tokens: int, temperature: float, device: torch.device) -> Respond:
-    """Return a function that completes prompts with a language model; with a chat template, each prompt continues the
-    conversation.
+    """Return a function that completes prompts with a language model. If the model has a chat template, each prompt
+    continues the conversation.
 
     Raises:
         ModelError: the model cannot be loaded.
@@ -62,7 +62,8 @@ def open_chat(model: str, max_tokens: int, temperature: float, device: torch.dev
 
 
 def open_image_generator(model: str, name: str, device: torch.device) -> Respond:
-    """Return a function that writes the image of a prompt to the current folder, from the same noise for each model."""
+    """Return a function that writes the generated image of a prompt to the current folder. The noise is the same for
+    each model."""
     from diffusers import DiffusionPipeline
 
     pipeline = DiffusionPipeline.from_pretrained(model).to(device)
@@ -91,10 +92,8 @@ def _read_prompts(prompt: str) -> Iterator[str]:
 
 
 def main() -> int:
-    """Print the responses of all models to each prompt; on an error, print one line to standard error.
-
-    Returns the exit code of the process.
-    """
+    """Print the responses of all models to each prompt and return the exit code; on an error, print one line to
+    standard error."""
     options, models = json.loads(sys.argv[1]), sys.argv[2:]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     console = Console(highlight=False)

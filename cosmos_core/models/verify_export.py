@@ -1,8 +1,8 @@
 """Verify that an export is the trained model: its keys, its bytes, and its outputs in a fresh interpreter.
 
-The fresh interpreter receives only the folder and the inputs to compute (the probe). If memory cannot hold the model a
-second time, both processes compute with as many first layers as fit; keys and bytes are checked for all layers, one
-tensor at a time. Only checks that ran are reported.
+The fresh interpreter gets only the folder and the inputs of the computation (the probe). If memory cannot hold the
+model a second time, both processes compute with as many first layers as fit; keys and bytes are checked for all layers,
+one tensor at a time. Only checks that ran are reported.
 
 Shape legend: B sequences, T tokens, V vocabulary.
 """
@@ -44,9 +44,9 @@ _PROBE_SHAPE_BT = (2, 16)
 _PROBE_TEXT = "Is 12 + 7 = 19?\n  Déjà vu: ½ · 東京 🙂"
 _RELOAD_SECONDS = 3000
 # Maximum difference of logits as a fraction of the largest logit. Both processes compute in float32 with the same
-# weights, but if their devices differ, the order of sums may differ too.
+# weights, but on different devices the order of sums may differ.
 _TOLERANCE = 1e-4
-# The same for a merged adapter by dtype of the weights, because merging rounds the weights once more.
+# Maximum difference of logits for a merged adapter, by dtype of the weights; merging rounds the weights once more.
 _MERGE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.1}
 _MEMORY_SHARE = 0.8
 """Fraction of the free memory that copies of the model may use; the page cache of the files needs the rest."""
@@ -54,16 +54,16 @@ _COMPARED = {"reload": "reloaded model", "merge": "merged model", "adapter": "ad
 
 
 class Probe(NamedTuple):
-    """Inputs and settings of the computation that this process and the fresh interpreter run."""
+    """Inputs and settings of the computation that this process and the fresh interpreter both run."""
 
     input_ids_BT: np.ndarray
     dtype: torch.dtype
-    """Dtype in which the base model of an adapter is loaded; all other models are loaded in float32."""
+    """Dtype in which the base model of an adapter is loaded; other models are loaded in float32."""
     attention: str
     num_threads: int
     first: FirstLayers | None
     buffers: dict[str, torch.dtype]
-    """Dtypes, by name, of buffers that no checkpoint contains and that are not float32 in the trainer."""
+    """Dtypes, by name, of buffers that are in no checkpoint and are not float32 in the trainer."""
 
 
 def verify_export(
@@ -76,9 +76,12 @@ def verify_export(
 ) -> list[str]:
     """Compare the export in `target` with the model in memory, and return the names of the checks that passed.
 
-    `dtype`: dtype of the exported weights (None: their own). `tokenizer`: its ids and chat template are compared with
-    the reloaded tokenizer. `memory`: bytes that copies of the model may use (None: the free memory of this machine). A
-    model with an adapter is compared in its merged form, and the adapter is compared separately.
+    A model with an adapter is compared in merged form, and the adapter is compared separately.
+
+    Args:
+        dtype: Dtype of the exported weights; None: their own dtype.
+        tokenizer: Tokenizer whose ids and chat template the export must have; None: not checked.
+        memory: Number of bytes that copies of the model may use; None: the free memory of this machine.
 
     Raises:
         StageFailed: a check failed; the message names the tensors or the difference.
@@ -99,7 +102,7 @@ def verify_export(
 
 
 def check_export_possible(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, model: str) -> None:
-    """Check before a training that config and tokenizer can be saved to a temporary folder and loaded again.
+    """Check before a training that the config and the tokenizer of its export can be saved and loaded again.
 
     Raises:
         ModelError: transformers cannot save them, or loads a different tokenizer.
@@ -112,7 +115,7 @@ def check_export_possible(config: PretrainedConfig, tokenizer: PreTrainedTokeniz
 
 
 def _check_files(expected: dict[str, torch.Tensor], target: Path, dtype: torch.dtype | None) -> list[str]:
-    """Check that the weight files and their index have exactly the tensors of the model, `expected`.
+    """Check that the weight files and their index contain exactly the tensors `expected` of the model.
 
     Of tied weights at least one key must exist. Each tensor on disk must equal the trainer's tensor in `dtype`, bit for
     bit.
@@ -170,8 +173,8 @@ def _check_reload(
     first: FirstLayers | None,
     pool: ProcessPool,
 ) -> tuple[torch.Tensor, list[str]]:
-    """Compare the logits BTV of transformers in a fresh, offline interpreter with those of this process; return the
-    logits and the checks that passed."""
+    """Compare the logits BTV that transformers computes in a fresh, offline interpreter with the logits of this
+    process; return the logits and the checks that passed."""
     logits_BTV = _trainer_logits(model, dtype)
     reloaded_BTV, reloaded_tokenizer = _reload(model, target, first, pool)
     checks = [_compare_logits("reload", logits_BTV, reloaded_BTV, target, first)]
@@ -189,7 +192,7 @@ def _check_adapter(
     model: PreTrainedModel, merged_BTV: torch.Tensor, target: Path, first: FirstLayers | None, pool: ProcessPool
 ) -> list[str]:
     """Check that merging the adapter changes the logits only by rounding, and that PEFT computes the same logits from
-    base model and exported adapter."""
+    the base model and the exported adapter."""
     rounding = _MERGE_TOLERANCE[model.dtype]
     logits_BTV = _trainer_logits(model, None)
     folder, tolerance = target / FOLDER, rounding if changes_base(model) else _TOLERANCE
@@ -203,12 +206,12 @@ def _check_adapter(
 def _reload(
     model: PreTrainedModel, folder: Path, first: FirstLayers | None, pool: ProcessPool
 ) -> tuple[torch.Tensor, list[object]]:
-    """Return the logits BTV that a fresh interpreter computes, and the description of the tokenizer it loads."""
+    """Return the logits BTV that a fresh interpreter computes from an export, and a description of its tokenizer."""
     attention = model.config._attn_implementation or "sdpa"
     probe = Probe(
         _probe_ids(model).numpy(),
         model.dtype,
-        attention.removeprefix("packed_"),  # name of the attention for padded rows, without the prefix for packed ones
+        attention.removeprefix("packed_"),  # padded rows use the attention without the prefix of packed rows
         torch.get_num_threads(),
         first,
         {n: b.dtype for n, b in model.named_buffers() if b.is_floating_point() and b.dtype != torch.float32},
@@ -231,7 +234,8 @@ def _compare_logits(
     first: FirstLayers | None,
     fraction: float = _TOLERANCE,
 ) -> str:
-    """Return the name of the check; raise if logits differ by more than a fraction of the trainer's largest logit."""
+    """Return a text about a check that passed; raise an error if the logits differ by more than a fraction of the
+    largest logit."""
     suffix = f" (first {first.num_kept} of {first.num_layers} layers)" if first else ""
     if same_bits(trainer_BTV, reloaded_BTV):
         return f"{check}{suffix}: bit-identical"
@@ -266,7 +270,7 @@ def _trainer_logits(model: PreTrainedModel, dtype: torch.dtype | None) -> torch.
 
 @torch.no_grad()
 def compute_logits(folder: Path, probe: Probe) -> tuple[np.ndarray, list[object]]:
-    """Load the export in `folder` as a user would; return the logits BTV of the probe and a description of its
+    """Load the export in `folder` as a user would; return the logits BTV of the probe, and a description of the
     tokenizer."""
     torch.set_num_threads(probe.num_threads)
     has_adapter = (folder / "adapter_config.json").is_file()
@@ -292,20 +296,20 @@ def _load_whole(folder: Path, probe: Probe) -> Any:
 
 
 def _load_with_adapter(folder: Path, probe: Probe) -> Any:
-    """Return the base model that the exported adapter names, in the dtype of training, with the adapter added."""
+    """Return the base model that an exported adapter names, in the dtype of training, with the adapter."""
     adapter = PeftConfig.from_pretrained(str(folder))
     source, revision = str(adapter.base_model_name_or_path), adapter.revision
     config = cut_config(AutoConfig.from_pretrained(source, revision=revision), probe.first)
     cls: Any = auto_class(config)
     base = cls.from_pretrained(
         source, config=config, revision=revision, dtype=probe.dtype, attn_implementation=probe.attention,
-        generation_config=GenerationConfig(),  # transformers may refuse the one of the base model
+        generation_config=GenerationConfig(),  # transformers may refuse the generation config of the base model
     )  # fmt: skip
     return PeftModel.from_pretrained(base, str(folder)).float()
 
 
 def auto_class(config: PretrainedConfig) -> Any:
-    """Return the auto class of transformers that loads the architecture in config.json.
+    """Return the auto class of transformers that loads the architecture in a model config.
 
     AutoModelForCausalLM does not support some vision-language models, and loads others without their vision tower.
     """
@@ -327,7 +331,7 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return True if two tensors have the same dtype, shape and bits.
 
-    Unlike with torch.equal, NaN equals the same NaN, and 0.0 does not equal -0.0.
+    Unlike in torch.equal, NaN equals the same NaN, and 0.0 does not equal -0.0.
     """
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
@@ -335,5 +339,5 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def format_names(names: list[str]) -> str:
-    """Return a text with the first three of `names` and the number of the remaining names."""
+    """Return a text with the first three of `names` and the number of the others."""
     return "none" if not names else ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

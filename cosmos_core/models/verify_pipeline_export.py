@@ -1,7 +1,7 @@
 """Verify that an exported pipeline is the trained one: its files, its tensors, and images from a fresh interpreter.
 
-The fresh interpreter loads the folder as a user does, with `DiffusionPipeline.from_pretrained` and
-`load_lora_weights`, and generates a small image from a seed on the CPU. The image must equal the image of the policy in
+The fresh interpreter loads the folder as a user would, with `DiffusionPipeline.from_pretrained` and
+`load_lora_weights`, and generates a small image from a seed on the CPU. It must equal the image of the policy in
 memory, bit for bit.
 """
 
@@ -33,7 +33,7 @@ class Probe(NamedTuple):
 
     folder: Path
     adapter: Path | None
-    """Folder to pass to `load_lora_weights`; None: no adapter is loaded."""
+    """Folder of the adapter for `load_lora_weights`; None: no adapter is loaded."""
     settings: dict[str, Any]
     """Arguments of the call of the pipeline, by name."""
     dtype: torch.dtype
@@ -51,7 +51,9 @@ def verify_pipeline(
 ) -> list[str]:
     """Compare the pipeline in `target` with the policy in memory, and return the names of the checks that passed.
 
-    `dtype`: dtype of the exported denoiser (None: its own). `model_class`: import path of a user-defined family.
+    Args:
+        dtype: Dtype of the exported denoiser; None: its own dtype.
+        model_class: Import path of a user-defined model family; None: a built-in family.
 
     Raises:
         StageFailed: a check failed.
@@ -70,7 +72,7 @@ def verify_pipeline(
 
 
 def _prove_tensors(expected: dict[str, Tensor], target: Path, name: str) -> str:
-    """Check that the weight files of the denoiser have exactly the tensors `expected`, bit for bit."""
+    """Check that the weight files of the denoiser contain exactly the tensors `expected`, bit for bit."""
     keys: set[str] = set()
     changed: list[str] = []
     for _, key, tensor in tensors_of(target / name):
@@ -88,7 +90,7 @@ def _prove_tensors(expected: dict[str, Tensor], target: Path, name: str) -> str:
 
 
 def _prove_copies(family: DiffusionModel, target: Path) -> str:
-    """Check that the files of components that were not trained equal those of the base pipeline."""
+    """Check that the files of components that were not trained equal the files of the base pipeline."""
     folder = family.folder
     files = untrained_files(folder, family.denoiser_name)
     diffs = [str(file) for file in files if not filecmp.cmp(folder.path / file, target / file, shallow=False)]
@@ -103,7 +105,8 @@ def _prove_copies(family: DiffusionModel, target: Path) -> str:
 def _check_images(
     family: DiffusionModel, model: Any, target: Path, dtype: torch.dtype | None, model_class: str | None
 ) -> list[str]:
-    """Check that the exported pipeline, and the adapter on the base pipeline, generate the same image as the policy."""
+    """Check that the exported pipeline, and the adapter on the base pipeline, generate the same image as the policy in
+    memory."""
     export_dtype, settings, num_threads = dtype or model.dtype, family.probe(), torch.get_num_threads()
     with merge_adapter(model):
         policy_images = {"images": _image(family, model, export_dtype)}
@@ -121,8 +124,7 @@ def _check_images(
 
 @torch.no_grad()
 def _image(family: DiffusionModel, model: Any, dtype: torch.dtype) -> Tensor:
-    """Return the image that the pipeline generates with the policy in memory, in `dtype`, with weights rounded as in
-    the export."""
+    """Return the image that the policy in memory generates in `dtype`, with weights rounded as in the export."""
     family = type(family)(family.folder, family.config.derived(dtype=str(dtype).removeprefix("torch.")))
     text = family.text_embedding([_PROMPT])
     family.drop_encoders()
@@ -135,7 +137,7 @@ def _image(family: DiffusionModel, model: Any, dtype: torch.dtype) -> Tensor:
 
 @contextmanager
 def _round_weights(model: Any, dtype: torch.dtype) -> Iterator[None]:
-    """Round tensors of the model inside the block as diffusers does when it loads an export in `dtype`.
+    """Round the tensors of a model during the block, as diffusers does when it loads an export in `dtype`.
 
     diffusers converts some modules back to float32, and does not change tensors that are in no file.
     """
@@ -157,14 +159,14 @@ def _round_weights(model: Any, dtype: torch.dtype) -> Iterator[None]:
 
 
 def _generate(pipeline: Any, settings: dict[str, Any], **inputs: Any) -> Tensor:
-    """Return the image or clip of one call of a pipeline, with values from 0 to 1."""
+    """Return the image or clip that one call of a pipeline generates, with values from 0 to 1."""
     generator = torch.Generator().manual_seed(0)
     images = pipeline(**inputs, **settings, generator=generator, output_type="pt", return_dict=False)[0]
     return images.float().cpu()  # type: ignore[no-any-return]
 
 
 def _draw_in_interpreter(probes: Sequence[Probe]) -> list[Tensor]:
-    """Return the image of each probe, generated in a fresh interpreter."""
+    """Return the images of the probes, generated in a fresh interpreter."""
     with fresh_interpreter() as pool:
         images = call_in_interpreter(pool, generate_images, (probes,), _SECONDS, probes[0].folder)
     return [torch.from_numpy(image) for image in images]
@@ -183,13 +185,13 @@ def _compare_images(check: str, policy_image: Tensor, export_image: Tensor, targ
 
 
 def generate_images(probes: Sequence[Probe]) -> list[np.ndarray]:
-    """Return the image of each probe; this function runs in the fresh interpreter."""
+    """Return the images of the probes; the fresh interpreter runs this function."""
     return [generate_image(probe) for probe in probes]
 
 
 @torch.no_grad()
 def generate_image(probe: Probe) -> np.ndarray:
-    """Load a pipeline as a user would, with its adapter, and return the image of the probe."""
+    """Load a pipeline, with its adapter if it has one, as a user would, and return the image of the probe."""
     torch.set_num_threads(probe.num_threads)
     folder = PipelineFolder(str(probe.folder))
     pipeline = family_of(folder, probe.model_class).load_pipeline(folder, probe.dtype)

@@ -1,12 +1,12 @@
 """Context parallelism of video denoisers: the tokens of a clip are sharded over ranks, block by block.
 
-Before the first block and after the last layer every rank has the whole clip. Between them each rank has an equal
-number of consecutive tokens, the last rank padded with zeros. Layers that need other ranks' tokens exchange data:
+Before the first block and after the last layer every rank has the whole clip. Within the blocks each rank has an equal
+number of consecutive tokens, padded with zeros on the last rank. Layers that need tokens of other ranks exchange data:
 softmax attention exchanges tokens for heads (Ulysses, arXiv 2309.14509), linear attention sums over the ranks, and a
-convolution over time gets the frames at both borders. A rank computes the gradients of its own tokens; FSDP sums them
-over the ranks.
+convolution over time gets the frames at both borders. A rank computes the gradients of its own tokens; FSDP sums the
+gradients over the ranks.
 
-The file of each family selects what its layers need.
+The file of each model family selects the exchanges for its layers.
 
 Shapes: B samples, N tokens of a rank, K heads, D head size, C channels, F frames of a rank, S positions of a frame.
 """
@@ -26,7 +26,7 @@ from torch.nn import functional
 from cosmos_core.parallel.context import exchange
 
 Dims = Mapping[str, int]
-"""Index of the token dimension of arguments that have an entry per token, by name of the argument."""
+"""Index of the token dimension of each argument that has an entry per token, by name of the argument."""
 
 
 class Shards:
@@ -44,35 +44,38 @@ class Shards:
         self.count, self.length = count, unit * -(-count // (unit * self.size))
 
     def local_tokens(self, tensor: Tensor, dim: int) -> Tensor:
-        """Return this rank's tokens of a tensor with all tokens, padded with zeros."""
+        """Return this rank's tokens of a tensor that has all tokens, padded with zeros."""
         start = min(self.rank * self.length, self.count)
         return self._pad(tensor.narrow(dim, start, min(self.length, self.count - start)), dim, self.length)
 
     def gather_tokens(self, tensor: Tensor, dim: int) -> Tensor:
-        """Return the tokens of all ranks; in the backward pass, each rank gets the gradient of its tokens."""
+        """Return the tokens of all ranks. In the backward pass, each rank gets the gradient of its tokens."""
         all_tokens: Tensor = _Gather.apply(tensor, dim, self.group)
         return all_tokens.narrow(dim, 0, self.count)
 
     def token_mask(self, like: Tensor) -> Tensor:
-        """Return a mask N over the tokens of this rank: 1 for tokens, 0 for padding, in dtype and device of `like`."""
+        """Return a mask N over the tokens of this rank: 1 for tokens, 0 for padding, in the dtype and device of
+        `like`."""
         return (self.rank * self.length + torch.arange(self.length, device=like.device) < self.count).to(like.dtype)
 
     def to_heads(self, states_BKND: Tensor) -> Tensor:
-        """Return all tokens of some heads, in exchange for some tokens of all heads, by an all-to-all."""
+        """Exchange tokens for heads by an all-to-all: from this rank's tokens of all heads to all tokens of its
+        heads."""
         return exchange(states_BKND, 1, 2, self.group).narrow(2, 0, self.count)
 
     def to_tokens(self, states_BKND: Tensor) -> Tensor:
-        """Return some tokens of all heads, in exchange for all tokens of some heads, by an all-to-all."""
+        """Exchange heads for tokens by an all-to-all: from all tokens of this rank's heads to its tokens of all
+        heads."""
         return exchange(self._pad(states_BKND, 2, self.length * self.size), 2, 1, self.group)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Return the sum over the ranks; gradients are summed too, because each rank uses the sum for its own
+        """Return the sum over the ranks. Gradients are summed too, because each rank uses the sum only for its own
         tokens."""
         total: Tensor = _Sum.apply(tensor, self.group)
         return total
 
     def add_borders(self, frames_BCFS: Tensor) -> Tensor:
-        """Return the frames of this rank with one more frame at either end, from the neighbouring ranks.
+        """Return the frames of this rank with one more frame at each end, from the neighbouring ranks.
 
         The frames before the first and after the last frame of the clip are zeros.
         """
@@ -99,9 +102,9 @@ def shard_blocks(
     Args:
         denoiser: module with `transformer_blocks`, and `proj_out` as its last layer.
         shards: distribution of tokens over ranks, which `adapt` sets.
-        dims: token dimensions of the arguments of a block, except `hidden_states`.
+        dims: token dimension of each argument of a block, except `hidden_states`.
         adapt: function that changes the arguments of a block, by name, before they are sharded.
-        ends: layers after the blocks, with the token dimensions of arguments that have all tokens.
+        ends: layers after the blocks, by name, with the token dimensions of their arguments that have all tokens.
     """
 
     def shard_in(arguments: dict[str, Any], dims: Dims) -> None:
@@ -125,7 +128,7 @@ def shard_blocks(
 
 
 class UlyssesAttention:
-    """Softmax attention over all tokens of a clip, as `CosmosAttnProcessor2_0` of diffusers computes it."""
+    """Softmax attention over all tokens of a clip, with the formula of `CosmosAttnProcessor2_0` in diffusers."""
 
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
@@ -138,7 +141,7 @@ class UlyssesAttention:
         attention_mask: Tensor | None = None,
         image_rotary_emb: Any = None,
     ) -> Tensor:
-        """Return what the tokens of this rank attend to."""
+        """Return the attention output for the tokens of this rank."""
         assert encoder_hidden_states is None and attention_mask is None, "blocks attend to their own tokens so"
 
         def heads(project: nn.Module) -> Tensor:
@@ -151,12 +154,12 @@ class UlyssesAttention:
                 apply_rotary_emb(each, image_rotary_emb, use_real=True, use_real_unbind_dim=-2) for each in (query, key)
             )
         query, key, value = (self._shards.to_heads(each) for each in (query, key, value))
-        found_BKND = self._shards.to_tokens(functional.scaled_dot_product_attention(query, key, value))
-        return _project_output(attn, found_BKND.transpose(1, 2).flatten(2, 3).type_as(query))
+        attended_BKND = self._shards.to_tokens(functional.scaled_dot_product_attention(query, key, value))
+        return _project_output(attn, attended_BKND.transpose(1, 2).flatten(2, 3).type_as(query))
 
 
 class SummedLinearAttention:
-    """Linear attention over all tokens of a clip, as `SanaLinearAttnProcessor3_0` of diffusers computes it."""
+    """Linear attention over all tokens of a clip, with the formula of `SanaLinearAttnProcessor3_0` in diffusers."""
 
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
@@ -169,7 +172,7 @@ class SummedLinearAttention:
         attention_mask: Tensor | None = None,
         rotary_emb: Any = None,
     ) -> Tensor:
-        """Return what the tokens of this rank attend to."""
+        """Return the attention output for the tokens of this rank."""
         assert encoder_hidden_states is None, "blocks attend to their own tokens so"
 
         def heads(states: Tensor) -> Tensor:
@@ -184,15 +187,15 @@ class SummedLinearAttention:
         key_sum_BKD = self._shards.all_reduce(key.sum(1))
         sums_BKDD = self._shards.all_reduce(torch.einsum("bnkc,bnkd->bkcd", value.float(), key_turned))
         scale_BNK = 1 / (torch.einsum("bkd,bnkd->bnk", key_sum_BKD, query) + 1e-15)
-        found_BNKD = torch.einsum("bkcd,bnkd->bnkc", sums_BKDD, query_turned) * scale_BNK[..., None]
-        return _project_output(attn, found_BNKD.flatten(2).to(hidden_states.dtype))
+        attended_BNKD = torch.einsum("bkcd,bnkd->bnkc", sums_BKDD, query_turned) * scale_BNK[..., None]
+        return _project_output(attn, attended_BNKD.flatten(2).to(hidden_states.dtype))
 
 
 def exchange_borders(convolution: nn.Module, shards: Shards, tokens_per_frame: Callable[[], int]) -> None:
     """Make a convolution over time (B, C, F, S) use the neighbouring frames of other ranks at both ends.
 
-    Without this change the convolution pads with a frame of zeros at each end. `tokens_per_frame` returns the number of
-    tokens of a frame.
+    Otherwise the convolution would pad each rank's frames with zeros. `tokens_per_frame` returns the number of tokens
+    of a frame.
     """
 
     def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
@@ -205,7 +208,7 @@ def exchange_borders(convolution: nn.Module, shards: Shards, tokens_per_frame: C
 
 
 def _rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return queries or keys with the rotary embedding applied to pairs of neighbouring elements."""
+    """Apply the rotary embedding to queries or keys, in pairs of neighbouring elements."""
     one, other = states.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos[..., 0::2], sin[..., 1::2]
     return torch.stack([one * cos - other * sin, one * sin + other * cos], -1).flatten(-2).type_as(states)
@@ -217,7 +220,7 @@ def _project_output(attn: Any, states: Tensor) -> Tensor:
 
 
 def _change_arguments(module: nn.Module, change: Callable[[dict[str, Any]], None]) -> None:
-    """Call `change` with the arguments of a module, by name, before each call of the module; it may modify them."""
+    """Call `change` before each call of a module with the arguments by name, which `change` may modify."""
     signature = inspect.signature(module.forward)
 
     def hook(
@@ -231,7 +234,7 @@ def _change_arguments(module: nn.Module, change: Callable[[dict[str, Any]], None
 
 
 class _Gather(torch.autograd.Function):
-    """Differentiable concatenation over ranks; all ranks use the result equally, so gradients are not summed."""
+    """Differentiable concatenation over ranks. All ranks use the result equally, so gradients are not summed."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -247,7 +250,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Differentiable sum over ranks; each rank uses the result for its own tokens, so gradients are summed too."""
+    """Differentiable sum over ranks. Each rank uses the result for its own tokens, so gradients are summed too."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
