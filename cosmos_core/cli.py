@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from cosmos_core.config.compose import Pipeline
     from cosmos_core.run.directory import Run
 
-# The class is `ClickException`: newer versions of typer contain their own click, older versions import the package.
+# `ClickException`, the base class of `BadParameter`: newer versions of typer contain click, older ones import it.
 _COMMAND_LINE_ERROR: type[typer.BadParameter] = typer.BadParameter.__mro__[2]
 
 app = typer.Typer(
@@ -309,7 +309,7 @@ for _command in (
 
 
 def main() -> None:
-    """Run the command line; report an error as one line on standard error, and exit with its code."""
+    """Run the command line; print an error as one line on standard error, and exit with the exit code of the error."""
     try:
         sys.exit(app(sys.argv[1:] or ["--help"], standalone_mode=False))
     except CosmosError as error:
@@ -375,7 +375,7 @@ def _open(run_name: str, output_dir: Path) -> Run:
 
 
 def _claimable(run: Run) -> Run:
-    """Return the run after a check that no other process executes it; the flow claims it later.
+    """Return the run after a check that no other process executes it; the flow itself claims the run later.
 
     Raises:
         ConfigError: another process executes the run, or its folder is not writable.

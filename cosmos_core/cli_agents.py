@@ -1,4 +1,4 @@
-"""`cosmos mcp` and `cosmos agent-docs`: what an agent needs to operate runs."""
+"""Commands `cosmos mcp` and `cosmos agent-docs`, with which an AI agent operates runs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def agent_docs(context: typer.Context) -> None:
 
 
 def _commands(name: str, group: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the full name of each command below a group of commands, with the command."""
+    """Yield the full name of each command in a group of commands and its sub-groups, with the command."""
     for own, command in vars(group)["commands"].items():
         inner = "commands" in vars(command)
         yield from _commands(f"{name} {own}", command) if inner else [(f"{name} {own}", command)]

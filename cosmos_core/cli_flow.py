@@ -20,7 +20,7 @@ def flow_of(configs: Sequence[Path], *, is_toml_only: bool) -> str:
     `is_toml_only` is True if an option of the command supports only TOML files.
 
     Raises:
-        ConfigError: the command has options that only a TOML file knows.
+        ConfigError: the command names a flow, but has options or several files, which only TOML files support.
     """
     entrypoint = str(configs[0])
     if ".py:" not in entrypoint:
@@ -77,8 +77,8 @@ def run_flow(entrypoint: str, parameters: Mapping[str, Any], run_id: str, output
     Args:
         entrypoint: `FILE.py:FLOW`.
         parameters: parameters of the flow, which converts them to the types of its signature.
-        run_id: name of its run; empty: it follows from the flow and its parameters.
-        output_dir: folder of runs, for the data that they share; the first recipe may name another for the run itself.
+        run_id: name of the run; empty: a name derived from the flow and its parameters.
+        output_dir: folder of runs and their shared data; the first recipe may name another folder for the run itself.
     """
     from cosmos_core.run.directory import writable
     from cosmos_core.session import run_python_flow, session

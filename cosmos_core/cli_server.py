@@ -1,5 +1,5 @@
-"""`cosmos bootstrap`, `worker`, `serve-reports`, `reap` and `clean`: maintenance of a shared Prefect server and of the
-machines."""
+"""`cosmos bootstrap`, `worker`, `serve-reports`, `reap` and `clean`: maintenance of a Prefect server, of the machines
+that run stages, and of folders of runs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Environment variables that a user's own code receives, and masking of secret values in logs.
 
 Rewards and custom stages receive the variables that any program needs and those that their recipe names; a key or token
-is never passed on by default. This does not isolate them: a program can read the files of the user who runs it.
+is never passed on by default. This is no isolation: a program can read the files of the user who runs it.
 """
 
 import logging
@@ -139,7 +139,7 @@ def mask_file(file: Path, names: Iterable[str] = ()) -> None:
 
 
 class _Masking:
-    """Text stream that masks secrets; it does not see the output of C code and of subprocesses."""
+    """Text stream that masks secrets in what Python code writes; output of C code and subprocesses is not masked."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -22,7 +22,7 @@ says whether trying again can help, and keep it picklable: positional string arg
 EXIT_OK = 0
 EXIT_CRASH = 1
 EXIT_USAGE = 64  # sysexits.h EX_USAGE: a retry cannot help
-EXIT_REFUSED = 65  # no error, but the model is not good enough: a retry cannot help either
+EXIT_REFUSED = 65  # a gate refused the model: a retry cannot help
 EXIT_PREEMPTED = 75  # sysexits.h EX_TEMPFAIL: a retry continues the work
 
 
@@ -33,68 +33,68 @@ class CosmosError(Exception):
 
 
 class ConfigError(CosmosError, ValueError):
-    """Error for a configuration that has no valid meaning or requires something impossible."""
+    """Error for a configuration that is invalid or requires something impossible."""
 
     exit_code = EXIT_USAGE
 
 
 class DataError(CosmosError, ValueError):
-    """A data file is missing, malformed or contains no rows to train on."""
+    """Error for a data file that is missing, malformed or without rows to train on."""
 
     exit_code = EXIT_USAGE
 
 
 class ModelError(CosmosError, ValueError):
-    """A model, tokenizer or checkpoint cannot be loaded, or is not of the declared kind."""
+    """Error for a model, tokenizer or checkpoint that cannot be loaded or is not of the declared kind."""
 
     exit_code = EXIT_USAGE
 
 
 class RewardError(CosmosError, ValueError):
-    """A reward does not exist or cannot be called."""
+    """Error for a reward that does not exist or cannot be called."""
 
     exit_code = EXIT_USAGE
 
 
 class Preempted(CosmosError):
-    """Error for a process that was requested to stop and saved a checkpoint first."""
+    """Error for a process that was asked to stop and has saved a checkpoint."""
 
     exit_code = EXIT_PREEMPTED
 
 
 class Cancelled(Preempted):
-    """A person cancelled the run."""
+    """Error for a run that a person cancelled."""
 
 
 class OverBudget(Preempted):
-    """The GPUs that a run has held cost its budget; with a larger budget the run continues."""
+    """Error for a run whose GPUs have cost its whole budget; with a larger budget the run can continue."""
 
 
 class StageFailed(CosmosError, RuntimeError):
-    """A stage ended without a result although its configuration was accepted."""
+    """Error for a stage that ended without a result although its configuration was accepted."""
 
 
 class ProgramError(StageFailed):
-    """The program of a stage raised an error that neither the machine nor the network causes; if a retry fails with the
-    same error at the same step, there is no further retry."""
+    """Error for a stage whose program raised an error that is not transient; if a retry fails with the same error at
+    the same step, there is no further retry."""
 
 
 class GateFailed(StageFailed):
-    """The model does not pass a gate; a retry cannot help."""
+    """Error for a model that does not pass a gate; a retry cannot help."""
 
     exit_code = EXIT_REFUSED
 
 
 class DiskFull(StageFailed):
-    """A disk is full or read-only; finished stages remain valid."""
+    """Error for a disk that is full or read-only; finished stages remain valid."""
 
 
 class UploadError(CosmosError, RuntimeError):
-    """An upload target refused, lost or altered the files that were sent."""
+    """Error for a publication target or store that refused, lost or altered the files that were sent."""
 
 
 class DamagedRecord(UploadError):
-    """The record of versions at a target cannot be read; the next publication writes a new record."""
+    """Error for a record of published versions that cannot be read; the next publication writes a new record."""
 
 
 BY_NAME: dict[str, type[CosmosError]] = {
@@ -121,7 +121,7 @@ BY_NAME: dict[str, type[CosmosError]] = {
 def by_name(error: Exception) -> tuple[str, str]:
     """Return an error as plain data, for another process: the name of its nearest class in `BY_NAME`, and its message.
 
-    Any other exception becomes a `StageFailed` there, with the name of the exception in its message.
+    An exception that is no CosmosError is returned as `StageFailed`, with the name of its class in the message.
     """
     if isinstance(error, CosmosError):
         return next(cls.__name__ for cls in type(error).mro() if cls.__name__ in BY_NAME), str(error)

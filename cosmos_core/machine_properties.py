@@ -42,7 +42,7 @@ class MachineProperties:
 
     @property
     def device(self) -> str:
-        """Return the distinct model names of the GPUs, or `cpu`."""
+        """Return the distinct model names of the GPUs, or `cpu` if there is no GPU."""
         return ", ".join(sorted(set(self.gpus))) or "cpu"
 
 

@@ -1,5 +1,5 @@
-"""Detect secrets in text without knowing their values: by the formats of known tokens, by the word before, or by
-letters.
+"""Detect secrets in text without knowing their values: by the format of known tokens, by the word before a value, or by
+the random letters of a value.
 
 A random string changes between capitals, small letters and digits far more often than a name does. Hexadecimal secrets
 look like digests: those with 40 or 64 digits (git, SHA-256) are masked only after a word such as `token`. Values that

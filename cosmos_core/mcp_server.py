@@ -33,7 +33,7 @@ class Confirmation(BaseModel):
 
 
 def open_server() -> MCPServer:
-    """Return the server with its tools; paths are relative to the working directory of the process."""
+    """Return the MCP server with its tools; paths are relative to the working directory of the process."""
     server = MCPServer("cosmos", instructions=_INSTRUCTIONS)
     _add_tools_that_read(server)
     _add_tools_that_start(server)
@@ -109,7 +109,7 @@ async def _ask_about_recipe(recipe: str) -> Elicit[Confirmation]:
 
 
 async def _ask_about_run(run: str) -> Elicit[Confirmation]:
-    await _cosmos("status", run)  # a run that does not exist is an error
+    await _cosmos("status", run)  # raises an error if the run does not exist
     return Elicit(f"Start `cosmos resume {run}`?", Confirmation)
 
 
@@ -117,7 +117,7 @@ async def _start_if_confirmed(response: ElicitationResult[Confirmation], *comman
     """Start a `cosmos` command that a person has confirmed, and wait until its first stage runs.
 
     Raises:
-        ToolError: the command failed; the message is what it printed.
+        ToolError: the command failed; the message is its output.
     """
     if response.action != "accept" or not response.data.start:
         return "not started: the user declined"
@@ -142,7 +142,7 @@ def _arguments(*words: str) -> list[str]:
     """Return the command line of a `cosmos` command, without empty words at its end.
 
     Raises:
-        ToolError: a value would be read as an option.
+        ToolError: a word begins with a hyphen and would be read as an option.
     """
     if wrong := [word for word in words if word.startswith("-")]:
         raise ToolError(f"{wrong[0]!r} begins with a hyphen, as an option does; give a name or a path")
@@ -151,10 +151,10 @@ def _arguments(*words: str) -> list[str]:
 
 
 async def _cosmos(*words: str) -> str:
-    """Return what a `cosmos` command prints; its notes come first.
+    """Return the output of a `cosmos` command: its standard error with notes, then its standard output.
 
     Raises:
-        ToolError: the command failed; the message is what it printed.
+        ToolError: the command failed; the message is its output.
     """
     command = _arguments(*words)
     done = await asyncio.to_thread(

@@ -11,8 +11,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask the kernel to send SIGKILL to this process when the process `parent` ends, or the thread in it that started
-    this process; a hanging process would not notice the end. Linux only."""
+    """Ask the kernel to send SIGKILL to this process when the process `parent`, or its thread that started this
+    process, ends: a process that hangs does not notice the end of its parent. Linux only."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent ended before the call to prctl
         os._exit(1)

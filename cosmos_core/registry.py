@@ -60,8 +60,8 @@ def known_names(folder: str) -> list[str]:
 
 
 def offered_names(folder: str, suffix: str = "") -> list[str]:
-    """Return the names that a package folder offers, without importing its modules: the names of modules that define a
-    function of the same name or, with a `suffix`, a class: `some_name.py` defines `SomeNameSuffix`."""
+    """Return the names of the modules in a package folder that define a function of the same name or, with a `suffix`,
+    a class `SomeNameSuffix` in `some_name.py`. The modules are not imported."""
     [path] = importlib.import_module(folder).__path__
     names = []
     for name in known_names(folder):
@@ -80,7 +80,7 @@ def load_named(name: str, folder: str, suffix: str) -> Any:
     """Return the class `SomeNameSuffix` of `some_name.py` in a package folder, or the object at a user's import path.
 
     Raises:
-        ConfigError: it does not exist, or a user's file cannot be imported.
+        ConfigError: the class or object does not exist, or the user's file cannot be imported.
     """
     if is_import_path(name):
         return import_user_code(name)
@@ -94,7 +94,7 @@ def import_user_code(path: str) -> Any:
     user's file.
 
     Raises:
-        ConfigError: it does not exist, or its file raised; the message has the location.
+        ConfigError: the object does not exist, or its file raised an error; the message has the location.
     """
     try:
         return import_object(path)
@@ -106,10 +106,10 @@ def import_user_code(path: str) -> Any:
 
 
 def location_of(error: BaseException, function: Any = None) -> str:
-    """Return the file and line at which an error was raised; if `function` is given, the last line in the file of that
-    function.
+    """Return the file and line at which an error was raised; with `function`, the last line that belongs to the file of
+    that function.
 
-    A function that did not raise, but returned an invalid value, is located by its first line.
+    If no line of that file is in the traceback, because the function returned an invalid value, return its first line.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
@@ -140,8 +140,8 @@ def code_file(path: str) -> Path:
 
 
 _PARSER = threading.Lock()
-"""Lock around the parser: Python 3.11 counts the depth of the syntax tree once for all threads, and two that parse at
-once end in a `SystemError` (CPython issue 106905)."""
+"""Lock around Python's parser: Python 3.11 counts the depth of the syntax tree once for all threads, so two threads
+that parse at once raise a `SystemError` (CPython issue 106905)."""
 
 
 def _names_in(file: Path) -> set[str] | None:
@@ -183,7 +183,7 @@ def _file_of(path: str) -> Path:
     for part in module_name.split("."):
         spec = PathFinder.find_spec(part, folders) if folders is not None else None
         if spec is None and folders is not None and part == module_name.split(".")[0]:
-            spec = importlib.util.find_spec(part) if part else None  # the module may be provided by an import hook
+            spec = importlib.util.find_spec(part) if part else None  # an import hook may provide the module
         folders = list(spec.submodule_search_locations) if spec and spec.submodule_search_locations else None
     if spec is None or not spec.origin or not Path(spec.origin).is_file():
         raise ConfigError(f"{path!r}: module {module_name!r} was not found")

@@ -87,7 +87,7 @@ def run_python_flow(
 
     Raises:
         ConfigError: there is no such flow.
-        CosmosError: the flow raised it.
+        CosmosError: an error that the flow raised.
     """
     _prepare_process()
     interrupted, failure, error = False, "", None
@@ -140,8 +140,8 @@ def _prepare_process() -> None:
 
 
 def _is_not_of_a_run(record: logging.LogRecord) -> bool:
-    """Return True if a log record does not belong to a Prefect flow or task run; the end of stages is reported
-    separately."""
+    """Return True if a log record does not belong to a Prefect flow or task run: such records are not displayed,
+    because the end of each stage is displayed separately."""
     return not record.name.startswith(("prefect.task_runs", "prefect.flow_runs"))
 
 
@@ -190,7 +190,7 @@ def _final_message(run_flow: Callable[[], Any], folder: Path) -> str:
 
     Raises:
         Preempted: the flow was stopped or cancelled.
-        CosmosError: the flow raised it, and no stage of a TOML file has recorded it.
+        CosmosError: an error that the flow raised.
     """
     from prefect.events.worker import EventsWorker
     from prefect.exceptions import TerminationSignal
@@ -233,8 +233,8 @@ def _terminate(number: int, frame: object) -> None:
 
 @contextmanager
 def session(output_dir: Path, runner: Callable[..., int] = run_session) -> Iterator[Callable[..., int]]:
-    """Start the Prefect server of a run below `output_dir`, which takes seconds, and yield `runner`, which waits until
-    the server is ready."""
+    """Start a Prefect server with its data below `output_dir`, which takes seconds, and yield `runner`, which waits
+    until the server is ready."""
     os.environ.update(quiet_environment(os.environ))
     # The display shows the progress; Prefect's own log lines go to its server.
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")

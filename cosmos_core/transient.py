@@ -22,7 +22,7 @@ _OF_NETWORK = {
     "Timeout", "MaxRetryError", "ProtocolError", "HTTPClientError", "ClientConnectionError",
 }  # fmt: skip
 _MISTAKES = (LookupError, NameError, TypeError, AttributeError, AssertionError, FileNotFoundError, PermissionError)
-"""Programming errors. An error that was being handled when one of these was raised is not its cause."""
+"""Classes of programming errors. An error that was handled when one of them was raised is not examined as its cause."""
 _STATUSES = {408, 425, 429}
 """Transient HTTP statuses below 500."""
 
@@ -33,7 +33,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def is_of_machine(error: BaseException) -> bool:
-    """Return True if memory, disk space or file descriptors ran out, or a disk did not respond."""
+    """Return True if memory, disk space or file descriptors were exhausted, or if a disk did not respond."""
     return any(
         not _OF_MACHINE.isdisjoint(_classes(each))
         or (isinstance(each, OSError) and each.errno in _MACHINE)

@@ -41,11 +41,11 @@ class StageKind:
     scores: bool = False
     """Whether the stage may call the reward functions of its recipe."""
     reads_model: Literal["", "tokenizer", "weights"] = ""
-    """Part of the model that the stage reads, where the model is that of its key `model`, otherwise of its recipe.
-    `cosmos check` tests the kinds that read one. Empty: the stage reads no model by itself."""
+    """Part of the model that the stage reads; the model is named by the key `model` of the stage, otherwise by its
+    recipe. `cosmos check` checks stages that read a model. Empty: the stage reads no model by itself."""
     reads_data: Literal["", "source", "prepared"] = ""
     """Rows that the stage reads. `source`: the data set of its recipe, or of its key `data`. `prepared`: the rows that
-    another stage prepared. Empty: none."""
+    another stage prepared. Empty: no rows."""
     required_keys: dict[str, str] = field(default_factory=dict)
     """Keys of `[[pipeline.stages]]` that the stage needs, each with an example of its value."""
     allowed_keys: tuple[str, ...] = ()
@@ -70,7 +70,7 @@ class StageKind:
     selects_branch: bool = False
     """Whether the stage passes on the model of one of the branches of its `sweep`."""
     table: str = ""
-    """Recipe table that only this kind reads; its keys are also keywords of the task of the kind. Empty: none."""
+    """Recipe table that only this kind reads; its keys are also keywords of the task of the kind. Empty: no table."""
     check: str = "cosmos_core.train.check:run"
     """Import path of the program with which `cosmos check` checks a stage that reads a model."""
     extras: dict[str, str] = field(default_factory=dict)
@@ -91,7 +91,7 @@ class StageKind:
 
     @property
     def completes_prompts(self) -> bool:
-        """Return True if the stage completes and scores the prompts of its data set, not only held-out ones."""
+        """Return True if the stage completes and scores the prompts of its data set, not only held-out prompts."""
         return self.feed == "rollouts" or (self.scores and not self.makes)
 
 
@@ -154,7 +154,7 @@ class Window:
     first: int
     """Index of the earliest sampler step that may be stochastic, counted from the noise."""
     end: int
-    """Index after the latest sampler step that may be stochastic."""
+    """Index after the latest sampler step that may be stochastic (exclusive)."""
     moves_every: int = 0
     """Number of train steps after which the window moves one sampler step towards the data, from the last position back
     to the first (MixGRPO, arXiv 2507.21802); 0: its position is random for each train step (Flow-GRPO-Fast)."""
@@ -187,8 +187,8 @@ class FlowSampling:
     num_frames: int = 1
     """Number of frames of a video; 1: an image. An image model ignores the number."""
     given_frames: tuple[int, int] = (0, 0)
-    """Minimum and maximum number of conditioning latent frames, if the prompt has a clip and the model supports
-    them."""
+    """Minimum and maximum number of conditioning latent frames, used if the prompt has a clip and the model supports
+    such frames."""
     same_noise: bool = False
     """Whether all samples of a prompt start from the same noise."""
     weights: str = "policy"
@@ -320,7 +320,7 @@ class Completion:
 
     @property
     def loss_mask(self) -> tuple[int, ...]:
-        """Return 1 for each token that the policy sampled, and 0 for each inserted token."""
+        """Return 1 for each token that the policy sampled, and 0 for each token of a tool result."""
         return tuple(int(segment.is_sampled) for segment in self.segments for _ in segment.token_ids)
 
     @property
