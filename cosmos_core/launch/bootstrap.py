@@ -44,8 +44,7 @@ class Pool:
 
 
 def bootstrap(pools: Sequence[Pool], channels: Mapping[str, str] = MappingProxyType({})) -> Iterator[str]:
-    """Create or update work pools, automations and block types on the Prefect server; yield one line of text per
-    object.
+    """Create or update work pools, automations and block types on the Prefect server; yield one line of text for each.
 
     Args:
         channels: addresses to which notifications are sent, by channel; see `launch.notify`.
@@ -162,8 +161,7 @@ def _automation_of_dead_flow_runs() -> Any:
 
 
 def _put(client: Any, automation: Any) -> str:
-    """Create an automation, or update the automation of that name; an update does not enable or disable the
-    automation."""
+    """Create an automation, or update the automation of that name without changing whether it is enabled."""
     existing = client.read_automations_by_name(automation.name)
     if not existing:
         client.create_automation(automation)

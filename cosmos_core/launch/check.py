@@ -75,8 +75,7 @@ def check_in_worker(pipeline: Pipeline, num_shown: int = 0) -> Iterator[str]:
 
 
 def check_readers(pipeline: Pipeline, name: str, info: dict[str, JsonValue]) -> None:
-    """Check that downstream stages can start from the rows of the data stage `name`; `info` is the check result of that
-    stage.
+    """Check that downstream stages can start from the rows of the data stage `name`, whose check result is `info`.
 
     Raises:
         DataError: the rows do not fill a train step, or none are held out for validation.

@@ -31,8 +31,7 @@ class Child:
         inherited: Mapping[str, str] = os.environ,
         inherit: Sequence[int] = (),
     ) -> None:
-        """Start the command with the environment `inherited` plus `environment`, and with the file descriptors
-        `inherit` open."""
+        """Start the command with the environment `inherited` plus `environment` and the file descriptors `inherit`."""
         self.attempt = uuid.uuid4().hex
         log.parent.mkdir(parents=True, exist_ok=True)
         self._scratch_lock = make_scratch(self.attempt)

@@ -186,8 +186,7 @@ def _stages_of(path: Path) -> list[dict[str, Any]]:
 
 
 def _keep_what_is_referred_to(paths: list[Path], reasons: dict[Path, str]) -> None:
-    """Add reasons to keep the runs to which settings and manifests of kept runs refer, directly or through other
-    runs."""
+    """Add reasons to keep the runs to which settings and manifests of kept runs refer, directly or indirectly."""
     waiting = [path for path in paths if path in reasons]
     while waiting:
         keeper = waiting.pop()

@@ -55,8 +55,7 @@ def estimate_in_worker(pipeline: Pipeline, decisions: Mapping[str, Decision]) ->
 
 
 def estimate_table(found: Sequence[tuple[str, StageEstimate]], gpus: Mapping[str, int], gpus_per_node: int) -> Table:
-    """Return the estimates `found` as a table with notes about unknown values; `gpus` is the number of GPUs by stage
-    name."""
+    """Return the estimates as a table with notes about unknown values; `gpus` has the number of GPUs by stage name."""
     title = "per GPU in GiB, at the peak of a train step"
     table = Table("stage", "parameters", "trained", title=title, caption_justify="left")
     for column in ("weights", "gradients", "optimizer", "activations", "peak", "rollout"):

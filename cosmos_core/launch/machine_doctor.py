@@ -154,8 +154,7 @@ def _driver() -> str:
 
 
 def _output_of(code: str, *, wants_error: bool = False) -> str:
-    """Return the standard output of a Python program; with `wants_error`, the last line of its error output, or an
-    empty string if the program succeeds."""
+    """Return the output of a Python program or, with `wants_error`, the last line of its error (empty: no error)."""
     command = [sys.executable, "-c", code]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_SECONDS, env=dict(os.environ))

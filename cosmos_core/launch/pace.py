@@ -14,8 +14,7 @@ def measured_seconds(
     """Return the duration of a stage in seconds for `steps` steps, from the newest run that recorded it, with a
     description of the source; None if no earlier run recorded it.
 
-    A training that was stopped or killed counts if it completed a step. `card` is the type of GPU that the ranks of the
-    training must have used; empty: any.
+    A stopped or killed training counts if it completed a step. `card`: type of GPU that a training must have used.
     """
     for run in earlier:
         record = next((each for each in run.stages if each.name == stage.name and each.kind.name == stage.kind), None)

@@ -9,8 +9,7 @@ from functools import partial
 from cosmos_core.imports import without_collection
 
 _POLLING = ("prefect._internal.observers", "prefect.workers.base", "prefect.workers.process")
-"""Modules with the loops in which a worker polls its server: for cancelled flow runs, for new flow runs, for
-heartbeats."""
+"""Modules with the loops in which a worker polls its server for cancelled flow runs, new flow runs and heartbeats."""
 
 
 def keep_polling() -> None:

@@ -1,5 +1,4 @@
-"""Find and kill the processes of one attempt of a stage on this machine, and remove their temporary files. Linux
-only."""
+"""Find and kill the processes of one attempt of a stage here, and remove their temporary files. Linux only."""
 
 import fcntl
 import os
@@ -23,8 +22,7 @@ _SCRATCH_NAME = re.compile(rf"{_SCRATCH}[0-9a-f]{{12}}")
 
 
 def marked(attempt: str) -> list[psutil.Process]:
-    """Return the live processes, except this one, with an environment variable COSMOS_ATTEMPT that begins with
-    `attempt`."""
+    """Return the live processes, except this one, whose variable COSMOS_ATTEMPT begins with `attempt`."""
     assert attempt, "any mark begins with nothing"
     processes = []
     for process in psutil.process_iter():

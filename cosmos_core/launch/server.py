@@ -1,5 +1,4 @@
-"""Prefect server for a run, if `PREFECT_API_URL` is unset: a supervised child that ends with this process and is
-restarted if it dies.
+"""Prefect server for a run without one: a supervised child that ends with this process and is restarted if it dies.
 
 This server replaces Prefect's ephemeral server, which can outlive its flow and hold its standard output open.
 """

@@ -1,8 +1,7 @@
 """Record the health of a reward service at the end of a stage, from its `/health` and `/metrics`, for the report of the
 run.
 
-A reward service of Cosmos-RL has neither endpoint, and is reported as such. An error of these requests never fails a
-stage.
+A reward service of Cosmos-RL has neither endpoint, and is reported as such. No error in this module fails a stage.
 """
 
 import json
@@ -27,8 +26,7 @@ _RESPONSE = re.compile(r'^reward_responses_total\{path="([^"]+)",status="(\d+)"\
 
 
 def note_health(folder: Path, environment: Mapping[str, str], restarts: int = 0) -> None:
-    """Write the health of the reward services whose URLs are in `environment`, and the number of restarts, to the
-    folder of a stage."""
+    """Write the health of the reward services in `environment` and the number of restarts to the folder of a stage."""
     services = health_of(environment.get(ENQUEUE_URL, ""), environment.get(TOKEN, ""))
     if services:
         text = json.dumps({"services": services, "restarts": restarts}, indent=1)

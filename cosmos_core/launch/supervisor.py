@@ -40,8 +40,7 @@ class Supervisor:
         self.child: subprocess.Popen[bytes] | None = None
 
     def run(self, command: list[str], inherited: list[int]) -> int:
-        """Start the command, wait for its end, then kill its descendants and remove its temporary files; return its
-        exit code."""
+        """Run the command to its end, kill its descendants, remove its temporary files and return its exit code."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: self.stop())
         # Cluster schedulers send SIGUSR1 or SIGUSR2 before they end a job, and the worker handles these signals.
@@ -68,8 +67,7 @@ class Supervisor:
         return code if code >= 0 else 128 - code
 
     def stop(self) -> None:
-        """Send SIGTERM to the command on the first call and start the grace period; a later call can only shorten the
-        period."""
+        """Send SIGTERM to the command and start the grace period; a later call can only shorten the grace period."""
         grace = min(self.grace_seconds, _ORPHAN_GRACE_SECONDS) if self.is_orphaned else self.grace_seconds
         if self.kill_at is None and self.child is not None:
             self.child.terminate()

@@ -47,8 +47,7 @@ class _Live:
     def stoppable(self) -> Iterator[None]:
         """Enclose one run: a call of `stop_all` stays in effect until the next run of this process begins."""
         with self._lock:
-            # A stop request is cleared only while no other run is active, so that threads of a cancelled run still see
-            # it.
+            # A stop request is cleared only while no run is active: threads of a cancelled run must still see it.
             if self._num_runs == 0:
                 self.stopping.clear()
             self._num_runs += 1
@@ -126,8 +125,7 @@ def run(launch: Launch) -> Result:
 
     Raises:
         ConfigError, DataError, ModelError, RewardError: the worker refused its input (exit 64).
-        Preempted: a stop was requested and the worker saved its state (exit 75), or the error that `must_stop`
-            returned.
+        Preempted: the worker was stopped and saved a checkpoint (exit 75); or the error that `must_stop` returned.
         StageFailed: the worker crashed, hung, or exceeded its timeout.
     """
     sleep_unless_stopping(0)

@@ -39,8 +39,7 @@ def start_reporting(pool: str) -> None:
 
 
 def report(client: Any, pool: str) -> None:
-    """Write the Prefect variable with the properties of this machine; `client` is a synchronous client of the
-    server."""
+    """Write the Prefect variable with the properties of this machine; `client` is a synchronous Prefect client."""
     from prefect.client.schemas.actions import VariableCreate, VariableUpdate
     from prefect.exceptions import ObjectAlreadyExists
 
@@ -64,8 +63,7 @@ def fresh_reports(client: Any) -> Iterator[tuple[dict[str, Any], float]]:
 
 
 def versions() -> dict[str, str]:
-    """Return the git commit of this clone and the version of Prefect; the commit is empty without a clone, as in an
-    image."""
+    """Return the git commit of this clone (empty if the code is no clone, as in an image) and Prefect's version."""
     from prefect import __version__
 
     return {"commit": git_commit(), "prefect": __version__}

@@ -235,8 +235,7 @@ def note_flow_run(run: Run, flow_run: str) -> None:
 
 
 def claim(run: Run, since: float | None = None) -> Lock:
-    """Acquire the lock of a run, which allows this process to run its stages until the lock is released or the process
-    ends; save a changed price or budget.
+    """Acquire the lock that a process must hold to run the stages of `run`, and save a changed price or budget.
 
     Args:
         since: unix time at which the command began; None: now.

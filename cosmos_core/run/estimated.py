@@ -1,5 +1,4 @@
-"""Saved estimates of `cosmos plan --estimate`: a later run with the same settings shows them next to its actual
-cost."""
+"""Saved estimates of `cosmos plan --estimate`, which a later run with the same settings shows next to its cost."""
 
 from __future__ import annotations
 

@@ -113,8 +113,7 @@ DocumentT = TypeVar("DocumentT", bound=Document)
 
 
 def read_document(path: Path, shape: type[DocumentT]) -> DocumentT | None:
-    """Return the content of a JSON file as a `shape`; None if the file is missing, damaged or does not match the
-    class."""
+    """Return the content of a JSON file as an instance of the class `shape`; None if it is missing or invalid."""
     try:
         return shape.model_validate_json(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):

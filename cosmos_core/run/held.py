@@ -35,8 +35,7 @@ def holding(stage_path: Path, gpus: int) -> Iterator[None]:
 
 
 def closed_holds(stage_path: Path) -> list[Hold]:
-    """Return the intervals in which a stage held GPUs; an interval without an end lasts until the last heartbeat of
-    launcher or worker."""
+    """Return the intervals in which a stage held GPUs; an interval without an end lasts until the last heartbeat."""
     state, progress = read_state(stage_path), read_progress(stage_path)
     signs = (state.renewed, state.heartbeat, progress.heartbeat if progress else None)
     last = min(max((sign for sign in signs if sign), default=0.0), time.time())
@@ -51,8 +50,7 @@ def gpu_seconds(holds: list[Hold]) -> float:
 
 
 def holds_of_run(run_path: Path) -> dict[str, list[Hold]]:
-    """Return the closed intervals of each stage of a run that held GPUs, including the intervals of superseded
-    attempts."""
+    """Return the intervals in which each stage of a run held GPUs, including intervals of superseded attempts."""
     holds: dict[str, list[Hold]] = {}
     for folder in sorted((run_path / "superseded").glob("*")):
         holds.setdefault(folder.name.rpartition(".")[0], []).extend(closed_holds(folder))

@@ -79,8 +79,7 @@ def check_located(inputs: Sequence[Input]) -> None:
     """Check that the files and folders among the inputs exist.
 
     Raises:
-        ModelError, DataError, ConfigError: a file or folder is missing or has the wrong type; the message names the
-            key.
+        ModelError, DataError, ConfigError: a file or folder is missing or of a wrong type; the message names the key.
     """
     model = next((each for each in inputs if each.role == "model"), None)
     for each in inputs:

@@ -29,8 +29,7 @@ from cosmos_core.types import Outcome
 
 RESULT = "result.json"
 STORED = "stored"
-"""Key of a manifest for the URL of the artifact store with the outputs; local copies may be missing until a stage reads
-them."""
+"""Key of a manifest for the URL of the artifact store with its outputs, of which local copies may be missing."""
 Result = dict[str, Any]
 
 

@@ -1,5 +1,4 @@
-"""Client of MLflow for runs that have a key: a call that is repeated after a kill continues the run with its key
-instead of creating another run.
+"""MLflow runs that have a key: a call that is repeated after a kill continues the run instead of creating another.
 
 The environment of MLflow selects server and account, such as `MLFLOW_TRACKING_URI` and `MLFLOW_TRACKING_TOKEN`.
 """

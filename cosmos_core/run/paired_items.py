@@ -41,8 +41,7 @@ class Paired:
         """Return the probability (p-value) of a mean difference as high as this one or higher if the true mean
         difference is `margin`.
 
-        The test is McNemar's exact test for a binary metric without a margin, otherwise Student's t-test of paired
-        samples.
+        The test is McNemar's exact test for a binary metric without a margin, otherwise the paired Student's t-test.
 
         Raises:
             ConfigError: SciPy is not installed.

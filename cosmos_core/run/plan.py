@@ -50,8 +50,7 @@ def register(output_dir: Path, stage_path: Path, value: str) -> None:
 def decide(
     output_dir: Path, stage_path: Path | None, expected: Fingerprint, *, thorough: bool = False
 ) -> Decision | None:
-    """Return the decision about a stage from the finished stages with its fingerprint; None if there are no such
-    stages.
+    """Return the decision about a stage from the finished stages with its fingerprint; None if there are none.
 
     `stage_path` is the directory of the stage in its run; None: the run does not exist yet.
     """
@@ -196,8 +195,7 @@ def _run_of(stage_path: Path) -> str:
 
 
 def _why_new(output_dir: Path, pipeline: str, stage: str, current: Fingerprint) -> str:
-    """Return the differences from the most similar earlier run of the stage as a text, or a text that there is no such
-    run."""
+    """Return a text with the differences from the most similar earlier run of the stage, or that there is none."""
     run_id, changes = _nearest(output_dir, pipeline, stage, current)
     if not changes:
         return f"unfinished in run {run_id}" if run_id else "never made before"

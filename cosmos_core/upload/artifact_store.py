@@ -1,5 +1,4 @@
-"""Client of the artifact store (`artifact_store = "s3://BUCKET/PREFIX"`), which machines without a shared disk use to
-exchange the results of stages.
+"""Artifact store for machines without a shared disk: `artifact_store = "s3://BUCKET/PREFIX"` in a pipeline.
 
     objects/<ab>/<sha256>                         outputs of stages, each content once
     made/<fingerprint>/result.json                result of a fingerprint, for reuse by other runs
@@ -60,11 +59,9 @@ class ArtifactStore:
 
     def put_run(self, run_path: Path, *, has_grown: bool = False) -> str:
         """Store the definition of a run (`pipeline.toml` and `run.json`) unless it is stored already, and return the
-        URL of the run, which `open_stored_run` takes. With `has_grown`, replace a stored definition that has other
-        stages.
+        URL of the run for `open_stored_run`. With `has_grown`, replace a stored definition that has other stages.
 
-        If two runs have the same id, because two machines started them in the same second, the second run gets another
-        name in the store.
+        Runs that two machines start in the same second have the same id; the second run gets another one in the store.
         """
         files, facts = {name: _text(run_path / name) for name in RUN_FILES}, read_facts(run_path)
         # The folder of the run may have another name on this machine than in the store.
@@ -91,8 +88,7 @@ class ArtifactStore:
         self._write(f"runs/{run_id}/stages/{stage}/{RESULT}", result)
 
     def put_made(self, result: Result) -> None:
-        """Store the result of a stage under its fingerprint, for reuse by other runs; the outputs must be stored
-        before."""
+        """Store a result under its fingerprint, for reuse by other runs; its outputs must be stored before."""
         self._write(f"made/{result['fingerprint']}/{RESULT}", result)
 
     def result(self, run_id: str, stage: str) -> Result | None:
@@ -100,8 +96,7 @@ class ArtifactStore:
         return self._stored(f"runs/{run_id}/stages/{stage}/{RESULT}")
 
     def made(self, fingerprint: str) -> Result | None:
-        """Return the stored result with this fingerprint if every output exists with the recorded size; None
-        otherwise."""
+        """Return the stored result of a fingerprint; None if there is none, or an output is missing or truncated."""
         result = self._stored(f"made/{fingerprint}/{RESULT}")
         if result is None:
             return None
@@ -121,8 +116,7 @@ class ArtifactStore:
             record.update(mtime_ns=status.st_mtime_ns, inode=status.st_ino)
 
     def lease(self, fingerprint: str, holder: Holder, is_gone: Callable[[Holder], bool]) -> Lease:
-        """Return the lease for a fingerprint: a process must hold it while it makes the result. `is_gone` returns True
-        if a holder is known to have ended."""
+        """Return the lease that a process must hold while it makes the result of a fingerprint; see `Lease`."""
         return Lease(self._bucket, self._key(f"made/{fingerprint}/lease.json"), holder, is_gone)
 
     def checkpoints(self, fingerprint: str, stage_path: Path) -> StoredCheckpoints:

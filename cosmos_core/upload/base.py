@@ -35,8 +35,7 @@ class Target(Protocol):
     """
 
     def published(self) -> dict[str, Any] | None:
-        """Return the record of the current version, to which the pointer of the target refers; None if nothing was
-        published yet.
+        """Return the record of the version to which the target's pointer refers; None if nothing was published yet.
 
         Raises:
             DamagedRecord: the record cannot be read; `publish` is possible all the same.
@@ -61,8 +60,7 @@ def is_record(value: Any) -> bool:
 
 
 def with_version(history: list[str], version: str) -> list[str]:
-    """Return the list of versions to which the pointer has referred, after it has moved to `version`; at most 100
-    versions."""
+    """Return the history of a pointer (at most 100 versions) after it has moved to `version`."""
     return history[-_MOST_KEPT:] if history[-1:] == [version] else [*history[-_MOST_KEPT + 1 :], version]
 
 

@@ -67,8 +67,7 @@ class Contents:
         an interrupted upload continues.
 
         Raises:
-            UploadError: the stored object has the wrong digest after each attempt, or the file has changed during the
-                upload.
+            UploadError: the stored object has the wrong digest after each attempt, or the file changed meanwhile.
         """
         transfer = Transfer(self._bucket, Journal(journal), self._pause)
         transfer.send({self._key(digest): (file, digest) for digest, file in files.items()})
@@ -96,8 +95,7 @@ class Contents:
         self._bucket.remove(self._key(entry.sha256))
 
     def missing(self, entries: Iterable[Entry]) -> str:
-        """Return the first digest whose object is missing from the bucket or has another size; an empty string if there
-        is none."""
+        """Return the first digest whose object is missing or has another size; an empty string if all exist."""
         for digest, size in {each.sha256: each.size for each in entries}.items():
             self._pause()
             head = self._bucket.head(self._key(digest))

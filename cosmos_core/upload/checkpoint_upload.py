@@ -1,8 +1,7 @@
 """Upload checkpoints to a store during training.
 
-A thread of the flow's process sends the checkpoints with the lowest priority, so that the training never waits. The
-thread hard-links the files of a checkpoint first: a checkpoint that is removed during its upload still arrives
-complete. The manifest of a checkpoint is sent last.
+A thread of the flow's process sends the checkpoints with the lowest priority, so that the training never waits. It
+hard-links the files first, so that a checkpoint that is removed meanwhile arrives complete. The manifest goes last.
 """
 
 import logging
@@ -50,8 +49,7 @@ class CheckpointUploader:
         """Upload every complete checkpoint that is not stored yet; return the names of these checkpoints, `step_N`.
 
         Raises:
-            ConfigError, UploadError: the store refuses a request or cannot be reached; files that were sent remain
-                stored.
+            ConfigError, UploadError: the store refuses a request or cannot be reached; files already sent remain.
         """
         sent = []
         for name, manifest in saved_manifests(self._stage_path).items():
@@ -151,7 +149,6 @@ def linked(source: Path, target: Path) -> Iterator[Path | None]:
 
 
 def saved_manifests(stage_path: Path) -> dict[str, Path]:
-    """Return the manifest files of the complete checkpoints of a training by checkpoint name, `step_N`, the oldest
-    first."""
+    """Return the manifest file of each complete checkpoint of a training by name, `step_N`, the oldest first."""
     manifests = {path.parent.parent.name: path for path in stage_path.glob(f"{FOLDER}/step_*/policy/{MANIFEST}")}
     return {name: manifests[name] for name in sorted(manifests, key=step_of)}

@@ -39,8 +39,7 @@ class FileTarget:
             raise ConfigError(f"{self.folder} cannot be written: no permission to write {existing}")
 
     def published(self) -> dict[str, Any] | None:
-        """Return the record of the current version, to which the link `latest` points; None if nothing was published
-        yet.
+        """Return the record of the version to which the link `latest` points; None if nothing was published yet.
 
         Raises:
             DamagedRecord: the record cannot be read.
@@ -80,8 +79,7 @@ class FileTarget:
         return self._damage(self.folder / version, record)
 
     def point_to(self, version: str, history: list[str] | None = None) -> None:
-        """Point the link `latest` to `version`, which must be complete, and save `history`; if `history` is None, add
-        the version to the saved history.
+        """Point `latest` to a complete version and save `history` (None: append the version to the saved history).
 
         Raises:
             UploadError: the stored version is not complete, or is a link to another version.
@@ -93,8 +91,7 @@ class FileTarget:
         self._move(version, with_version(self.history(), version) if history is None else history)
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
-        """Copy the files of a model, verify the copies and point the link `latest` to them; return the folder of the
-        version.
+        """Copy the files of a model, verify the copies and point `latest` to them; return the folder of the version.
 
         Raises:
             UploadError: the target folder cannot be written, or a copy differs from its source.

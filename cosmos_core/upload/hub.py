@@ -95,9 +95,8 @@ class HubTarget:
         return record
 
     def damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
-        """Return a message about the first file of `record` that is missing on the Hub or differs from the file in
-        `folder`; empty if there is none. The tag of the version is compared, and for the current version also the head
-        of the branch."""
+        """Return a message about the first file of `record` that is missing on the Hub or differs from `folder`; empty
+        if there is none. The tag of the version is compared, and the branch too if the version is the current one."""
         branch = self.branch or "main"
         with self._translate_errors():
             current = self._retry(lambda: self._record(branch)) or {}
@@ -106,8 +105,7 @@ class HubTarget:
         return next(filter(None, damages), "")
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
-        """Commit the files that the branch lacks, verify the stored files and set the tag; return the address of the
-        version.
+        """Commit the missing files, verify the stored files and set the tag; return the address of the version.
 
         Raises:
             UploadError: the Hub cannot be reached, or a stored file differs from its source.

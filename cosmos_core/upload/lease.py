@@ -73,8 +73,7 @@ class Lease:
         return has_waited
 
     def check(self) -> None:
-        """Verify that this process still holds the lease: a process that was suspended does not notice that the lease
-        expired.
+        """Verify that this process still holds the lease: a suspended process does not notice that its lease expired.
 
         Raises:
             StageFailed: another machine has taken over the lease.

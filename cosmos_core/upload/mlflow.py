@@ -107,8 +107,7 @@ class MlflowTarget:
             return self._damage(model_version, folder, record) if model_version else f"the version {version} is missing"
 
     def point_to(self, version: str, history: list[str] | None = None) -> None:
-        """Move the alias `published` to `version` and save `history`; if `history` is None, add the version to the
-        saved history.
+        """Move the alias `published` to `version` and save `history` (None: append the version to the saved history).
 
         Raises:
             UploadError: the registered model has no such version.
@@ -119,8 +118,7 @@ class MlflowTarget:
             self._point(model_version, with_version(self.history(), version) if history is None else history)
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
-        """Send the missing files, create the version unless it exists, and move the alias; return the address of the
-        version.
+        """Send missing files, create the version unless it exists, and move the alias; return the version's address.
 
         Raises:
             UploadError: the server cannot be reached, or a stored file differs from its source.
@@ -128,8 +126,7 @@ class MlflowTarget:
         with self._translate_errors():
             lineage = {f"cosmos.input.{name}": digest for name, digest in record.get("inputs", {}).items()}
             lineage |= {"cosmos.run": str(record.get("run_id", "")), "cosmos.stage": str(record.get("stage", ""))}
-            # A stage that was forced to run again may have made other weights: the digest in the key makes them another
-            # version.
+            # A forced rerun of the stage may have made other weights: the digest in the key makes them another version.
             tags = lineage | {VERSION: version, KEY: f"{version}-{_folder_of(record)}"}
             run = keyed_run(self.client, self.name, tags[KEY], version, lineage)
             self._send(run, folder, record)
@@ -190,8 +187,7 @@ class MlflowTarget:
         return next(iter(self.client.search_registered_models(f"name = '{self.name}'")), None)
 
     def _find(self, tag: str = "", value: str = "") -> list[Any]:
-        """Return the versions of the model with this value of a tag (all versions if `tag` is empty), the oldest
-        first."""
+        """Return the versions of the model with a value of a tag (empty tag: all versions), the oldest first."""
         versions, token = [], None
         while token != "":
             page = self.client.search_model_versions(f"name = '{self.name}'", max_results=200, page_token=token)

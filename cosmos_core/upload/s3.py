@@ -35,8 +35,7 @@ class S3Target:
         self.bucket.check()
 
     def prepare_upload(self, folder: Path, pause: Callable[[], None]) -> None:
-        """Keep a journal of the upload in `folder`, and call `pause` between parts of files and before the pointer
-        moves."""
+        """Keep a journal of the upload in `folder`; call `pause` between parts and before the pointer moves."""
         self.transfer.journal, self.transfer.pause = Journal(folder / JOURNAL), pause
 
     def published(self) -> dict[str, Any] | None:
@@ -98,8 +97,7 @@ class S3Target:
         return ""
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
-        """Send the files that the store lacks, verify all stored files and move the pointer; return the URL of the
-        version.
+        """Send the missing files, verify all stored files and move the pointer; return the URL of the version.
 
         Raises:
             UploadError: the store cannot be reached, or a stored file differs from its source.
@@ -117,8 +115,7 @@ class S3Target:
         return self.where(version)
 
     def point_to(self, version: str, history: list[str] | None = None) -> None:
-        """Write `version`, whose files must be stored, to `latest.json`, and save `history`; if `history` is None, add
-        the version to the saved history.
+        """Write a stored version to `latest.json`, with `history` (None: append the version to the saved history).
 
         Raises:
             UploadError: a file of the version is missing.
@@ -132,8 +129,7 @@ class S3Target:
             self.bucket.write(self._key(POINTER), _json({"version": version, "history": names}))
 
     def _history_or_none(self) -> list[str]:
-        """Return the versions to which `latest.json` has referred; an empty list if the file is damaged, so that it can
-        be replaced."""
+        """Return the history in `latest.json`; an empty list if the file is damaged, so that it can be replaced."""
         try:
             return self.history()
         except DamagedRecord:

@@ -45,8 +45,7 @@ class Retention:
 
     def __init__(self, url: str, *, keep: int, older_than_seconds: float, least_seconds: float = DAY) -> None:
         """Keep the newest `keep` runs of each pipeline, and everything written in the last `older_than_seconds` or
-        `least_seconds`: a pipeline may wait between two stages, and contents are stored before the result that names
-        them.
+        `least_seconds`: a pipeline may wait between two stages, and contents are stored before their result.
 
         Raises:
             ConfigError: the store refuses a request, or a stage is being made.
@@ -73,8 +72,7 @@ class Retention:
             """Number of bytes that `remove` would free."""
 
     def remove(self) -> tuple[int, int]:
-        """Remove the runs, results and contents that can be removed; return the number of removed runs and of freed
-        bytes."""
+        """Remove all that can be removed; return the number of removed runs and the number of freed bytes."""
         freed = 0
         with translate_errors(self.url):
             removable = [run for run in self.runs if not run.kept_because]
@@ -124,8 +122,7 @@ class Retention:
                 run.kept_because = "not old enough"
 
     def _unreferenced(self, staying: list[StoredFolder]) -> list[Object]:
-        """Return the stored contents that are old enough to be removed and that no result in the folders `staying`
-        names."""
+        """Return the old contents that no result in the folders `staying` names."""
         referenced = {
             each["sha256"] for folder in staying for files in self._results(folder, "outputs") for each in files
         }

@@ -19,8 +19,7 @@ _METRICS = "metrics.jsonl"
 
 
 class StoredCheckpoints:
-    """Stored checkpoints of one training; a checkpoint that the training machine has removed is removed here as
-    well."""
+    """Stored checkpoints of one training; a checkpoint that its machine has removed is removed from the store too."""
 
     def __init__(self, bucket: Bucket, prefix: str, stage_path: Path) -> None:
         self._bucket, self._prefix, self._stage_path = bucket, prefix, stage_path

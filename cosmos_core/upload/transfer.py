@@ -1,8 +1,7 @@
 """Upload files to a bucket in parallel parts, so that a kill loses at most the parts in flight.
 
-A journal in the folder of the stage records the upload ids and the parts that arrived; if the store lists other parts,
-the store's list is used. Each part is verified by the MD5 that the store returns, each object by the SHA-256 of its
-content.
+A journal in the folder of the stage records upload ids and parts that arrived; the store's own list of parts takes
+precedence. Each part is verified by the MD5 that the store returns, each object by the SHA-256 of its content.
 """
 
 import base64
@@ -83,8 +82,7 @@ class Transfer:
         are not sent.
 
         Raises:
-            UploadError: a stored object has the wrong digest after each attempt, or its file has changed during the
-                upload.
+            UploadError: a stored object has the wrong digest after each attempt, or its file changed meanwhile.
         """
         run_threads(self._send_one, ((key, *source) for key, source in files.items()), _FILES_AT_ONCE, "upload")
 
