@@ -18,17 +18,18 @@ class Budget:
     max_tokens: int
     """Maximum number of tokens of a micro-batch, with padding unless packed; a longer row is a separate micro-batch."""
     pool_size: int
-    """Number of the next rows in order from which the next row of a micro-batch is chosen."""
+    """Number of upcoming rows, in training order, among which the next row of a micro-batch is chosen."""
     is_packed: bool
     prefers_closest: bool
-    """Whether, among rows of equal cost, the row closest in length to the longest row of the micro-batch is chosen
-    instead of the first row."""
+    """Whether, of several rows that fit equally well, the row closest in length to the longest row of the micro-batch
+    is chosen; False: the first row."""
 
 
 def fill_batches(lengths: Sequence[int], order: Sequence[int], budget: Budget) -> list[list[int]]:
     """Divide the rows of `order` into micro-batches, each row once.
 
-    A micro-batch starts with the first row of the pool. Then the row with the lowest cost is added while a row fits.
+    A micro-batch starts with the first row of the pool. While rows fit into the token budget, the row is added that
+    leaves the micro-batch with the fewest tokens.
     """
     waiting = iter(order)
     pool = list(islice(waiting, budget.pool_size))
@@ -67,7 +68,7 @@ class BalancedSteps:
         num_epochs: int,
         max_steps: int,
     ) -> None:
-        """`order_of(epoch)` returns the row numbers of an epoch; at most `max_steps` steps are planned."""
+        """Plan at most `max_steps` steps; `order_of(epoch)` returns the row numbers of an epoch in training order."""
         self._lengths: list[int] = lengths.tolist()
         self._order_of, self._budget, self._batches_per_step = order_of, budget, batches_per_step
         self._newest: tuple[int, list[list[int]]] = (-1, [])

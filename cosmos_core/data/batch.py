@@ -16,7 +16,8 @@ class Rows(NamedTuple):
     """Inputs of a model, with the index of each row's first predicted token in the flattened grid."""
 
     inputs: dict[str, Any]
-    """`input_ids` and `position_ids` with `attention_mask` (BT, 1: a real token), or with `packed_bounds` (1P)."""
+    """`input_ids` and `position_ids` of a model, with `attention_mask` (1: no padding) and shape BT if padded, or with
+    the values of `packed_bounds` and shape 1P if packed."""
     starts: list[int]
     """Index of each row's first predicted token (its second token) in the flattened grid BS, or 1S if packed."""
 
@@ -42,7 +43,7 @@ def rows_of(
 ) -> Rows:
     """Collate rows of token ids: padded on the right, or packed.
 
-    `filled` maps the length of the longest row, or of all packed rows, to the length that padding fills up to.
+    `filled` maps the number of tokens of the longest row, or of all packed rows together, to the length after padding.
     """
     if packed:
         return shared_rows(rows, [([index], 0) for index in range(len(rows))], pad_id, filled)
@@ -63,10 +64,10 @@ def shared_rows(
 ) -> Rows:
     """Collate rows of token ids, packed, with the common first tokens (prompt) of each group of rows only once.
 
-    `groups` are the indices of the rows of each group, and the length of their prompt. The outputs of prompt tokens
-    cannot be assigned to a row. For `pad_id` and `filled` see `rows_of`.
+    `groups` has the row indices and the prompt length of each group. The model's outputs for prompt tokens belong to no
+    single row. For `pad_id` and `filled` see `rows_of`.
     """
-    pieces: list[tuple[int, int, int, int]] = []  # row, its first and its last token, sequence that it continues
+    pieces: list[tuple[int, int, int, int]] = []  # row, start and end in the row, index of its prompt or -1
     numbers = {}
     for indices, length in groups:
         prompt = len(pieces) if length else -1

@@ -1,4 +1,4 @@
-"""Limits of time and memory for chat templates, which are programs of a model that may loop or allocate without end."""
+"""Limits on time and memory of chat templates, which are programs in a model's files that may never end."""
 
 import os
 import resource
@@ -23,7 +23,7 @@ class _TooLong(Exception):
 
 @contextmanager
 def limit_resources(what: str) -> Iterator[None]:
-    """Limit the code in the block to `SECONDS` of time and to `MEMORY` bytes of additional memory.
+    """Limit the code in a `with` block to `SECONDS` of time and to `MEMORY` bytes of additional memory.
 
     A loop in Python stops at its next bytecode; a single operation in C is limited only by memory. The time limit needs
     a signal, which only the main thread of a process receives; other threads have the memory limit only.
@@ -40,7 +40,7 @@ def limit_resources(what: str) -> Iterator[None]:
         if is_main:
             signal.setitimer(
                 signal.ITIMER_REAL, SECONDS, 1.0
-            )  # repeat each second, in case a destructor swallows the exception
+            )  # repeat the signal each second, in case a destructor swallows the exception
         yield
     except _TooLong as error:
         raise ModelError(f"{what} runs on beyond {SECONDS:g} s; mend the template, or leave the row out") from error

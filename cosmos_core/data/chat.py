@@ -1,4 +1,4 @@
-"""Rendering of prompts to complete and of tool results: the tools, the chat template and its flags.
+"""Rendering of prompts and tool results with a chat template, its flags and the descriptions of the tools.
 
 `rollout/turns.py` assembles a sampled turn and the text after it.
 """
@@ -113,10 +113,10 @@ def is_told_of_tools(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> bool:
 
 
 class ToolText:
-    """Tokens that the chat template writes between the end of an assistant turn and the beginning of the next one.
+    """Tokens that the chat template writes between two assistant turns: the tool results and the text around them.
 
-    Only this text is tokenised. The tokens before it stay as they were sampled, even if the template would render them
-    differently.
+    Only the text between the turns is tokenised. The assistant's tokens stay as they were sampled, even if the template
+    would render the turns differently.
 
     Raises:
         ModelError: the template renders earlier turns differently when a tool result follows, leaves the result out, or
@@ -135,7 +135,8 @@ class ToolText:
             self._check_calls()
 
     def ids(self, results: Sequence[tuple[str, ToolResult]]) -> tuple[int, ...]:
-        """Return the tokens of pairs of tool name and result that follow a turn which ended with an end token.
+        """Return the tokens from the end of an assistant turn to the beginning of the next one; `results` are pairs of
+        tool name and result.
 
         Raises:
             ModelError: the template renders the assistant turn differently when the results follow.
@@ -169,7 +170,8 @@ class ToolText:
     def _check_calls(self) -> None:
         """Refuse a template that writes tool calls in a form that `parse_calls` does not read.
 
-        The policy has learned that form, so no tool would ever be called. A template that writes no call is accepted.
+        The policy writes calls in the form of its template, so no tool would ever be called. A template that leaves out
+        tool calls is accepted.
         """
         expected = ToolCall("look_up_word", {"word": "forty-two"})
         function = {"name": expected.name, "arguments": expected.arguments}
@@ -226,7 +228,7 @@ class ToolText:
         return str(text)
 
     def _harmless(self, text: str) -> str:
-        """Return the text of a tool with special tokens broken up, so that they cannot end or begin a turn."""
+        """Return the text of a tool result with a space inside of each special token, so that none ends a turn."""
         return self._marks.sub(lambda mark: f"{mark[0][0]} {mark[0][1:]}", text) if self._marks else text
 
 

@@ -1,10 +1,10 @@
-"""Search of training rows for duplicates, and for text of benchmarks: the table `train.train_policy.clean`.
+"""Search of the training rows for duplicates and for benchmark texts: the table `train.train_policy.clean`.
 
     <stage>/data/clean.jsonl   a match per line: the row, the row that it matches, both texts, whether it was dropped
 
 A row is compared by the texts of its turns, without system turns. Candidates for near duplicates share a key of
-`ngrams.Bands`; the exact similarity decides, and the earliest row of equal or similar ones stays. Memory holds the
-benchmarks and about 10 bytes per key and row (200 MB for a million rows); the n-grams of rows are in a temporary file.
+`ngrams.Bands`; the exact similarity decides, and the earliest of several similar rows stays. Memory holds the benchmark
+texts and about 10 bytes per key and row (200 MB for a million rows); the n-grams of rows are in a temporary file.
 """
 
 import json
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 FILE = "clean.jsonl"
 _SHINGLE = 2  # number of words per shingle, the unit of comparison of two rows
-_FEWEST_WORDS = 8  # minimum number of words of a compared benchmark text, as in GPT-3 (arXiv 2005.14165)
+_FEWEST_WORDS = 8  # minimum words of a benchmark text to compare rows with, as in GPT-3 (arXiv 2005.14165)
 _MOST_CANDIDATES = 32  # maximum number of candidates with which a row is compared
 _MOST_CHARACTERS = 2_000
 _NUM_EXAMPLES = 3
@@ -51,8 +51,8 @@ class Cleaned(NamedTuple):
 
 
 def clean(stage: Stage, rows: Rows, held_out: Sequence[Rows], folder: Path, opener: Opener) -> Cleaned:
-    """Report the matches of training rows to a file in `folder`, and drop matched rows if the recipe says so; rows that
-    match rows of `held_out` are only reported.
+    """Write the duplicates and benchmark texts among the training rows to a file in `folder`, and drop these rows if
+    the recipe sets `action = "drop"`. Rows that match held-out rows are only reported.
 
     Raises:
         DataError: a benchmark is missing or has no text, or no row remains.
@@ -72,16 +72,16 @@ def clean(stage: Stage, rows: Rows, held_out: Sequence[Rows], folder: Path, open
             if counts[match["match"]] <= _NUM_EXAMPLES:
                 examples.append(f"{match['row']}: {match['match']} of {match['of']}: {match['text'][:80]!r}")
             file.write(json.dumps(match, ensure_ascii=False) + "\n")
-    kept = rows.where(~is_dropped)
-    if not len(kept):
+    remaining_rows = rows.where(~is_dropped)
+    if not len(remaining_rows):
         raise DataError(f"train.train_policy.clean drops all {len(rows)} rows; set action = 'report' to see why")
     counts["dropped"] = int(is_dropped.sum())
     names = ("exact_duplicate", "near_duplicate", "benchmark_text", "held_out_row", "dropped")
-    found = ", ".join(f"{counts[name]} {name.replace('_', ' ')}" for name in names)
-    notices = [f"clean: {found}, of {len(rows)} rows; data/{FILE} has them", *examples] if examples else []
+    summary = ", ".join(f"{counts[name]} {name.replace('_', ' ')}" for name in names)
+    notices = [f"clean: {summary}, of {len(rows)} rows; data/{FILE} has them", *examples] if examples else []
     for notice in notices:
         logger.warning("%s", notice)
-    return Cleaned(kept, {f"data/clean_{name}": float(counts[name]) for name in names}, notices)
+    return Cleaned(remaining_rows, {f"data/clean_{name}": float(counts[name]) for name in names}, notices)
 
 
 def _matches(
@@ -91,8 +91,8 @@ def _matches(
     held_out: Sequence[Rows],
     pack: Callable[[Row, str], Row] | None,
 ) -> Iterator[tuple[int, bool, dict[str, Any]]]:
-    """Yield the number of each row that matches, whether the match is a reason to drop the row, and the match: first
-    those of benchmarks and held-out rows, then duplicates."""
+    """Yield the number of each training row with a match, whether the match is a reason to drop the row, and the match.
+    Matches with benchmarks and held-out rows come first, then duplicates."""
     benchmarks = Benchmarks(config.decontaminate_against, config.ngram)
     bands = Bands(config.near_duplicates) if config.near_duplicates else None
     numbers, keys = array("Q"), array("Q")
@@ -123,7 +123,7 @@ def _matches(
 
 
 def _readable(stage: Stage, rows: Rows, pack: Callable[[Row, str], Row] | None) -> Iterator[tuple[int, str, list[str]]]:
-    """Yield number, location and texts of each row that can be read; tokenisation counts the others."""
+    """Yield number, location and texts of each readable row; unreadable rows are counted later, by tokenisation."""
     policy, kind = stage.recipe.train.train_policy, tokenised_kind(stage.recipe.train.train_policy.rows)
     for number, (where, row) in enumerate(rows):
         if number % 256 == 0:
@@ -147,7 +147,7 @@ def _beat_or_stop(stage: Stage, number: int) -> None:
 
 
 def texts_of(value: Any) -> Iterator[str]:
-    """Yield the texts of what a kind of rows reads from a row, without system turns."""
+    """Yield the texts in a value that a kind of rows has read from a row, except the texts of system turns."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -163,12 +163,12 @@ def texts_of(value: Any) -> Iterator[str]:
 
 
 class ComparedRow(NamedTuple):
-    """A row as it is compared with others."""
+    """Row of a data set, reduced to what the search for duplicates compares."""
 
     digest: bytes
     where: str
     text: str
-    """Beginning of the text, in valid UTF-8."""
+    """Beginning of the row's text, in valid UTF-8."""
     grams: np.ndarray
     """Sorted hashes of the row's n-grams, uint64."""
 
@@ -178,12 +178,12 @@ class ComparedRow(NamedTuple):
         return common / max(1, self.grams.size + other.grams.size - common)
 
     def keys(self, bands: Bands | None) -> list[int]:
-        """Return a hash of the text and the keys of `bands`: similar rows mostly have one in common."""
+        """Return a hash of the row's text and the row's keys of `bands`; similar rows very likely share a key."""
         return [int.from_bytes(self.digest[:8]), *(bands.keys(self.grams).tolist() if bands else ())]
 
     def match(self, others: Iterable["ComparedRow"], threshold: float) -> dict[str, Any] | None:
-        """Return the match with the row of `others` that equals this one, or is most similar and not below `threshold`
-        (0: equal rows only); None if there is none."""
+        """Return the match with the most similar row of `others`; None if no row is equal or at least as similar as
+        `threshold` (0: equal rows only)."""
         best, similarity = None, threshold or 2.0
         for other in others:
             value = 2.0 if self.digest == other.digest else self.similarity(other)
@@ -205,7 +205,7 @@ class HeldOut:
         self._holders: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
 
     def add(self, row: ComparedRow, keys: Sequence[int]) -> None:
-        """Add a row with its keys."""
+        """Add a held-out row to the index under its hash keys."""
         for key in enumerate(keys):
             if len(self._holders[key]) < _MOST_CANDIDATES:
                 self._holders[key].append(len(self._rows))
@@ -219,13 +219,13 @@ class HeldOut:
 
 
 class ComparedRows:
-    """Sequence of compared rows in a file."""
+    """Sequence of `ComparedRow`s that are stored in a file."""
 
     def __init__(self, file: Any) -> None:
         self._file, self._offsets = file, array("Q")
 
     def add(self, row: ComparedRow) -> None:
-        """Append a row."""
+        """Append a row to the file."""
         self._offsets.append(self._file.tell())
         name, content = row.where.encode("utf-8", "replace"), row.text.encode()
         header = _HEADER.pack(row.digest, len(name), len(content), row.grams.size)
@@ -239,8 +239,8 @@ class ComparedRows:
 
 
 def duplicates(keys: np.ndarray, rows: ComparedRows, threshold: float) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the position of each row that equals an earlier row, or has at least the similarity `threshold` to it (0:
-    equal rows only), with its match.
+    """Yield the position and the match of each row that duplicates an earlier row: its text is equal, or its similarity
+    is at least `threshold` (0: equal rows only).
 
     `keys` has shape (rows, keys): rows with an equal key in a column are compared. The first column is a hash of the
     text. A row is compared only with rows that are no duplicates themselves.
@@ -251,18 +251,18 @@ def duplicates(keys: np.ndarray, rows: ComparedRows, threshold: float) -> Iterat
         is_shared[:, column] = counts[inverse] > 1
     holders: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     for position in np.flatnonzero(is_shared.any(axis=1)).tolist():
-        own = [(column, int(keys[position, column])) for column in np.flatnonzero(is_shared[position]).tolist()]
-        candidates = sorted({each for key in own for each in holders[key]})
+        row_keys = [(column, int(keys[position, column])) for column in np.flatnonzero(is_shared[position]).tolist()]
+        candidates = sorted({each for key in row_keys for each in holders[key]})
         if match := rows[position].match((rows[each] for each in candidates), threshold):
             yield position, match
             continue
-        for key in own:
+        for key in row_keys:
             if len(holders[key]) < _MOST_CANDIDATES:
                 holders[key].append(position)
 
 
 def _compared(text: str) -> list[str]:
-    """Return the words of a benchmark's text that are compared."""
+    """Return the words of a benchmark's text that are compared with rows."""
     return without_signs(words_of(normalised(text)))
 
 
@@ -289,10 +289,10 @@ class Benchmarks:
         self._grams, self._owners = np.frombuffer(grams, dtype=np.uint64)[order], np.frombuffer(owners, "I")[order]
 
     def match(self, turns: Sequence[list[str]]) -> dict[str, Any] | None:
-        """Return the match of a row, by the words of its turns, with the text of a benchmark of which the row has most;
-        None if it has none.
+        """Return the match of a row, whose turns are lists of words, with the benchmark text that the row repeats most;
+        None if the row repeats no benchmark text.
 
-        `similarity` is the fraction of the words of that text in common n-grams, `text` the longest common passage.
+        `similarity` is the fraction of the benchmark's words that are in common n-grams, `text` the longest passage.
         """
         turns = [without_signs(words) for words in turns] if self._texts else []
         hashes = [*map(hashes_of, turns)]
@@ -318,7 +318,7 @@ class Benchmarks:
                 "of": where, "of_text": text[:_MOST_CHARACTERS]}  # fmt: skip
 
     def _common(self, turns: Sequence[list[str]], words: list[str]) -> tuple[float, list[str]]:
-        """Return the fraction of words that are in n-grams which a turn contains, and the longest common passage."""
+        """Return the fraction of `words` in n-grams that also occur in a turn, and the longest common passage."""
         n = min(self._ngram, len(words))
         present = {tuple(turn[i : i + n]) for turn in turns for i in range(len(turn) - n + 1)}
         is_common = np.zeros(len(words) + 1, dtype=bool)

@@ -59,7 +59,7 @@ def continued_tokens(
     A token that reaches from the prompt into the completion belongs to the completion.
 
     Raises:
-        DataError: the tokenizer cannot say which characters a token covers, and tokens cross the border.
+        DataError: the tokenizer returns no character offsets, and a token crosses the border of prompt and completion.
     """
     plain, _ = _plain_tokens(tokenizer, prompt + completion)
     ids, mask = _masked_tokens(tokenizer, prompt + completion, [(len(prompt), len(prompt) + len(completion))], where)
@@ -142,7 +142,11 @@ def _masked_tokens(
 def _masked_piecewise(
     tokenizer: PreTrainedTokenizerBase, text: str, spans: list[Span], where: str
 ) -> tuple[list[int], list[int]]:
-    """Tokenise the text between span borders separately, for tokenizers without offsets; fail if tokens change."""
+    """Tokenise each text between span borders separately, for tokenizers that return no character offsets.
+
+    Raises:
+        DataError: the tokens differ from those of the whole text.
+    """
     ids: list[int] = []
     mask: list[int] = []
     borders = [0, *(border for span in spans for border in span), len(text)]

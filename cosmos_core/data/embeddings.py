@@ -67,7 +67,7 @@ def _unpickled(path: Path) -> np.ndarray:
     """Return the array of a pickle, which may be inside lists of one element.
 
     Raises:
-        DataError: the pickle is damaged or holds other objects, of which none was called.
+        DataError: the pickle is damaged or holds other objects, none of which is loaded.
     """
     try:
         with open(path, "rb") as file:

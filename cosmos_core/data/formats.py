@@ -1,7 +1,7 @@
 """Readers of file formats: JSON Lines, JSON, CSV and TSV, compressed or not, parquet and Arrow.
 
-JSON and CSV are parsed here so that a row's location is a line. Only one block of a file is in memory at a time; Arrow
-files are memory-mapped. `rows.py` chooses the files.
+JSON and CSV are parsed here, so that the location of a row has its line number. Only one block of a file is in memory
+at a time; Arrow files are memory-mapped. `rows.py` chooses the files.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _opened(path: Path, newline: str) -> Iterator[TextIO]:
     with ExitStack() as stack:
         with reader_errors(f"{path.name} cannot be read"):
             file = stack.enter_context(_OPENERS.get(path.suffix, open)(path, "rb"))
-            marks = 0  # some programs add a byte order mark with each save
+            marks = 0  # bytes of byte order marks, which some programs repeat with each save
             while file.read(len(BOM_UTF8)) == BOM_UTF8:
                 marks += len(BOM_UTF8)
             file.seek(marks)
@@ -133,24 +133,24 @@ def _elements(file: TextIO, text: str) -> Iterator[Any]:
         ValueError: the text is not an array, or ends too early.
     """
     decoder = json.JSONDecoder()
-    at = text.index("[") + 1
+    position = text.index("[") + 1
     separator, size = ",", _BLOCK
     while separator == ",":
         try:
-            value, end = decoder.raw_decode(text, _blanks(text, at))
+            value, end = decoder.raw_decode(text, _blanks(text, position))
             end = _blanks(text, end)
             separator = text[end]
         except (ValueError, IndexError):
             more = file.read(size)
             if not more:
                 raise ValueError("the array does not end") from None
-            text, at, size = text[at:] + more, 0, 2 * size
+            text, position, size = text[position:] + more, 0, 2 * size
             continue
         if separator not in ",]":
             raise ValueError(f"{separator!r} between two elements")
         yield value
-        at, size = end + 1, _BLOCK
-    if text[at:].strip() or file.read().strip():
+        position, size = end + 1, _BLOCK
+    if text[position:].strip() or file.read().strip():
         raise ValueError("text behind the array")
 
 
@@ -238,7 +238,7 @@ def _arrow(path: Path) -> Part:
 
 
 def _dataset(table: pa.Table) -> Any:
-    import datasets  # imported here, since it takes seconds and JSON Lines do not need it
+    import datasets  # imported here, since the import takes seconds
 
     return datasets.Dataset(table)
 
@@ -271,7 +271,7 @@ def _numbered(name: str, rows: Iterable[Row]) -> Iterator[Located]:
 
 
 def _with_own_arguments(value: Any) -> Any:
-    """Return turns whose tool calls lack the null arguments that Arrow fills in, which a model would learn to write."""
+    """Return turns without the null arguments that Arrow adds to tool calls, which a model would learn to write."""
     if not isinstance(value, list) or not any(isinstance(turn, dict) and turn.get("tool_calls") for turn in value):
         return value
     return [
@@ -283,13 +283,13 @@ def _with_own_arguments(value: Any) -> Any:
 
 @contextmanager
 def reader_errors(what: str) -> Iterator[None]:
-    """Convert any exception of a reader to a `DataError` of one line, unless the machine is at fault."""
+    """Convert any exception of a reader to a `DataError` of one line, except a failure of disk or network."""
     try:
         yield
     except DataError:
         raise
     except Exception as error:
-        if is_of_machine(error):  # a failed disk or network is not an error of the data
+        if is_of_machine(error):
             raise
         raise DataError(f"{what}: {first_line(error)}") from error
 

@@ -21,7 +21,7 @@ from cosmos_core.registry import suggestion
 
 
 def generated_part(generator: str, arguments: Mapping[str, Any], key: str) -> Part:
-    """Return the rows of a generator; `key` is its table in the TOML, for messages.
+    """Return the rows of a generator; `key` is the name of the data set's table in the TOML, for messages.
 
     Raises:
         DataError: the package is not installed, has no such generator, or refuses the arguments.
@@ -42,7 +42,7 @@ def generated_part(generator: str, arguments: Mapping[str, Any], key: str) -> Pa
     complete = {"seed": 0, **arguments}
     try:
         dataset = reasoning_gym.create_dataset(generator, **complete)
-    except Exception as error:  # generators check their arguments by assertions, and errors of their own
+    except Exception as error:  # for invalid arguments, generators raise AssertionError or their own exceptions
         reason = first_line(error) or type(error).__name__
         raise DataError(f"{key}.arguments: {generator} refuses {dict(arguments)}: {reason}") from error
     return Part(f"{GENERATED}{generator}", len(dataset), partial(_rows, dataset, generator, complete))

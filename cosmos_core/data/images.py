@@ -150,9 +150,9 @@ def _before_the_first_words(turns: list[Message], count: int, where: str) -> lis
 
 
 def _source(part: dict[str, Any], unused: Iterator[Any]) -> Any:
-    """Return the image source in a part of a turn, or else the next image of the row's column; None if none is left."""
-    named = next((part[key] for key in _SOURCES if part.get(key) is not None), None)
-    return next(unused, None) if named is None else named
+    """Return the image source that a part of a turn names, else the next image in `unused`; None if none is left."""
+    source_of_part = next((part[key] for key in _SOURCES if part.get(key) is not None), None)
+    return next(unused, None) if source_of_part is None else source_of_part
 
 
 def _located(source: Any, where: str) -> tuple[str | None, bytes | None]:
@@ -200,7 +200,7 @@ def _read(file: Path, what: str) -> bytes:
 
 
 def in_rgb(image: Image) -> Image:
-    """Convert an image to RGB; 16-bit greyscale keeps its upper 8 bits, Pillow would clip most values to white."""
+    """Convert an image to RGB; of 16-bit greyscale, use the upper 8 bits, since Pillow would clip values to white."""
     from PIL import Image as pillow
 
     if image.mode == "F":

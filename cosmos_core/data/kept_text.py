@@ -1,4 +1,4 @@
-"""Check that a tokenizer keeps the text of rows: one of another model may drop characters or map them to `<unk>`."""
+"""Check that a tokenizer preserves the text of rows: the tokenizer of another model may drop or replace characters."""
 
 import unicodedata
 from collections import Counter
@@ -6,22 +6,22 @@ from collections.abc import Iterable
 
 from transformers import PreTrainedTokenizerBase
 
-_MOST_LOST = 0.1  # fraction of the characters that `cosmos check` accepts
-_MOST_CHARACTERS = 2_000  # compared characters of a text
+_MOST_LOST = 0.1  # fraction of lost characters from which on `cosmos check` reports an error
+_MOST_CHARACTERS = 2_000  # number of characters at the start of a text that are compared
 _NUM_EXAMPLES = 5
 
 
 def lost_text(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> tuple[str, bool]:
-    """Compare texts with their decoded tokens; return a notice about lost letters, digits and spaces, or an empty
-    string, and whether they are a tenth of all or more. Case, accents, punctuation and runs of white space may differ.
+    """Compare texts with their decoded tokens; return a notice about lost letters, digits and spaces (empty if none is
+    lost), and whether at least a tenth of them is lost. Case, accents, punctuation and repeated spaces may differ.
     """
     lost, total = Counter[str](), 0
-    for whole in texts:
-        text = whole[:_MOST_CHARACTERS].encode(errors="ignore").decode()  # without halves of surrogate pairs
+    for full_text in texts:
+        text = full_text[:_MOST_CHARACTERS].encode(errors="ignore").decode()  # drops lone surrogates
         ids = tokenizer.encode(text, add_special_tokens=False)
-        known = [each for each in ids if each != tokenizer.unk_token_id]
+        known_ids = [each for each in ids if each != tokenizer.unk_token_id]
         characters = _characters(text)
-        lost += characters - _characters(str(tokenizer.decode(known)))
+        lost += characters - _characters(str(tokenizer.decode(known_ids)))
         total += characters.total()
     if not lost:
         return "", False

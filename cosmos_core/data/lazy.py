@@ -8,7 +8,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class LazySequence(Sequence[T_co]):
-    """Sequence that implements indexing, negative indices and slices through `item` of a non-negative index."""
+    """Sequence whose subclasses implement only `item`, for a non-negative index; indices and slices use `item`."""
 
     @abstractmethod
     def item(self, index: int) -> T_co:

@@ -1,6 +1,6 @@
-"""Spans of a rendered conversation that the assistant has to generate: by the template's {% generation %} marks if any.
+"""Spans of a rendered conversation that the assistant has to generate, by the template's {% generation %} marks.
 
-`spans.py` has the two methods for templates without marks.
+`spans.py` has the two methods for templates without these marks.
 """
 
 import re
@@ -18,7 +18,7 @@ from cosmos_core.data.spans import Render, Span, prefix_spans, skeleton_spans, t
 from cosmos_core.data.turn_weights import is_learned
 from cosmos_core.errors import DataError
 
-_LONG = 64  # number of turns above which the skeleton method is tried before the prefix method, whose time is quadratic
+_LONG = 64  # number of turns above which `skeleton_spans` is tried before `prefix_spans`, whose time is quadratic
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -61,7 +61,7 @@ def learned_spans(
 
 
 def _turn_spans(render_part: Render, turns: list[Message], full: str, closing: Sequence[str]) -> list[Span] | None:
-    """Return the span of each assistant turn without using marks; None if the turns cannot be located."""
+    """Return the span of each assistant turn for a template without {% generation %} marks; None if this fails."""
     is_long = len(turns) > _LONG
     spans = None if is_long else prefix_spans(render_part, turns, full)
     if spans is None:
@@ -70,7 +70,11 @@ def _turn_spans(render_part: Render, turns: list[Message], full: str, closing: S
 
 
 def _inside_of(chosen: list[Span], marked: list[Span], whole: list[Span], where: str) -> list[Span]:
-    """Return the marked spans that lie in the chosen turns; `whole` has the spans of all assistant turns."""
+    """Return the spans of `marked` that overlap a turn with a loss (`chosen`); `whole` has all assistant turns.
+
+    Raises:
+        DataError: a marked span covers a turn with a loss and a turn without a loss.
+    """
     selected = [span for span in marked if any(_overlap(span, each) for each in chosen)]
     if any(_overlap(span, each) for span in selected for each in whole if each not in chosen):
         raise DataError(
@@ -87,7 +91,7 @@ def _overlap(one: Span, other: Span) -> bool:
 def _with_end(span: Span, full: str, ends: Sequence[str], *, is_marked: bool) -> Span:
     """Extend the span by the end token after it, without which a model never learns to stop.
 
-    Marks often exclude it; in some model families, such as GLM-4, the first token of the next turn ends the turn.
+    Marks often exclude the end token. In some models, such as GLM-4, the first token of the next turn is the end token.
     """
     start, stop = span
     if not is_marked and full[start:stop].endswith(tuple(ends)):
@@ -127,7 +131,8 @@ def _marked_spans(
 ) -> list[Span] | None:
     """Return the spans that the template marks with {% generation %}; None if the template has no such marks.
 
-    Spans are in characters: the token mask of transformers loses a character of several tokens and the text after it.
+    Spans are positions of characters. The token mask of transformers is not used, because it is wrong after a character
+    that takes several tokens.
     """
     template = (
         owner.get_chat_template(tools=tools) if isinstance(owner, PreTrainedTokenizerBase) else owner.chat_template
@@ -146,7 +151,7 @@ def _marked_spans(
     return [(start, stop) for start, stop in marked[0]]
 
 
-@lru_cache(maxsize=4)  # the tokens are needed for every row, and slow to gather
+@lru_cache(maxsize=4)  # every row needs the tokens, and listing them is slow
 def added_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     """Return the special and added tokens of a tokenizer as they appear in text, such as <|im_end|>."""
     return tuple({*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()})

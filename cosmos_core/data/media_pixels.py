@@ -29,7 +29,7 @@ Size = tuple[int, int]
 """Height and width of an image or a frame, in pixels."""
 _STEPS = 8
 """Number of bucket sizes between the aspect ratios 1:1 and 1:2."""
-_LEAST_OF_SECONDS = 0.95  # minimum decoded fraction of a video's declared duration, which some programs round
+_LEAST_OF_SECONDS = 0.95  # minimum readable fraction of the duration in a video's header, which some programs round
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def pixels_of(content: Content, framing: Framing, position: float) -> np.ndarray
 
     Raises:
         DataError: the content cannot be decoded completely, or a video has too few frames.
-        OSError: a disk or a network failed, which says nothing about the content.
+        OSError: a disk or network operation failed, so the content may be valid.
     """
     try:
         if content.is_video:
@@ -131,8 +131,10 @@ def _chosen(total: int, framing: Framing, position: float) -> list[int]:
     count = framing.num_frames
     if framing.sampling == "uniform":
         return np.linspace(0, total - 1, count).round().astype(int).tolist()
-    room = total - count
-    start = {"first": 0, "middle": room // 2}.get(framing.sampling, min(room, int(position * (room + 1))))
+    num_starts = total - count
+    start = {"first": 0, "middle": num_starts // 2}.get(
+        framing.sampling, min(num_starts, int(position * (num_starts + 1)))
+    )
     return list(range(start, start + count))
 
 
@@ -150,7 +152,7 @@ def _count(content: Content) -> int:
         frame_seconds = float(1 / stream.average_rate) if stream.average_rate else 0.0
         count, end = 0, 0.0
         for packet in container.demux(stream):
-            if not packet.size or packet.is_corrupt:  # the last one of a file that is cut off inside of it
+            if not packet.size or packet.is_corrupt:  # the last packet of a truncated file
                 continue
             count += 1
             if packet.pts is not None:

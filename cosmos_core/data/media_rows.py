@@ -57,7 +57,7 @@ class MediaPrompt:
     text: dict[str, Tensor]
     """Embedding of the prompt, as `text_embedding` returns it, without a batch dimension."""
     metadata: dict[str, Any]
-    """Other keys of the line that the prompt comes from, for reward functions."""
+    """Values that the data set's row has in addition to the prompt, for reward functions."""
 
 
 RowT = TypeVar("RowT", MediaRow, MediaPrompt)

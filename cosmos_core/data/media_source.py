@@ -95,12 +95,12 @@ class Item:
     """Location of the item, for error messages."""
     prompt: str
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Other keys of the line that the prompt comes from, for reward functions."""
+    """Values that the data set's row has in addition to the prompt, for reward functions."""
     content: Content | None = None
     embedding: Path | None = None
     """File with the embedding of the prompt; None if the text encoder computes it."""
     lacks: str = ""
-    """Reason why the item has no media; empty if its media file is merely missing."""
+    """Reason why the item has no image or clip, for error messages; empty: the media file does not exist."""
     problem: str = ""
     """Reason why the row cannot be used, in one line; empty if the row is usable."""
 
@@ -297,7 +297,7 @@ def _check_end(path: Path, offset: int) -> None:
 
 
 def _item_of_members(archive: tarfile.TarFile, path: Path, group: dict[str, tarfile.TarInfo]) -> Item:
-    """Return the item of a group of webdataset members, by suffix."""
+    """Return the item of webdataset members with one name, which `group` has by file suffix."""
     where = f"{path.name}:{next(iter(group.values())).name}"
     media = next((suffix for suffix in group if f".{suffix}" in _MEDIA_SUFFIXES), None)
     content = None

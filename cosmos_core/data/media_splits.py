@@ -50,7 +50,7 @@ class Encoders(Protocol):
 
 @dataclass(frozen=True)
 class Source:
-    """Encoders that load their weights on first use, with properties that are known without the weights."""
+    """Encoders that load their weights on first use, with the properties that do not require the weights."""
 
     encoders: Encoders
     digest: str
@@ -64,7 +64,7 @@ class Source:
 
 
 class Row(NamedTuple):
-    """Data of an item that are kept between the pass that computes keys and the pass that encodes."""
+    """Prompt, metadata and cache keys of an item, from the pass that computes keys for the pass that encodes."""
 
     where: str
     prompt: str
@@ -87,7 +87,7 @@ class Split(NamedTuple):
 
     @property
     def kept(self) -> list[Row]:
-        """Return the rows of this split."""
+        """Return the rows of this split, without the entries for items of other splits."""
         return [row for row in self.rows if row is not None]
 
 
@@ -119,9 +119,9 @@ def framing_of(recipe: Recipe, dataset: DatasetConfig, source: Source) -> Framin
 
 def read_splits(stage: Stage, source: Source) -> dict[str, Split]:
     """Return the training split, and the held-out split if there is one; nothing is encoded."""
-    splits, most = _all_splits(stage, source), stage.recipe.validation.max_rows
-    if VALIDATION in splits and most is not None:
-        held_out, rest = splits[VALIDATION], iter(range(most))
+    splits, max_rows = _all_splits(stage, source), stage.recipe.validation.max_rows
+    if VALIDATION in splits and max_rows is not None:
+        held_out, rest = splits[VALIDATION], iter(range(max_rows))
         limited_rows = [row if row is not None and next(rest, None) is not None else None for row in held_out.rows]
         splits[VALIDATION] = held_out._replace(rows=limited_rows)
     return splits
@@ -146,9 +146,11 @@ def _all_splits(stage: Stage, source: Source) -> dict[str, Split]:
         raise DataError(
             f"test_size = {size} of {len(train.rows)} rows leaves none to train on; lower dataset.test_size"
         )
-    chosen = set(shuffled(len(train.rows), stage.seed)[:count].tolist())
-    held_out = train._replace(rows=[row if i in chosen else None for i, row in enumerate(train.rows)], skipped=[])
-    train = train._replace(rows=[None if i in chosen else row for i, row in enumerate(train.rows)])
+    held_out_indices = set(shuffled(len(train.rows), stage.seed)[:count].tolist())
+    held_out = train._replace(
+        rows=[row if i in held_out_indices else None for i, row in enumerate(train.rows)], skipped=[]
+    )
+    train = train._replace(rows=[None if i in held_out_indices else row for i, row in enumerate(train.rows)])
     return {TRAIN: train, VALIDATION: held_out}
 
 

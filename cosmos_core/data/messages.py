@@ -20,7 +20,7 @@ from cosmos_core.errors import DataError
 Row = dict[str, Any]
 Message = dict[str, Any]
 """A turn with `role`, `content` and other keys that a chat template may read (`tool_calls`, `reasoning_content`, ...);
-`weight` = 0 marks an assistant turn without a loss, whichever key of the row says so."""
+`weight` = 0 marks an assistant turn without a loss, whatever the key is named in the row's format."""
 
 _TEXT_ALONE = "this version learns from text alone where the model has no image processor"
 _CONVERSATION_COLUMNS = ("messages", "conversations", "conversation", "text")
@@ -46,14 +46,14 @@ _MEDIA_MARK = re.compile(r"\A\s*<(image|video)>|<(image|video)>\s*\Z")
 
 
 def remedy_of(most: float, *, is_all: bool) -> str:
-    """Return the end of a message about unusable rows, of which at most the fraction `most` may be left out."""
+    """Return the end of an error message about unusable rows; at most the fraction `most` of rows may be unusable."""
     if is_all:
         return "none of those read can be: this training reads rows of another form; name their columns, or give others"
     return f"more than dataset.max_skipped_fraction = {most:g} allows; mend them, or raise it"
 
 
 class SkippedRow(DataError):
-    """A well-formed row with nothing to learn or to complete: `prepare` counts the row under `reason` and continues."""
+    """Error for a well-formed row without content to learn or complete; `prepare` counts the row under `reason`."""
 
     def __init__(self, where: str, reason: str) -> None:
         super().__init__(where, reason)
@@ -67,7 +67,7 @@ class ReadRow(Row):
     """Row of a data set that records which of its columns have been read."""
 
     def __init__(self, row: Row, column_names: Mapping[str, str], where: str) -> None:
-        """`column_names` maps `prompt`, `response`, `chosen` and `rejected` to the names of the row's columns.
+        """Wrap a row; `column_names` maps `prompt`, `response`, `chosen` and `rejected` to the names of its columns.
 
         Raises:
             DataError: the row lacks one of these columns.
@@ -76,7 +76,7 @@ class ReadRow(Row):
             raise DataError(f"{where}: no column {missing[0]!r}, which the recipe names; the row has {columns_of(row)}")
         hidden = _KNOWN if "prompt" in column_names else column_names.keys()
         super().__init__({name: value for name, value in row.items() if name not in hidden})
-        self.update({known: row[name] for known, name in column_names.items()})
+        self.update({standard_name: row[name] for standard_name, name in column_names.items()})
         self._column_names, self._taken = column_names, set[str]()
         self._columns = [
             name for name, value in row.items() if value is not None and not (isinstance(value, str) and not value)
@@ -148,13 +148,13 @@ def read_conversation(
             response_turns = as_turns(row, response, "assistant", where, with_images)
             return with_system(question_turns + response_turns, system_of(row) or system_prompt)
     remedy = "set train.train_policy.prompt_column_name and response_column_name"
-    if not _has_response(row):  # otherwise this remedy would ignore the response column
+    if not _has_response(row):  # training on one column would leave out a response in another column
         remedy += ", or conversation_column_name for one column of turns or of plain text"
     raise DataError(f"{where}: no conversation among the columns {columns_of(row)}; {remedy}")
 
 
 def leaves_out_response(row: Row, column: str) -> bool:
-    """Return whether learning `column` learns only its plain text and leaves out a response in another column."""
+    """Return whether training on the plain text in `column` leaves out a response in another column."""
     is_text = column not in {"", "text"} and isinstance(decode_conversation(row.get(column)), str)
     return is_text and _has_response(row, column)
 
@@ -232,7 +232,7 @@ def _reference(row: Row, column: str, where: str) -> str | None:
     value = row[column]
     try:
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    except TypeError:  # a value of a columnar format, such as a date or bytes
+    except TypeError:  # columnar formats have values without a JSON form, such as dates and bytes
         raise DataError(f"{where}: column {column!r} holds {str(value)[:40]!r}, no JSON; write it as text") from None
 
 

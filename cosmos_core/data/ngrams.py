@@ -54,7 +54,7 @@ def hashes_of(words: list[str]) -> np.ndarray:
 
 
 def ngrams(hashes: np.ndarray, n: int) -> np.ndarray:
-    """Return a hash of each `n` consecutive words from the hashes of words, uint64; of fewer words, one hash of all."""
+    """Return a hash of each run of `n` words, uint64, from the hashes of words; fewer words have one common hash."""
     n = min(n, len(hashes))
     if not n:
         return hashes
@@ -81,7 +81,7 @@ class Bands:
 
     @property
     def count(self) -> int:
-        """Return the number of keys of a set."""
+        """Return the number of keys that each set of n-grams has."""
         return _PERMUTATIONS // self._size
 
     def keys(self, grams: np.ndarray) -> np.ndarray:

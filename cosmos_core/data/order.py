@@ -1,7 +1,7 @@
-"""Which rows a step trains on: a pure function of seed and step, so that a resumed run needs no saved iterator.
+"""Order of the training rows: a pure function of seed and step, so that a resumed run needs no saved iterator.
 
-An iterator with state has to be saved, restored and kept in step with the weights; a function of the step number
-cannot get out of step. Nothing here reads data.
+An iterator has state that must be saved and restored together with the weights; a function of the step number has no
+state. Nothing here reads data.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WORD = 2**64
 
 def shuffled(num_rows: int, *seeds: int) -> np.ndarray:
     """Return a permutation of `range(num_rows)`, int64, that depends only on the seeds and not on the NumPy version."""
-    # Sort raw random numbers instead of Generator.permutation, since NumPy versions share only the raw stream.
+    # Do not use Generator.permutation: only the raw random numbers are the same in all versions of NumPy.
     draws = np.random.PCG64(np.random.SeedSequence([seed % _WORD for seed in seeds])).random_raw(num_rows)
     return np.argsort(draws, kind="stable").astype(np.int64)
 
@@ -50,8 +50,8 @@ class Mixture:
     def order(self, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
         """Return the row numbers of one epoch, in which the rows of each data set are spread evenly.
 
-        A data set continues in an epoch where it ended in the epoch before. All its rows are used, in an order of its
-        own for each pass, before any is used again.
+        Each data set continues where it ended in the previous epoch. All rows of a data set are used, in a new order
+        for each pass, before a row is used again.
         """
         rows, times, start = [], [], 0
         for i, (size, count) in enumerate(zip(self.sizes, self.counts, strict=True)):
@@ -78,7 +78,7 @@ def rows_of(rows: Any) -> int | Mixture:
     return getattr(rows, "mixture", None) or len(rows)
 
 
-@lru_cache(maxsize=4)  # a train step may span two epochs, of prompts and of supervised rows
+@lru_cache(maxsize=4)  # two epochs that a train step may span, for prompts and for rows of a supervised loss
 def epoch_order(seed: int, epoch: int, rows: int | Mixture, shuffle: bool) -> np.ndarray:
     """Return the row numbers of one epoch in training order: int64, read-only, each of `range(rows)` once; see
     `Mixture.order` for a mixture."""
@@ -107,7 +107,7 @@ def batches_per_epoch(batch_size: int, num_rows: int, drop_last: bool = True) ->
 
 
 def left_over(train: TrainConfig, size: int, num_rows: int) -> str:
-    """Return a notice about rows at the end of an epoch that do not fill a batch of `size`; empty if all rows do.
+    """Return a notice about rows at the end of an epoch that do not fill a batch of `size`; empty if no row is left.
 
     Raises:
         DataError: the rows do not fill one step.

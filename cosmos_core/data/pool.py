@@ -1,4 +1,4 @@
-"""Initializer of the processes that tokenise rows: a separate module, so that logging is set up before more imports."""
+"""Initializer of the processes that tokenise rows, in a small module, so that logging is set up before slow imports."""
 
 import importlib
 import multiprocessing
@@ -13,7 +13,7 @@ from cosmos_core.observe.logs import configure
 def begin() -> None:
     """Configure logging as in the worker, and exit when the parent process ends.
 
-    A process of a pool waits on a pipe that it holds open itself, and would outlive a parent that was killed.
+    Without the exit, a process of the pool outlives a killed parent, because it waits on a pipe that it keeps open.
     """
     configure()
     parent = multiprocessing.parent_process()

@@ -54,15 +54,16 @@ from cosmos_core.types import JsonValue, Outcome
 
 logger = logging.getLogger(__name__)
 
-_NUM_FIRST = 32  # rows of a data set whose text is compared with that of their tokens
-_CHUNK_ROWS = 256  # rows per record batch and per task of a process; another number changes the bytes of files
+_NUM_FIRST = 32  # number of rows of each data set whose text is compared with its decoded tokens
+_CHUNK_ROWS = 256  # number of rows per record batch, on which the bytes of the prepared files depend
 
 
 def run(stage: Stage) -> Outcome:
     """Prepare the rows of a stage by the method of their kind of rows.
 
     Raises:
-        ModelError: a diffusion model is not a supported pipeline; and the errors of `tokenise`.
+        ModelError: the model is a diffusion model of an unsupported pipeline.
+        DataError, ModelError, Preempted: see `tokenise`.
     """
     return row_kind(stage.recipe.train.train_policy.rows).prepare(stage)
 
@@ -100,7 +101,7 @@ def tokenise(stage: Stage) -> Outcome:
         logger.warning("%s", lost)
     done, clean_metrics = 0, dict[str, float]()
     with replaced_folder(stage.path / "data") as folder:
-        if stage.recipe.train.train_policy.clean is not None:  # excludes several data sets
+        if stage.recipe.train.train_policy.clean is not None:  # the schema then allows only one data set
             held_out = [source.rows for source in splits.get(VALIDATION, ())]
             cleaned = clean(stage, splits[TRAIN][0].rows, held_out, folder, _opener(stage, stage.recipe))
             splits[TRAIN] = [replace(splits[TRAIN][0], rows=cleaned.rows)]
@@ -154,7 +155,7 @@ def _first_texts(stage: Stage, source: _Source) -> Iterator[str]:
 def _rendered_jobs(
     stage: Stage, jobs: dict[str, list[Job]], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[dict[str, list[Job]], list[JsonValue]]:
-    """Return the jobs with the recipe's rendering of prompts, and notices about it."""
+    """Return the jobs with the recipe's settings for rendering prompts, and notices about the chat template."""
     if not any(job.kind.is_completed for of_split in jobs.values() for job in of_split):
         return jobs, []
     chat = chat_of(stage.recipe.rollout.multi_turn_config)
@@ -167,8 +168,9 @@ def _rendered_jobs(
 def _write_split(
     stage: Stage, path: Path, jobs: list[Job], sources: list[_Source], done: int, total: int
 ) -> tuple[Counts, list[Counts]]:
-    """Write the file of one split, one data set after the other, and return its statistics and those of each data set;
-    `done` of `total` rows of all splits are already processed.
+    """Write the prepared file of one split, and return the statistics of the split and of each of its data sets.
+
+    `done` is the number of processed rows, and `total` the number of rows, of all splits together.
 
     Raises:
         DataError: too many rows cannot be read, or no row of a data set is left to write.
@@ -181,21 +183,21 @@ def _write_split(
                 file.write_batch(chunk.batch)
             counts.add(chunk)
             of_sources[i].add(chunk)
-            # Held-out rows to learn are the rows of the validation split, whose errors are checked there.
+            # The split LEARNED_HELD_OUT has the rows of the validation split, which checks the rows already.
             if path.stem != LEARNED_HELD_OUT:
                 of_sources[i].check_refused(sources[i].dataset.max_skipped_fraction, len(sources[i].rows))
             done += chunk.batch.num_rows + len(chunk.skipped)
             stage.progress.step(done, total)
             if stage.stop_requested:
                 raise Preempted(f"stopped after {done} of {total} rows were tokenised; preparing starts anew")
-    # Held-out prompts may have no turn to learn; the split for learning is then removed.
+    # Remove LEARNED_HELD_OUT if no held-out prompt has a response.
     if path.stem == LEARNED_HELD_OUT and not counts.num_rows:
         path.unlink()
     elif path.stem != LEARNED_HELD_OUT:
-        for source, own in zip(sources, of_sources, strict=True):
-            if not own.num_rows:
+        for source, source_counts in zip(sources, of_sources, strict=True):
+            if not source_counts.num_rows:
                 name = f"{path.stem} of {source.label}" if source.label else path.stem
-                raise DataError(f"{name}: {own.notices()[0]}; no row is left, give others")
+                raise DataError(f"{name}: {source_counts.notices()[0]}; no row is left, give others")
     return counts, of_sources
 
 
@@ -248,7 +250,7 @@ def _splits(stage: Stage) -> dict[str, list[_Source]]:
 
 
 def _own_splits(stage: Stage) -> tuple[list[_Source], list[_Source]]:
-    """Return the training rows and the held-out rows of each data set; no data sets if nothing is held out."""
+    """Return the training rows and the held-out rows of each data set; the second list may be empty."""
     recipe, validation = stage.recipe, stage.recipe.validation
     train: list[_Source] = []
     for key, policy in training_sources(stage).items():
@@ -258,10 +260,10 @@ def _own_splits(stage: Stage) -> tuple[list[_Source], list[_Source]]:
             of_source, mixed = _with_policy(recipe, policy), {"label": dataset.source, "weight": dataset.weight}
         rows = load_rows(dataset, key, None if stage.data is not None else _opener(stage, of_source))
         train.append(_Source(rows, of_source, dataset, **mixed))
-    own: RowsConfig | None = validation.dataset if validation.dataset.name else None
-    if own is not None:
-        rows = load_rows(own, "validation.dataset", _opener(stage, recipe))
-        return train, [_Source(rows, recipe, own)]
+    validation_dataset: RowsConfig | None = validation.dataset if validation.dataset.name else None
+    if validation_dataset is not None:
+        rows = load_rows(validation_dataset, "validation.dataset", _opener(stage, recipe))
+        return train, [_Source(rows, recipe, validation_dataset)]
     if stage.data is not None and has_local_split(stage.data, VALIDATION):
         rows = load_rows(DatasetConfig(name=str(stage.data), split=(VALIDATION,)), f"stage {stage.name!r}: data")
         return train, [_Source(rows, recipe, _whole(train[0].dataset))]
@@ -281,8 +283,8 @@ def _own_splits(stage: Stage) -> tuple[list[_Source], list[_Source]]:
 
 
 def _whole(dataset: RowsConfig) -> RowsConfig:
-    """Return the data set without its range of pass rates, for held-out rows: a stage that trains on a part of the rows
-    is measured on the same ones as before, and its `pass_rates` have only training prompts."""
+    """Return the data set of held-out rows without a range of pass rates: held-out rows stay the same if a stage trains
+    on a selection of rows, and files of pass rates have only training prompts."""
     return dataset.derived(keep="", pass_rates="")
 
 
@@ -292,7 +294,7 @@ def _with_policy(recipe: Recipe, policy: AlgorithmConfig) -> Recipe:
 
 
 def _held_out_kinds(recipe: Recipe) -> dict[str, str]:
-    """Return the kind of rows of each split that held-out rows are prepared as, by the name of the split."""
+    """Return the kinds of rows that held-out rows are prepared as, by the name of the split for each kind."""
     kind = row_kind(recipe.train.train_policy.rows)
     return kind.held_out_kinds(has_rewards=bool(recipe.validation.reward_function))
 
@@ -320,8 +322,8 @@ def _job(stage: Stage, split: str, source: _Source) -> Job:
     revision = recipe.policy.model_revision
     keep, rates_file = source.dataset.keep, source.dataset.pass_rates
     rates = read_pass_rates(Path(rates_file)) if rates_file else None
-    named = (revision, media.pixels, recipe.policy.chat_template)
-    if not processor_files(stage.model, revision) or processor_of(stage.model, *named) is None:
+    processor_settings = (revision, media.pixels, recipe.policy.chat_template)
+    if not processor_files(stage.model, revision) or processor_of(stage.model, *processor_settings) is None:
         root = None
     if not kind.is_completed:
         return Job(recipe, kind, max_length, stage.model, root, keep=keep, is_data_term=is_data_term)
@@ -333,7 +335,7 @@ def _job(stage: Stage, split: str, source: _Source) -> Job:
 
 
 def _tokenised(stage: Stage, job: Job, rows: Rows) -> Generator[Chunk]:
-    """Yield chunks in the order of the rows, made in this process or in several."""
+    """Yield chunks of tokenised rows in the order of the rows, from this process or from a pool of processes."""
     model, policy = stage.model, job.recipe.policy
     pack = None if job.is_data_term else _opener(stage, job.recipe).packer()
     remaining = ((where, pack(row, where)) for where, row in rows) if pack else iter(rows)

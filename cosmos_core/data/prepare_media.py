@@ -64,7 +64,7 @@ def run(stage: Stage) -> Outcome:
 def preview(stage: Stage, source: Source | None = None) -> dict[str, tuple[str, int, list[JsonValue]]]:
     """Return a description, the number of rows and the first prompts of each split, for `cosmos check`.
 
-    Nothing is encoded. Media to learn are decoded, for a large data set only an evenly spaced sample of them.
+    Nothing is encoded. Images and clips to learn are decoded; of a large data set, only an evenly spaced sample.
 
     Raises:
         ModelError, DataError: as in `run`.
@@ -198,12 +198,12 @@ class _Work:
         return len(records), skipped
 
     def texts(self, texts: Sequence[Keyed[str]], folder: Path) -> dict[str, dict[str, str]]:
-        """Encode texts and return the shard and entry of each embedding, by key."""
+        """Encode texts, and return the shard and entry of each embedding by the key of the text."""
         shard = self._shard(list(texts), self._encode_texts, folder, 0)
         return {each.key: {"shard": shard, "entry": each.key} for each in texts}
 
     def _entries(self, split: Split, *, is_media: bool, folder: Path) -> _Entries:
-        """Encode the texts or the media of a split shard by shard, and return their locations."""
+        """Encode the texts or the media of a split shard by shard, and return the locations of the outputs."""
         pairs = ((row, item) for row, item in zip(split.rows, split.items(), strict=False) if row is not None)
         entries = _Entries({}, {}, {})
         if is_media:
@@ -325,11 +325,11 @@ def _decoded(key: str, content: Content | None, framing: Framing) -> np.ndarray 
 
 
 def _check_skipped(name: str, skipped: Sequence[str], split: Split, num_kept: int) -> None:
-    most = split.config.max_skipped_fraction
-    if len(skipped) > most * split.total:
+    max_fraction = split.config.max_skipped_fraction
+    if len(skipped) > max_fraction * split.total:
         raise DataError(
             f"{skipped[0]}; {len(skipped)} of {split.total} rows of {name} cannot be used, "
-            + remedy_of(most, is_all=not num_kept)
+            + remedy_of(max_fraction, is_all=not num_kept)
         )
     if not num_kept:
         raise DataError(f"{name}: no row is left of {split.total}; give others")

@@ -26,7 +26,7 @@ from cosmos_core.run.files import read_object
 from cosmos_core.types import ImageRef
 
 DATA_TERM = "data_term"
-"""Name of the split with the rows that are learned in addition to rollouts."""
+"""Name of the split with the rows of a supervised loss that is trained in addition to the RL loss."""
 LEARNED_HELD_OUT = "held_out"
 """Name of the split with held-out rows as sequences to learn, where `validation` has them as prompts to complete."""
 STATISTICS = "statistics.json"

@@ -17,7 +17,7 @@ from cosmos_core.errors import DataError
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome
 
-_NUM_ROWS, _NUM_GENERATED = 200, 8  # number of rows at the start of each split that are read: generators may be slow
+_NUM_ROWS, _NUM_GENERATED = 200, 8  # number of rows to read of a split, and of a generator, which may be slow
 
 Reader = Callable[[Row, str], object]
 
@@ -26,7 +26,7 @@ def run(stage: Stage) -> Outcome:
     """Read the first rows of each split.
 
     Raises:
-        DataError: a file is wrong, or too many rows cannot be read, so that `prepare` would fail.
+        DataError: a file is missing or malformed, or so many rows cannot be read that `prepare` would fail.
     """
     policy, validation = stage.recipe.train.train_policy, stage.recipe.validation
     kind = tokenised_kind(policy.rows)

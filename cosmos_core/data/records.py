@@ -1,4 +1,4 @@
-"""Conversion of rows of text to records of a prepared file, and what the kinds of rows (`kinds/`) share for it.
+"""Conversion of rows of text to records of a prepared file, with the functions that all kinds of rows (`kinds/`) use.
 
 Each row is read, tokenised and cut independently, in any process; `prepare.py` handles files and processes.
 """
@@ -68,8 +68,8 @@ class Job:
 
     @property
     def num_free_tokens(self) -> tuple[int, int] | None:
-        """Return the maximum length in tokens of a prompt that leaves enough for the longest completion, and of a
-        completion; None: rows are not completed."""
+        """Return the maximum number of tokens of a prompt that the longest completion can follow, and of a completion;
+        None: rows are not completed."""
         if not self.kind.is_completed:
             return None
         return self.max_tokens + 1 - self.longest_completion, self.longest_completion
@@ -159,11 +159,11 @@ def read_pass_rates(file: Path) -> dict[str, float | None]:
 
 
 def _check_rate(job: Job, row: Row, record: Record, where: str) -> None:
-    """Skip a row whose pass rate is outside of the range to keep."""
+    """Raise SkippedRow if the pass rate of a row is outside of the job's range."""
     rates: Mapping[str, Any]
     if job.rates is None:
         rates, key, holder = row, "pass_rate", "its row"
-    elif record.counts.get("images"):  # the text of a prompt does not tell which images it shows
+    elif record.counts.get("images"):  # prompts with the same text can show different images
         raise DataError(
             f"{where}: dataset.pass_rates are by the text of prompts without images; use a column pass_rate"
         )
@@ -234,7 +234,7 @@ def tokenise_turns(tokenise: Callable[[_Turns], _Tokens], turns: _Turns) -> tupl
 
 
 def check_characters(content: Any, where: str) -> None:
-    """Skip a row with a lone surrogate (half of a character above U+FFFF): JSON allows it, tokenizers refuse it."""
+    """Raise SkippedRow if a row has a lone surrogate (half of a character above U+FFFF), which tokenizers refuse."""
     try:
         json.dumps(content, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError:

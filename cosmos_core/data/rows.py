@@ -44,7 +44,7 @@ _HELD_OUT = ("validation", "valid", "val", "dev", "test", "eval")
 
 
 class Rows:
-    """Rows of consecutive parts with their locations, or a selection of these rows, read anew in each iteration."""
+    """Rows of one or several files (parts) with their locations, or a selection of rows, read anew per iteration."""
 
     def __init__(self, parts: Sequence[Part], folder: Path, is_chosen: np.ndarray | None = None) -> None:
         """Join parts; paths in rows are relative to `folder`; the mask `is_chosen` selects rows (None: all rows)."""
@@ -86,9 +86,9 @@ def load_rows(dataset: RowsConfig, key: str = "dataset", opener: Opener | None =
     """Return the rows of all splits of a data set, in order.
 
     Args:
-        dataset: where the rows come from.
-        key: the table's name in the TOML, for messages.
-        opener: opener of user-defined data set classes; None: none are allowed.
+        dataset: location and splits of the data set.
+        key: name of the data set's table in the TOML, for messages.
+        opener: opener of user-defined data set classes; None: such classes are not allowed.
 
     Raises:
         ConfigError: the user's class does not exist.
@@ -111,23 +111,25 @@ def load_rows(dataset: RowsConfig, key: str = "dataset", opener: Opener | None =
         raise DataError(f"{key}.name = {str(path)!r}: it does not exist{looked}; give a file, a folder or a Hub id")
     else:
         parts = [_hub_part(dataset, split, key) for split in dataset.split]
-    if not any(part.num_rows for part in parts):  # single shards may be empty, but not all
+    if not any(part.num_rows for part in parts):  # some shards may be empty, but not all shards
         raise DataError(f"{parts[0].name}: file holds no rows; {key}.name needs at least one")
     folder = path if path.is_dir() else path.parent
     return Rows(parts, folder.absolute() if os.path.exists(path) else Path.cwd())
 
 
 def training_sources(stage: Stage) -> dict[str, AlgorithmConfig]:
-    """Return the table of the algorithm for each data set of training rows, by the key of the data set; the key `data`
-    of the stage takes the place of those of the recipe."""
+    """Return the algorithm's table for each data set of training rows, by the key that names the data set; the stage's
+    key `data` overrides the data sets of the recipe."""
     policy = stage.recipe.train.train_policy
     name, key = str(stage.data), f"stage {stage.name!r}: data"
     if stage.data is None:
         name, key = media_settings(stage.recipe).annotation_path, "custom.dataset.annotation_path"
     if not name:
         return dict(policy.sources)
-    kept = {name: getattr(policy.dataset, name) for name in ("test_size", "max_skipped_fraction", "keep", "pass_rates")}
-    return {key: policy.derived(datasets=(), dataset=DatasetConfig(name=name, **kept))}
+    settings = {
+        name: getattr(policy.dataset, name) for name in ("test_size", "max_skipped_fraction", "keep", "pass_rates")
+    }
+    return {key: policy.derived(datasets=(), dataset=DatasetConfig(name=name, **settings))}
 
 
 def has_local_split(path: Path, split: str) -> bool:
@@ -231,8 +233,8 @@ def _files_of_split(folder: Path, split: str, key: str) -> list[Path]:
 def _folders_to_name(folder: Path) -> str:
     """Return the part of a message that names sub-folders with data files, as in a copy of a data set of the Hub."""
     below = sorted(each for each in folder.iterdir() if each.is_dir() and _data_files(each))
-    named = " or ".join(repr(str(each)) for each in below[:5])
-    return f", and its folders are not looked into; name {named}" if below else ""
+    names = " or ".join(repr(str(each)) for each in below[:5])
+    return f", and its folders are not looked into; name {names}" if below else ""
 
 
 def _saved_part(path: Path, split: str, key: str) -> Part:

@@ -19,7 +19,7 @@ may begin."""
 
 
 def prefix_spans(render: Render, messages: list[Message], full: str) -> list[Span] | None:
-    """Return the spans by rendering the conversation up to and through each assistant turn; None if this fails.
+    """Return the assistant's spans by rendering the conversation up to and through each turn; None if this fails.
 
     Each rendering must be a prefix of `full`. This fails for templates that render the last turn differently from
     earlier turns, for example without the think blocks of earlier turns.
@@ -39,9 +39,10 @@ def prefix_spans(render: Render, messages: list[Message], full: str) -> list[Spa
 def skeleton_spans(
     render: Render, messages: list[Message], full: str, closing_tokens: Sequence[str]
 ) -> list[Span] | None:
-    """Return the spans by rendering a placeholder word for each completion, and locating the other text in `full`.
+    """Return the assistant's spans by rendering a placeholder for each completion, and locating the other text in
+    `full`; None if this fails.
 
-    Text between the generation prompt and a completion (an empty think block) belongs to the span. None: it failed.
+    Text between the generation prompt and a completion, such as an empty think block, belongs to the span.
     """
     turns = _assistant_turns(messages)
     unused = _unused_word(messages)
@@ -136,7 +137,7 @@ def _text_before(part: str, asked: str, closing: str, prompt: str) -> TextBefore
     invitation = asked + closing + prompt
     if invitation in part:
         return part[: part.rfind(invitation) + len(invitation)], ""
-    # Search after the user's text, which may contain the generation prompt, or, if short ("a"), occur in the prompt.
+    # Search after the user's text: it may contain the generation prompt, or, if short, occur in the generation prompt.
     preceding = next((words for words in (asked + closing, asked) if words in part), None)
     if preceding is None or not prompt:
         return part, ""

@@ -40,12 +40,12 @@ class Chunk(NamedTuple):
     were cut, `other_column` were read from another column than the recipe names, `plain_rows` learn every token,
     `continued_rows` are plain text whose prompt has no loss, `text_alone` leave out a response in another column."""
     unread: Counter[str]
-    """By the name of a column: number of rows with this column whose value the tokenised row does not contain."""
+    """Number of rows in which a column has a value that the tokenised row does not contain, by column name."""
 
 
 @dataclass
 class _First:
-    """Counter that keeps the description of the first counted item only, because there may be millions."""
+    """Counter that stores the description of the first counted item only, because there may be millions of items."""
 
     count: int = 0
     first: str = ""
@@ -59,7 +59,8 @@ class Counts:
     """Statistics of one split, collected chunk by chunk."""
 
     def __init__(self, kind: TokenisedKind, column: str = "", room: tuple[int, int] | None = None) -> None:
-        """Start counting; `column` is the column that the recipe names, or empty, and `room` has the length limits."""
+        """Start with counts of 0; `column` is the column that the recipe names, or empty; `room` has the limits of
+        `Job.num_free_tokens`."""
         self._room = room
         self._kind = kind
         self._column = column
@@ -119,8 +120,8 @@ class Counts:
         if self._skipped:
             first = dict(islice(self._skipped.items(), _MOST_REASONS))
             reasons = [f"{each.count} {reason} (first: {each.first})" for reason, each in first.items()]
-            if others := self.num_skipped - sum(each.count for each in first.values()):
-                reasons.append(f"{others} for other reasons")
+            if num_other := self.num_skipped - sum(each.count for each in first.values()):
+                reasons.append(f"{num_other} for other reasons")
             lines.append(f"{self.num_skipped} of {self.num_rows + self.num_skipped} rows skipped: {', '.join(reasons)}")
         if count := self._counts["other_column"]:
             lines.append(

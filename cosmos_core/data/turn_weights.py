@@ -9,7 +9,7 @@ _KEYS = ("weight", "loss", "train", "loss_mask", "trainable")
 _PARTIAL_KEYS = ("loss_scale", "loss_weight", "train_detail", "training_detail")
 """Unsupported keys that weight a turn, or parts of it, by other values than 0 and 1."""
 _SELECTING = re.compile(r"loss|train|learn|mask|weight|ignore|supervise|target", re.IGNORECASE)
-"""Words in names of keys by which other programs, with a number or a truth value, select the tokens to learn."""
+"""Pattern of key names with which other programs select the tokens to learn; a number under such a key is refused."""
 
 
 def take_weight(turn: dict[str, Any], role: str, where: str) -> dict[str, int]:
@@ -18,8 +18,8 @@ def take_weight(turn: dict[str, Any], role: str, where: str) -> dict[str, int]:
     Raises:
         DataError: a key has another value than 0 and 1, or marks a turn of another role than the assistant as learned.
     """
-    others = [key for key, value in turn.items() if key not in _KEYS and isinstance(value, int | float)]
-    if partial := [key for key in turn if key in _PARTIAL_KEYS] + list(filter(_SELECTING.search, others)):
+    numeric_keys = [key for key, value in turn.items() if key not in _KEYS and isinstance(value, int | float)]
+    if partial := [key for key in turn if key in _PARTIAL_KEYS] + list(filter(_SELECTING.search, numeric_keys)):
         raise DataError(f"{where}: {partial[0]!r} is not read; a turn is learned as a whole (`weight` = 1) or not (0)")
     flags = {key: turn.pop(key) for key in _KEYS if key in turn}
     for key, value in flags.items():

@@ -54,7 +54,7 @@ class Opener:
         self._recipe, self._load_tokenizer = recipe, load_tokenizer
 
     def part(self, name: str, key: str) -> Part:
-        """Return the rows of the user's data set `name`; `key` is its table in the TOML, for messages.
+        """Return the rows of the user's data set `name`; `key` is the name of its table in the TOML, for messages.
 
         Raises:
             ConfigError: the class does not exist or cannot be imported.
@@ -105,7 +105,7 @@ class Opener:
 
 
 def _thing_of(named: Any, recipe: Recipe) -> Any:
-    """Return the data set or packer that imported user code names: an object itself, or the result of a call.
+    """Return the data set or packer of imported user code: `named` itself, or the result of calling `named`.
 
     A function is called with the recipe if it takes any argument, a class only if it has a required argument.
     """
@@ -131,7 +131,7 @@ def _items(dataset: Any, name: str, length: int, policy: AlgorithmConfig) -> Ite
 
 
 def _packed(method: Callable[[Any], Any], policy: AlgorithmConfig, row: Row, where: str) -> Row:
-    """Return the row that a packer's method makes of a row; a prompt keeps the columns of its reference answer."""
+    """Return the row that a packer's method makes of a row; a prompt keeps its columns with a reference."""
     with _user_code_errors(where, method):
         packed = method(row)
     if isinstance(packed, dict) or not isinstance(policy, RlConfig):

@@ -34,8 +34,8 @@ TRAIN, VALIDATION = "train", "validation"
 LOCATION = "place"
 """Name of the column with the location that a row was read from."""
 COMPARED_ROWS = 256
-"""Number of rows whose log-probabilities are compared with a reference policy in one batch; constant, because padding
-(and so the result), and the swapped responses of rows with a label, depend on the number."""
+"""Number of rows per batch when log-probabilities are compared with a reference policy. The number is fixed, because
+padding, and so rounding, and the mismatched responses of labelled rows depend on the batch."""
 IDS, MASK = pa.list_(pa.int32()), pa.list_(pa.uint8())
 _IMAGE = pa.struct({"path": pa.string(), "content": pa.large_binary(), "sha256": pa.string()})
 IMAGE_ROOT = b"images below"
@@ -43,7 +43,7 @@ IMAGE_ROOT = b"images below"
 
 
 class LearnedRows(ABC):
-    """Prepared rows to learn, which are read on access."""
+    """Prepared rows of a split to train or validate on, which are read on access."""
 
     is_compared: ClassVar[bool] = False
     """Whether a held-out row has two samples, whose log-probabilities are compared with the reference policy's."""
@@ -55,7 +55,7 @@ class LearnedRows(ABC):
     path: Path
     """Path of the file with the prepared rows."""
     mixture: Mixture | None = None
-    """Data sets of the rows; None: the rows are of one data set."""
+    """Mixture of data sets that the rows come from; None: all rows are from one data set."""
 
     def source(self, row: int) -> str:
         """Return the name of the data set of a row in a mixture; empty if there is one data set."""
@@ -96,12 +96,12 @@ class HeldOut(NamedTuple):
 
 
 class RowKind(ABC):
-    """A kind of rows."""
+    """Kind of rows: how rows of a data set are prepared, and how the prepared rows are read."""
 
     name: ClassVar[str]
     """Name of the kind of rows, which is also the name of its file."""
     purpose: ClassVar[str]
-    """Purpose of rows of this kind, for error messages: "to learn (SFT)"."""
+    """Purpose of rows of this kind for error messages, such as "to learn (SFT)"."""
     columns: ClassVar[dict[str, pa.DataType]]
     """Columns of the prepared file of this kind of rows, without the column with the location of the row."""
     has_media: ClassVar[bool] = False
@@ -124,7 +124,7 @@ class RowKind(ABC):
         return self.visual_schema.with_metadata({**self.schema.metadata, IMAGE_ROOT: str(root).encode()})
 
     def held_out_kinds(self, *, has_rewards: bool) -> dict[str, str]:
-        """Return the kind of rows of each split that held-out rows are prepared as, by the name of the split.
+        """Return the kinds of rows that held-out rows are prepared as, by the name of the split for each kind.
 
         With `has_rewards`, validation scores completions by reward functions.
         """
@@ -175,7 +175,7 @@ class TokenisedKind(RowKind):
     has_one_response: ClassVar[bool] = True
     """Whether a row is one prompt with one response, so that two columns of text can be read as prompt and response."""
     reader: ClassVar[Callable[..., Any]]
-    """Reader of a row, called with row, location, column, system prompt and `with_images`."""
+    """Function that reads one row; its arguments are row, location, column, system prompt and `with_images`."""
 
     @property
     def id_columns(self) -> list[str]:
@@ -199,12 +199,14 @@ class TokenisedKind(RowKind):
         return self.reader(ReadRow(row, policy.column_names, where), where, column, system_prompt, with_images=True)
 
     def read_columns(self, row: Row, where: str, prompt: str, response: str) -> Any:
-        """Read a row whose prompt and response are in the columns `prompt` and `response`; empty: a known column name.
+        """Read a row with its prompt in column `prompt` and response in column `response`; empty: any usual column.
 
         Raises:
             DataError, SkippedRow: as in `read`.
         """
-        own_names = {known: name for known, name in (("prompt", prompt), ("response", response)) if name}
+        own_names = {
+            standard_name: name for standard_name, name in (("prompt", prompt), ("response", response)) if name
+        }
         return self.reader(ReadRow(row, own_names, where), where, with_images=True)
 
     @abstractmethod

@@ -43,9 +43,9 @@ class LabelledSequences(Sequences):
         if seed is not None:
             return labelled
         swapped = swap_responses(labelled, self._max_tokens)
-        both = [sample for pair in zip(labelled, swapped, strict=True) for sample in pair]
-        logprobs = np.zeros(len(both)) if self.reference is None else self.reference[list(positions)].ravel()
-        return [replace(sample, reference_logprob=float(value)) for sample, value in zip(both, logprobs, strict=True)]
+        pairs = [sample for pair in zip(labelled, swapped, strict=True) for sample in pair]
+        logprobs = np.zeros(len(pairs)) if self.reference is None else self.reference[list(positions)].ravel()
+        return [replace(sample, reference_logprob=float(value)) for sample, value in zip(pairs, logprobs, strict=True)]
 
 
 class LabelledKind(SequencesKind):

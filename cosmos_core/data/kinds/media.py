@@ -40,7 +40,7 @@ class NoisyRows(LearnedRows):
 
 
 class MediaKind(MediaPromptsKind):
-    """Images or clips with their prompts."""
+    """Kind of rows that are images or clips with their prompts."""
 
     name = "media"
     purpose = "to learn (SFT of a diffusion model)"
@@ -65,8 +65,7 @@ class MediaKind(MediaPromptsKind):
 
 
 def noise_sampler_of(rows: MediaRows, diffusers: DiffusersConfig, adapter: Any) -> NoiseSampler:
-    """Return the generator of noise levels, noise and dropped captions for the rows that a diffusion model trains
-    on."""
+    """Return the sampler of noise, noise levels and caption dropout for the training rows of a diffusion model."""
     family = adapter.family
     null_text = family.dropped_text(rows.null_text)
     return NoiseSampler(diffusers, null_text, family.train_shift, family.max_conditioning_frames)

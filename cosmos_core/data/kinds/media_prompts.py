@@ -54,7 +54,7 @@ class MediaPromptList(LazySequence[Prompt]):
 
 
 def find_reference(metadata: Mapping[str, Any], column: str) -> str:
-    """Return the reference for a prompt's rewards, from the metadata key `column` or, if empty, the first known key."""
+    """Return the reference that rewards compare with, from the metadata key `column`; if empty, from a usual key."""
     names = (column,) if column else _REFERENCE_KEYS
     return next((str(metadata[name]) for name in names if name in metadata), "")
 

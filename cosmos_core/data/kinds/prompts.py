@@ -89,7 +89,7 @@ class PromptsKind(TokenisedKind):
         return open_prompts(folder, split)
 
     def held_out(self, folder: Path, policy: AlgorithmConfig, model: PolicyConfig, adapter: Any) -> HeldOut:
-        """Return held-out prompts, and the same rows with their responses if `prepare` wrote them to be learned."""
+        """Return the held-out prompts, and the same rows as sequences with a loss if `prepare` has written them."""
         learned = open_sequences(folder, LEARNED_HELD_OUT) if has_split(folder, LEARNED_HELD_OUT) else None
         return HeldOut(learned, open_prompts(folder, VALIDATION))
 

@@ -73,7 +73,7 @@ def open_sequences(folder: Path, split: str) -> Sequences:
 
 
 class SequencesKind(TokenisedKind):
-    """Token sequences to learn."""
+    """Kind of rows that are token sequences to learn, from conversations or plain text."""
 
     name = "sequences"
     purpose = "to learn (SFT)"
