@@ -93,9 +93,8 @@ def tokenise(stage: Stage) -> Outcome:
     lost, loses_much = lost_text(tokenizer, first_texts)
     jobs, tool_notices = _rendered_jobs(stage, jobs, tokenizer)
     statistics: dict[str, dict[str, Any]] = {}
-    notices: list[JsonValue] = [
-        f"{key} has no effect: videos are not read" for key in media_settings(stage.recipe).ignored
-    ]
+    ignored = media_settings(stage.recipe).ignored
+    notices: list[JsonValue] = [f"{key} has no effect: videos are not read" for key in ignored]
     notices += [*tool_notices, *filter(None, [lost])]
     if lost:
         logger.warning("%s", lost)
