@@ -1,4 +1,4 @@
-"""Ray actors that run alongside the ranks of a group, such as rollout engines; a dead actor is restarted."""
+"""Ray actors that run alongside the ranks of a worker group, such as rollout engines. A dead actor is restarted."""
 
 import logging
 import math
@@ -17,9 +17,9 @@ from cosmos_core.errors import first_line
 logger = logging.getLogger(__name__)
 
 SHARED = 0.5
-"""Fraction of a GPU for a rank, and for an actor on the same GPU."""
+"""Fraction of a GPU that a rank gets, and that an actor on the same GPU gets."""
 _CALLS_AT_ONCE = 32
-"""Maximum number of concurrent calls per actor; it is large because a call may wait for another call to end."""
+"""Maximum number of concurrent calls per actor. It is large, because a call may wait until another call ends."""
 
 
 @dataclass(frozen=True)
@@ -27,28 +27,29 @@ class ActorGroup:
     """Description of the actors that run alongside the ranks of a group."""
 
     make: Callable[[], Any]
-    """Picklable function that creates the object in the process of each actor, and again after a restart."""
+    """Picklable function that creates the object in the process of each actor, at each start of the process."""
     target_size: Callable[[], int]
     """Function that returns the current target number of actors."""
     name: str = "Actor"
-    """Name of the processes: `ray::NAME`."""
+    """Name of the actors' processes in `ps` and Ray: `ray::NAME`."""
     shares_gpus: bool = False
-    """Whether an actor with n processes shares the GPUs of n ranks, instead of using GPUs of its own."""
+    """Whether an actor with n processes uses the GPUs of n ranks instead of additional GPUs."""
     processes: int = 1
-    """Number of compute processes per actor, with one GPU each, all on one machine; an actor that computes counts."""
+    """Number of compute processes per actor, all on one machine, with one GPU each; an actor that computes itself is
+    one of them."""
     overlaps: bool = True
-    """Whether the actors compute while the ranks compute, and not only while the ranks wait."""
+    """Whether the actors compute at the same time as the ranks; False: only while the ranks wait."""
 
 
 class _ObjectActor:
-    """Ray actor that holds one object, made by `make`, and calls its methods.
+    """Ray actor that holds one object, created by `make`, and calls its methods.
 
     `threads`: number of CPU threads of the process, 0: the default. `gpus`: value of `CUDA_VISIBLE_DEVICES`, empty: the
     value that Ray sets.
     """
 
     def __init__(self, make: Callable[[], Any], threads: int, gpus: str = "") -> None:
-        if gpus:  # Ray has allocated these GPUs to ranks, so it does not make them visible to this process
+        if gpus:  # Ray allocated these GPUs to ranks and does not make them visible to this process
             os.environ["CUDA_VISIBLE_DEVICES"] = gpus
         if threads:
             os.environ["OMP_NUM_THREADS"] = str(threads)  # child processes inherit the number
@@ -56,13 +57,14 @@ class _ObjectActor:
         self._object = make()
 
     def call(self, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any], shared: Any = None) -> Any:
-        """Call a method of the object with `arguments` and `keywords`; `shared`, if not None, is the last argument."""
+        """Call a method of the object with `arguments` and `keywords`; if `shared` is not None, it is the last
+        argument."""
         return getattr(self._object, method)(*arguments, *([] if shared is None else [shared]), **keywords)
 
 
 @dataclass(frozen=True)
 class ActorHandle:
-    """Handle with which any process of the cluster calls the object in an actor."""
+    """Handle with which any process of the cluster can call the object in an actor."""
 
     actor: Any
 
@@ -85,9 +87,9 @@ class ActorHandle:
             if error is None:
                 reply.set_result(done.result())
             elif isinstance(error, RayTaskError):
-                error.cause.add_note(str(error))  # the text has the traceback of the actor's process
+                error.cause.add_note(str(error))  # the text contains the traceback of the actor's process
                 reply.set_exception(error.cause)
-            elif isinstance(error, RayError):  # the actor died, was killed for lack of memory, or its machine is lost
+            elif isinstance(error, RayError):  # the actor died, was killed for lack of memory, or its machine was lost
                 kind = ConnectionRefusedError if isinstance(error, ActorUnavailableError) else ConnectionError
                 reply.set_exception(kind(first_line(error)))
             else:
@@ -97,19 +99,19 @@ class ActorHandle:
         return reply
 
     def put(self, value: Any) -> Any:
-        """Store a value for all actors and return a reference; actors on this machine read its arrays without a
+        """Store a value for all actors and return a reference to it; actors on this machine read its arrays without a
         copy."""
         return ray.put(value)
 
     def kill(self) -> None:
-        """Kill the actor's process; Ray then restarts the actor."""
+        """Kill the process of the actor, which Ray then restarts."""
         ray.kill(self.actor, no_restart=False)
 
 
 def _gpus_of(placements: Sequence[Any], count: int) -> list[str]:
-    """Return for each bundle its `count` free GPUs as a value of `CUDA_VISIBLE_DEVICES`.
+    """Return `count` free GPUs for each bundle of resources, as values of `CUDA_VISIBLE_DEVICES`.
 
-    `placements` are Ray's scheduling strategies, each for one reserved bundle of resources.
+    `placements` are Ray's scheduling strategies, one per reserved bundle.
     """
     remote: Any = ray.remote
     visible = remote(num_cpus=0, num_gpus=count)(lambda: os.environ["CUDA_VISIBLE_DEVICES"])
@@ -120,7 +122,7 @@ def _gpus_of(placements: Sequence[Any], count: int) -> list[str]:
 
 
 class Actors:
-    """The actors of a group, managed by the process that starts them."""
+    """Actors of a worker group, managed by the process that starts them."""
 
     def __init__(
         self, group: ActorGroup, *, is_embedded: bool, threads: int = 0, placements: Sequence[Any] = ()
@@ -129,10 +131,11 @@ class Actors:
 
         Args:
             group: description of the actors.
-            is_embedded: whether the Ray cluster was started by this process.
+            is_embedded: whether this process started the Ray cluster.
             threads: number of CPU threads per process; 0: the default of the process.
-            rooms: Ray's scheduling strategies of the first actors, which place them in reserved bundles of resources;
-                of all actors if they share the GPUs of ranks.
+            placements: Ray's scheduling strategies that start the first actors in reserved bundles of resources; one
+                for
+                each possible actor if actors share the GPUs of ranks.
         """
         self._group, self._threads = group, threads
         has_gpus = ray.cluster_resources().get("GPU", 0) > 0
@@ -143,10 +146,10 @@ class Actors:
         self._max_actors = len(placements) if has_gpus and group.shares_gpus else math.inf
         self._gpus = [""] * len(placements)
         if has_gpus and group.shares_gpus and group.processes > 1:
-            # Ray cannot allocate fractions of several GPUs to an actor. So ranks get whole GPUs, and an environment
-            # variable makes the same GPUs visible to the actors.
+            # Ray cannot allocate fractions of several GPUs to an actor. Therefore ranks get whole GPUs, and an
+            # environment variable makes the same GPUs visible to the actors.
             gpus, self._gpus = 0.0, _gpus_of(placements, group.processes)
-        remote: Any = ray.remote  # Any, because the type annotations of ray.remote cover functions only
+        remote: Any = ray.remote  # Any: the type annotations of ray.remote cover functions only
         # On an embedded cluster actors reserve no CPU cores, so that more actors can start later.
         self._actor = remote(
             num_cpus=0 if is_embedded else group.processes,

@@ -40,23 +40,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _REPLY_SECONDS = 10.0
-"""Seconds between polls of whether ranks have ended; needed because a lost connection can lose the reply of `run`."""
+"""Seconds between polls whether ranks have ended; needed because a lost connection can lose the reply of `run`."""
 _STORE_BYTES = 1 << 30
-"""Size of Ray's object store in bytes: two buckets of weights in transit to engines, and values not read yet."""
+"""Size of Ray's object store in bytes, for two buckets of weights on their way to engines, and values not read yet."""
 _MOST_RESTARTS = 3
-"""Maximum number of restarts of all ranks after a rank has died, if actors run alongside the ranks."""
+"""Maximum number of restarts of all ranks after the death of a rank, if actors run alongside the ranks."""
 _SLOW_TO_IMPORT = ["torch.distributed.fsdp", "torch.distributed.pipelining", "cosmos_core.train.setup"]
-"""Modules that the fork server of local ranks imports before it forks the ranks."""
+"""Modules that the fork server of local ranks imports in advance, so that ranks start faster."""
 _DEATH_SECONDS = 10.0
-"""Seconds within which Ray reports a dead rank; other ranks may report a broken connection before."""
+"""Seconds within which Ray reports a dead rank; other ranks may report a broken connection earlier."""
 
 
 class RankFailed(StageFailed):
-    """Failure of a rank that died or raised an error from outside this package."""
+    """Failure of a rank that died, or that raised an error from outside this package."""
 
 
 class RankRaised(RankFailed, ProgramError):
-    """Failure of a rank that raised an error that is not transient, so that a retry does not help."""
+    """Failure of a rank that raised a permanent error from outside this package, so that a retry does not help."""
 
 
 class RanksMustRestart(RankFailed):
@@ -65,12 +65,12 @@ class RanksMustRestart(RankFailed):
 
 @dataclass(frozen=True)
 class WorkerGroup:
-    """Group of `size` ranks that run one program, on GPUs if there are any, or on the CPU with gloo."""
+    """Group of `size` ranks that run one program, on GPUs if there are any, otherwise on CPUs with gloo."""
 
     size: int
     launcher: Literal["ray", "local"] = "ray"
     actors: ActorGroup | None = None
-    """Actors that run alongside the ranks, with Ray only; they keep running if ranks are restarted. None: no actors."""
+    """Actors that run alongside the ranks (Ray only) and continue when ranks are restarted; None: no actors."""
 
     def run(
         self,
@@ -110,7 +110,7 @@ def process_group(rendezvous: Rendezvous) -> Iterator[None]:
     store = dist.TCPStore(rendezvous.address, rendezvous.port, rendezvous.size)
     dist.init_process_group(backend, store=store, rank=rendezvous.rank, world_size=rendezvous.size)
     yield
-    dist.destroy_process_group()  # only without an error: a torn down group fails on other ranks
+    dist.destroy_process_group()  # not after an error, because closing the group would fail on other ranks
 
 
 def interface_to(address: str) -> str | None:
@@ -118,7 +118,7 @@ def interface_to(address: str) -> str | None:
     family = socket.AF_INET6 if ip_address(address).version == 6 else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((address, 9))  # connecting a UDP socket sends nothing
+            probe.connect((address, 9))  # connecting a UDP socket sends no packet
         except OSError:
             return None
         source_address = probe.getsockname()[0]
@@ -130,8 +130,8 @@ def interface_to(address: str) -> str | None:
 
 
 def open_store(address: str, size: int) -> dist.TCPStore:
-    """Return a new TCP store through which `size` ranks form a process group, on a free port of `address`; it listens
-    on no other address, because it trusts any client."""
+    """Return a new TCP store, on a free port of `address`, through which `size` ranks form a process group. It listens
+    only on this address, because it trusts all clients."""
     listener = socket.create_server((address, 0))
     port = listener.getsockname()[1]
     return dist.TCPStore(
@@ -140,7 +140,7 @@ def open_store(address: str, size: int) -> dist.TCPStore:
 
 
 def run_as_rank(program: Program, messages: Messages, rendezvous: Rendezvous) -> tuple[bool, Any]:
-    """Run the program as one rank; return True and its value (None unless it is the first), or False and its error."""
+    """Run the program as one rank; return True and its value (None except on rank 0), or False and its error."""
     try:
         with process_group(rendezvous):
             value = program(messages)
@@ -154,7 +154,7 @@ def run_as_rank(program: Program, messages: Messages, rendezvous: Rendezvous) ->
 
 
 def _local_main(pipe: Connection, program: Program, rendezvous: Rendezvous, environment: Mapping[str, str]) -> None:
-    os.environ.clear()  # the fork server's environment is that of the time when the server started
+    os.environ.clear()  # the environment of the fork server may be outdated
     os.environ |= environment
     messages = Messages()
     threading.Thread(target=_listen, args=(pipe, messages), daemon=True).start()
@@ -251,7 +251,7 @@ def _ray_ranks(
 
 @contextmanager
 def _cluster(size: int, group: ActorGroup | None) -> Iterator[tuple[Any, bool, int]]:
-    """Connect as the Ray driver to the cluster at `RAY_ADDRESS`, or to a new embedded cluster if that is not set. Yield
+    """Connect as the Ray driver to the cluster at `RAY_ADDRESS` or, if that is unset, to a new embedded cluster. Yield
     the module `ray`, whether the cluster is embedded, and the threads per actor process (0: the node's default)."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     is_embedded, of_actor = not os.environ.get("RAY_ADDRESS"), 0
@@ -276,7 +276,7 @@ def _cluster(size: int, group: ActorGroup | None) -> Iterator[tuple[Any, bool, i
                     logging_level=logging.WARNING, object_store_memory=_STORE_BYTES if group else 128 << 20,
                     log_to_driver=True,
                 )  # fmt: skip
-            signal.signal(signal.SIGTERM, on_stop)  # ray.init has replaced the handler by one that ends this process
+            signal.signal(signal.SIGTERM, on_stop)  # restore the handler: that of ray.init ends this process
             yield ray, is_embedded, of_actor
         finally:
             ray.shutdown()
@@ -285,23 +285,23 @@ def _cluster(size: int, group: ActorGroup | None) -> Iterator[tuple[Any, bool, i
 def num_threads(cores: int, num_ranks: int, num_actors: int, *, overlaps: bool) -> tuple[int, int]:
     """Return the number of threads of a rank and of an actor process, on one machine with `cores` CPU cores.
 
-    Ranks together use all cores, because engines (the actors) pause often, and so do engines that compute only while
-    ranks wait. Engines that overlap with ranks use half of the cores: decoding gains little from a second thread, which
-    takes a core from a rank. A training with completions of uneven length is a fifth faster so (docs/benchmarks.md).
+    The ranks together use all cores, because engines (the actors) pause often. Engines that compute only while ranks
+    wait also use all cores. Engines that overlap with ranks use half: a second thread speeds up decoding little but
+    takes a core from a rank. Training on completions of uneven length is a fifth faster so (docs/benchmarks.md).
     """
     return max(1, cores // max(num_ranks, num_actors)), max(1, cores // max(1, num_actors * (1 + overlaps)))
 
 
 def _make_starter(ray: Any, placements: list[Any], share: float) -> Callable[[Program], tuple[list[Any], list[Any]]]:
-    """Return a function that starts a program on all ranks and returns the Ray actors of the ranks and pending calls.
+    """Return a function that starts a program on all ranks and returns their Ray actors and pending calls.
 
     `placements`: Ray scheduling strategies, one per rank. `share`: fraction of a GPU per rank, if there are GPUs.
     """
     size, gpus = len(placements), share if ray.cluster_resources().get("GPU", 0) else 0
-    remote: Any = ray.remote  # Any, because the type annotations of ray.remote cover functions only
+    remote: Any = ray.remote  # Any: the type annotations of ray.remote cover functions only
     actor = remote(num_cpus=1, num_gpus=gpus, max_concurrency=2)(Rank)
     address = ray.util.get_node_ip_address()
-    stores = []  # never closed, so that a late connection of a dead rank does not reach another process on its port
+    stores = []  # kept open, so that no other process gets the port, to which a dead rank may still connect
 
     def start(program: Program) -> tuple[list[Any], list[Any]]:
         members = [actor.options(scheduling_strategy=placement).remote() for placement in placements]
@@ -318,14 +318,14 @@ def _make_starter(ray: Any, placements: list[Any], share: float) -> Callable[[Pr
 def _restrict_ray_access() -> None:
     """Restrict the Ray clusters that this process starts to the loopback interface, and require an access token.
 
-    Ray reads both settings once, partly at import, and another library may already have imported Ray.
+    Ray reads both settings only once, partly at import, and another library may already have imported Ray.
     """
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # 0 restricts Ray to the loopback interface
     if "RAY_AUTH_MODE" not in os.environ:
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     from ray._private import ray_constants
 
-    core: Any = importlib.import_module("ray._raylet")  # Any, because the extension module has no type annotations
+    core: Any = importlib.import_module("ray._raylet")  # Any: the extension module has no type annotations
     ray_constants.ENABLE_RAY_CLUSTER = False
     core.Config.initialize("")
     core.AuthenticationTokenLoader.instance().reset_cache()
@@ -353,7 +353,7 @@ def _wait_for_ranks(
     while waiting:
         if should_stop() and not is_stop_sent:
             is_stop_sent = True
-            for member in members:  # do not wait for replies, because a dead rank sends none
+            for member in members:  # without waiting for replies, because a dead rank sends none
                 member.stop.remote()
         if actors is not None:
             actors.resize(lambda handles: ray.wait([members[0].set_actors.remote(handles)], timeout=_REPLY_SECONDS))
@@ -379,7 +379,7 @@ def _wait_for_ranks(
 
 
 def _is_dead(ray: Any) -> bool:
-    """Return True if the Ray cluster reports that none of its machines is alive; False also if it does not respond."""
+    """Return True if the Ray cluster reports that no machine is alive; return False if the cluster does not respond."""
     nodes: list[Any] = []
     thread = threading.Thread(target=lambda: nodes.extend(ray.nodes()), daemon=True)  # ray.nodes() may block forever
     thread.start()
@@ -388,7 +388,7 @@ def _is_dead(ray: Any) -> bool:
 
 
 def _has_died(ray: Any, calls: list[Any]) -> bool:
-    """Return True if the process of a rank has died, False if ranks only raised errors; `calls` has a call per rank."""
+    """Return True if the process of a rank has died, False if ranks only raised errors; `calls`: one per rank."""
     deadline, waiting = time.monotonic() + _DEATH_SECONDS, list(calls)
     while waiting and time.monotonic() < deadline:
         done, waiting = ray.wait(waiting, timeout=POLL_SECONDS)

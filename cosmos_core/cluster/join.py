@@ -22,17 +22,17 @@ from cosmos_core.environment import masked
 from cosmos_core.errors import StageFailed
 
 logger = logging.getLogger(__name__)
-# Timeouts for the node to start, and to end; the second is longer than the 30 seconds for which Ray drains a node.
+# Maximum seconds for the node to start, and to end; Ray drains an ending node for up to 30 seconds.
 _SECONDS, _END_SECONDS = 120.0, 40.0
 _STORE_BYTES = 128 << 20
 _GCS = "--gcs-address="
 
 
 def is_member(address: str) -> bool:
-    """Return True if a raylet of the cluster at `host:port` runs on this machine."""
+    """Return True if this machine runs a raylet of the cluster with the address `host:port`."""
     cluster = _resolve(address)
     local_addresses = {each.address for addresses in psutil.net_if_addrs().values() for each in addresses}
-    if cluster[0].startswith("127.") or cluster[0] in local_addresses:  # then this machine is the cluster's head node
+    if cluster[0].startswith("127.") or cluster[0] in local_addresses:  # this machine is the head node of the cluster
         return True
     for process in psutil.process_iter(["cmdline"]):
         for word in process.info["cmdline"] or ():
@@ -45,13 +45,14 @@ def is_member(address: str) -> bool:
 def join_cluster(is_there: Callable[[str], bool] = is_member) -> Iterator[None]:
     """Add this machine as a node to the Ray cluster at `RAY_ADDRESS` for the duration of the block.
 
-    `is_there` returns True if a machine of the cluster at an address is this machine; then nothing is added.
+    Nothing is added if `is_there` returns True for the address, which means that this machine is already in the
+    cluster.
 
     Raises:
         StageFailed: the machine cannot join the cluster.
     """
     address = os.environ.get("RAY_ADDRESS", "")
-    # An address such as `auto` (a cluster on this machine) or `ray://HOST:PORT` (Ray Client) needs no node.
+    # An address such as `auto` (a cluster on this machine) or `ray://HOST:PORT` (Ray Client) needs no local node.
     if ":" not in address or "://" in address or is_there(address):
         yield
         return
@@ -78,7 +79,7 @@ def _wait_until_running(node: subprocess.Popen[bytes], output: Any, address: str
     """Wait until the output of the process `node` reports that the Ray node is running.
 
     Raises:
-        StageFailed: the process has ended, or the node is not running after the timeout.
+        StageFailed: the process has ended, or the node does not run after the timeout.
     """
     deadline = time.monotonic() + _SECONDS
     while True:

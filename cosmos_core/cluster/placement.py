@@ -1,4 +1,4 @@
-"""Placement of ranks and actors in a Ray cluster: one placement group that reserves all resources at once."""
+"""Placement of ranks and actors in a Ray cluster, by one placement group that reserves all resources at once."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ POLL_SECONDS = 0.2
 
 
 def resource_bundles(ray: Any, size: int, actor_group: ActorGroup | None, *, is_embedded: bool) -> list[dict[str, int]]:
-    """Return the resource bundles to reserve for `size` ranks and their actors, with amounts by resource name.
+    """Return the resource bundles to reserve for `size` ranks and their actors, as amounts by name of the resource.
 
-    An actor that shares GPUs with ranks is in one bundle with these ranks; otherwise there is one bundle per rank and
-    one for the first actor. Resources of the first actor are reserved together with those of the ranks, so that two
-    trainings cannot block each other, each with ranks but without an engine.
+    An actor that shares GPUs with ranks is in one bundle with these ranks. Otherwise each rank and the first actor have
+    separate bundles. The resources of the first actor are reserved together with those of the ranks: otherwise two
+    trainings could block each other, each with ranks but without an engine.
 
     Raises:
-        ConfigError: the cluster has fewer GPUs or CPUs than the bundles, so that Ray would wait forever.
+        ConfigError: the bundles exceed the GPUs or CPUs of the cluster, so that Ray would wait forever.
     """
     resources = ray.cluster_resources()
     num_gpus, num_cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 0))
@@ -50,7 +50,7 @@ def resource_bundles(ray: Any, size: int, actor_group: ActorGroup | None, *, is_
 
 
 def ranks_of_bundle(actor_group: ActorGroup | None, *, has_gpus: bool) -> int:
-    """Return the number of ranks per resource bundle: the ranks that share GPUs with one actor, otherwise 1."""
+    """Return the number of ranks per resource bundle: the ranks that share their GPUs with one actor, otherwise 1."""
     return actor_group.processes if actor_group is not None and actor_group.shares_gpus and has_gpus else 1
 
 
@@ -62,7 +62,7 @@ def reserve_bundles(
     `should_stop` and `while_waiting` are called repeatedly while the cluster lacks free resources.
 
     Raises:
-        Preempted: a stop was requested while waiting for resources.
+        Preempted: a stop was requested while this function waited.
     """
     from ray.util.placement_group import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

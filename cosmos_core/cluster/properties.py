@@ -1,7 +1,7 @@
 """`python -m cosmos_core.cluster.properties LIBRARY ...`: print the properties of the Ray cluster at `RAY_ADDRESS` as
 one line of JSON.
 
-The properties are measured on a machine on which a rank could run: one with a GPU if the cluster has GPUs.
+The properties are measured on a machine on which a rank could run: with a GPU if the cluster has GPUs.
 """
 
 import json
@@ -34,7 +34,7 @@ def measure_cluster(libraries: Sequence[str]) -> MachineProperties:
         ray.init(logging_level=logging.ERROR, log_to_driver=False, runtime_env={"env_vars": variables_of_ranks()})
         try:
             num_gpus = int(ray.cluster_resources().get("GPU", 0))
-            remote: Any = ray.remote  # Any, because the type annotations of ray.remote cover functions only
+            remote: Any = ray.remote  # Any: the type annotations of ray.remote cover functions only
             ask = remote(num_cpus=1, num_gpus=1 if num_gpus else 0)(measure)
             facts: MachineProperties = ray.get(ask.remote(list(libraries)))
         finally:
@@ -44,9 +44,9 @@ def measure_cluster(libraries: Sequence[str]) -> MachineProperties:
 
 
 def variables_of_ranks() -> dict[str, str]:
-    """Return the environment variables that ranks and actors on other machines need, with their values.
+    """Return the environment variables of this process that ranks and actors on other machines need.
 
-    These are variables that a worker sets for its stage, and user settings of numeric libraries.
+    These are variables that a worker sets for its stage, and the user's settings of numeric libraries.
     """
     return {name: value for name, value in os.environ.items() if name in _NAMES or name.startswith(_PREFIXES)}
 

@@ -1,7 +1,7 @@
-"""Ray actor of one rank.
+"""Ray actor that runs the program of one rank.
 
-The module imports no large package: large packages are imported with the program of the rank, without garbage
-collection, which is faster.
+The module imports no large package. Large packages are imported with the program of the rank, while garbage collection
+is disabled, which is faster.
 """
 
 import threading
@@ -14,7 +14,7 @@ from cosmos_core.imports import without_collection
 
 
 class Messages(threading.Event):
-    """Messages to the program of a rank while the program runs; the event is set when the program must stop."""
+    """Messages to the program of a rank while it runs; the event is set when the program must stop."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,19 +28,19 @@ Program = Callable[[Messages], Any]
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Address of the TCP store through which the ranks form a process group, with the number of this rank."""
+    """Address of the TCP store through which the ranks form a process group, and number and GPU of one rank."""
 
     rank: int
     size: int
     address: str
-    """Address of the machine that started the ranks and holds the store."""
+    """Address of the machine that started the ranks and runs the TCP store."""
     port: int
     device: int
     """Index of the rank's GPU among the GPUs visible to its process."""
 
 
 class Rank:
-    """Ray actor of a rank; the actor has two threads, so that it receives messages while its program runs."""
+    """Ray actor of one rank, with two threads, so that it can receive messages while its program runs."""
 
     def __init__(self) -> None:
         self._imports = ExitStack()
@@ -57,11 +57,11 @@ class Rank:
         return self._outcome
 
     def outcome(self) -> tuple[bool, Any] | None:
-        """Return the result of `run` again, in case its reply was lost; None: the program is still running."""
+        """Return the result of `run` once more, in case its reply was lost; None: the program is still running."""
         return self._outcome
 
     def stop(self) -> None:
-        """Ask the program of this rank to stop."""
+        """Request the program of this rank to stop."""
         self._told.set()
 
     def set_actors(self, actors: list[Any]) -> None:

@@ -2,7 +2,7 @@
 
 Rows are packed end to end, and each rank gets a shard of the same length. Only attention needs tokens of other shards:
 an all-to-all before attention gives each rank all tokens of some heads, and an all-to-all after attention gives each
-rank all heads of its tokens. Chosen tokens are the tokens whose outputs the loss needs.
+rank all heads of its tokens. Scored tokens are the tokens whose outputs the loss needs.
 
 Shape legend: P packed tokens, N scored tokens, K heads, D head size.
 """
@@ -25,17 +25,17 @@ class RowShard(NamedTuple):
     """Shard of packed rows on one context-parallel rank."""
 
     inputs: dict[str, Any]
-    """Model inputs of the shard, including `shift_labels`; sequence bounds are those of the full packed rows."""
+    """Model inputs of the shard, including `shift_labels`; sequence bounds are those of the whole packed rows."""
     scored_positions: Tensor
-    """Indices in the shard of the tokens whose outputs are needed."""
+    """Indices in the shard of the tokens whose outputs the loss needs."""
     is_local_N: Tensor
-    """Mask over the scored tokens of the full packed rows: True for tokens in this rank's shard."""
+    """Mask over the scored tokens of the whole packed rows: True for tokens in the shard of this rank."""
 
 
 def apply_cp(model: PreTrainedModel, mesh: DeviceMesh, packed: str) -> None:
     """Make the attention of a model exchange tokens and heads over the ranks of `mesh`.
 
-    `packed` is the name under which the attention function for packed rows is registered in transformers.
+    `packed` is the name under which transformers has registered the attention function for packed rows.
 
     Raises:
         ModelError: the model does not use the attention `packed`, or its number of heads is not divisible by the number
@@ -66,9 +66,9 @@ def apply_cp(model: PreTrainedModel, mesh: DeviceMesh, packed: str) -> None:
 
 
 def shard_rows(inputs: dict[str, Any], scored_N: Tensor, mesh: DeviceMesh) -> RowShard:
-    """Return this rank's shard of packed rows, whose length in tokens must be a multiple of the number of ranks.
+    """Return this rank's shard of packed rows, whose length in tokens must be divisible by the number of ranks.
 
-    `inputs` are the model inputs of the packed rows, and `scored_N` the indices of the tokens whose outputs are needed.
+    `inputs` are the model inputs of the packed rows, `scored_N` the indices of the tokens whose outputs the loss needs.
     """
     ids_1P = inputs["input_ids"]
     length, rest = divmod(ids_1P.shape[1], mesh.size())
@@ -85,16 +85,17 @@ def shard_rows(inputs: dict[str, Any], scored_N: Tensor, mesh: DeviceMesh) -> Ro
 
 
 def gather_scored(values: Tensor, is_local_N: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the values of all scored tokens on every rank, from each rank's `values` of the tokens in its shard.
+    """Return the values of all scored tokens on every rank; `values` are those of the tokens in this rank's shard.
 
-    The gradient of each value goes to the rank whose shard has the token.
+    In the backward pass, the gradient of each value goes to the rank whose shard contains the token.
     """
     all_values: Tensor = _GatherScored.apply(values, is_local_N, mesh.get_group())
     return all_values
 
 
 def exchange(tensor: Tensor, chunk_dim: int, cat_dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Return a tensor resharded by an all-to-all: split along `chunk_dim`, and concatenated along `cat_dim`."""
+    """Return a tensor resharded by an all-to-all: each rank's tensor is split along `chunk_dim`, and the received
+    chunks are concatenated along `cat_dim`."""
     resharded: Tensor = _Exchange.apply(tensor, chunk_dim, cat_dim, group)
     return resharded
 
@@ -120,7 +121,7 @@ def _all_to_all(tensor: Tensor, chunk_dim: int, cat_dim: int, group: dist.Proces
 
 
 class _GatherScored(torch.autograd.Function):
-    """Differentiable gather of per-token values from the ranks whose shards have the tokens."""
+    """Differentiable gather of values per token from the ranks whose shards contain the tokens."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, is_local_N: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,7 +1,7 @@
 """Collectives for Python values: tensors, plain data, and the dataclasses of `cosmos_core.types`.
 
 The object collectives of `torch.distributed` unpickle any received data, so that any client that reaches a port of a
-rank can run code there. These functions use the restricted unpickler of `torch.load(weights_only=True)`.
+rank could run code there. These functions use the restricted unpickler of `torch.load(weights_only=True)`.
 """
 
 import io
@@ -19,14 +19,14 @@ T = TypeVar("T")
 
 _RECORDS: list[Any] = [each for each in vars(types).values() if isinstance(each, type) and is_dataclass(each)]
 _ALLOWED = threading.Lock()
-"""Lock around torch's process-wide list of safe classes.
+"""Lock around torch's process-wide list of classes that are safe to unpickle.
 
-Without the lock, a thread that leaves `safe_globals` would remove the classes while another thread still loads.
+Without the lock, a thread that leaves `safe_globals` would remove the classes while another thread still needs them.
 """
 
 
 def all_gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return the values of all ranks of a process group, in rank order; `group` None: the default group."""
+    """Return the values of all ranks of a process group, in the order of ranks; `group` None: the default group."""
     local_bytes = _to_bytes(value)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, torch.tensor([len(local_bytes)]), group=group)
@@ -37,7 +37,7 @@ def all_gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def broadcast(value: T, source: int = 0, group: dist.ProcessGroup | None = None) -> T:
-    """Return the value of the rank with global number `source` on every rank of a process group."""
+    """Return on every rank of a process group the value of the rank with global number `source`."""
     is_source = dist.get_rank() == source
     packed = _to_bytes(value) if is_source else torch.empty(0, dtype=torch.uint8)
     size = torch.tensor([len(packed)])

@@ -1,9 +1,9 @@
-"""Expert parallelism: each rank of a group holds some experts of every layer, and tokens are dispatched to their
-experts.
+"""Expert parallelism: each rank of a group holds some experts of every layer, and tokens are dispatched to the ranks of
+their experts.
 
 The ranks of a group have different tokens. The expert-parallel plan of the transformers model names the modules with
 experts. The dispatch style of the plan sends a token once to each chosen expert and returns the outputs, so that a rank
-computes only the tokens of its experts. The gradient of an expert therefore covers all tokens of the group, without a
+computes only the tokens of its experts. The gradient of an expert therefore covers all tokens of the group without a
 collective.
 """
 
@@ -28,8 +28,8 @@ _DISPATCHED = "ep_dispatch_experts"
 
 
 def apply_ep(model: PreTrainedModel, mesh: Mesh, train: TrainConfig) -> None:
-    """Keep this rank's experts of every layer, sharded over `mesh.expert_fsdp`, and dispatch tokens to the experts of
-    other ranks.
+    """Keep this rank's experts of every layer, sharded over `mesh.expert_fsdp`, and dispatch tokens to experts of other
+    ranks.
 
     Call this function before `apply_fsdp`.
 
@@ -43,7 +43,7 @@ def apply_ep(model: PreTrainedModel, mesh: Mesh, train: TrainConfig) -> None:
     plan = [pattern for pattern, style in model.ep_plan.items() if style == _DISPATCHED]
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")}
     where = f"policy.parallelism.ep_size = {mesh.expert.size()}: {type(model).__name__}"
-    if not plan or not (layers or mesh.pipeline):  # with a pipeline, this rank's layers may all be dense
+    if not plan or not (layers or mesh.pipeline):  # with a pipeline, all layers of this rank may be dense
         raise ModelError(f"{where} has no plan that sends tokens to experts; set it to 1 and raise dp_shard_size")
     for name, experts in layers.items():
         if not any(matches(pattern, name) for pattern in plan):
@@ -52,14 +52,14 @@ def apply_ep(model: PreTrainedModel, mesh: Mesh, train: TrainConfig) -> None:
             )
         keep_local_experts(experts, mesh.expert, where)
         EpDispatchExpertsParallel().install_forward(experts, mesh.expert)
-        experts.forward = torch.compiler.disable(experts.forward)  # avoid a recompilation for each number of tokens
+        experts.forward = torch.compiler.disable(experts.forward)  # torch would recompile for each number of tokens
         if mesh.expert_fsdp is not None:
             placement = partial(expert_sharding, mesh.expert_fsdp.shape[-1])
             fully_shard(experts, mesh=mesh.expert_fsdp, shard_placement_fn=placement, **fsdp_arguments(train))
 
 
 def keep_local_experts(experts: Any, group: DeviceMesh, where: str) -> None:
-    """Keep this rank's experts of a layer, and drop the experts of other ranks from the module.
+    """Keep this rank's experts of a layer, and remove the experts of other ranks from the module.
 
     Raises:
         ModelError: the number of experts is not divisible by the number of ranks; the message begins with `where`.

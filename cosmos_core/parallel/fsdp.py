@@ -1,6 +1,7 @@
 """FSDP2 and HSDP sharding of a model over ranks, and gathering of full tensors.
 
-Gradients are summed over ranks, never averaged: losses are already divided by a denominator over all samples.
+Gradients are summed over ranks instead of averaged, because losses are already divided by a denominator over all
+samples.
 """
 
 import copy
@@ -28,12 +29,12 @@ from cosmos_core.parallel.mesh import Mesh, all_gather_object, is_first, num_ran
 T = TypeVar("T", bound=Tensor)
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
-# At the first gradient norm on a 2-D mesh this logger warns that two small all-reduces could be one.
+# On a 2-D mesh, this logger warns at the first gradient norm that two small all-reduces could be merged.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 def fsdp_arguments(train: TrainConfig, *, casts: bool = True) -> dict[str, Any]:
-    """Return the arguments of torch's `fully_shard` for the settings in `[train]`.
+    """Return the arguments of torch's `fully_shard` for the settings in the recipe table `train`.
 
     `casts`: whether weights are gathered in `param_dtype`, the dtype in which autocast multiplies them.
     """
@@ -46,25 +47,26 @@ def fsdp_arguments(train: TrainConfig, *, casts: bool = True) -> dict[str, Any]:
 
 
 def gathers_in_param_dtype(train: TrainConfig) -> bool:
-    """Return True if the blocks of a model compute under autocast, in another dtype than that of their weights."""
+    """Return True if FSDP gathers weights of blocks in `param_dtype`, because it differs from the dtype of the
+    weights."""
     return train.param_dtype != train.master_dtype
 
 
 def apply_fsdp(root: nn.Module, model: nn.Module, mesh: Mesh, train: TrainConfig) -> None:
     """Shard `model` block by block inside `root`, the module whose `forward` or `probe` is called.
 
-    Modules outside blocks (embeddings, head, last norm) stay gathered from the forward pass of `root` to the end of its
-    backward pass, because the head is applied and differentiated outside of the model's forward. Their weights are
-    gathered without a cast, because the residual stream begins and ends in these modules.
+    Modules outside of blocks (embeddings, head, last norm) stay gathered from the forward pass of `root` to the end of
+    its backward pass, because the head is applied and differentiated outside of the model's forward pass. Their weights
+    are gathered without a cast, because the residual stream begins and ends in these modules.
     """
     if mesh.fsdp is None:
         return
     shards = mesh.fsdp.shape[-1]
-    # Expert weights that `apply_ep` has already sharded (expert parallelism).
+    # Weights of experts that expert parallelism (`apply_ep`) has already sharded.
     local_experts: set[nn.Parameter] = {
         p for p in model.parameters() if isinstance(p, DTensor) and p.device_mesh == mesh.expert
     }
-    # Weights of experts that transformers' tensor-parallel plan has distributed, each expert whole on one rank.
+    # Weights of experts that tensor parallelism has distributed over ranks, each expert whole on one rank.
     tensor_parallel = {
         p for module in model.modules() if getattr(module, "_is_expert_parallel", False) for p in module.parameters()
     } - local_experts
@@ -81,13 +83,13 @@ def apply_fsdp(root: nn.Module, model: nn.Module, mesh: Mesh, train: TrainConfig
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale values while it reduces them
+            module.set_force_sum_reduction_for_comms(True)  # gloo does not support scaling of values during a reduction
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a model, the modules of the classes in `_no_split_modules`.
+    """Return the blocks of a model: the modules of the classes in its `_no_split_modules`.
 
-    A listed module inside another listed module is left out: some families list a block and also the mixer in it.
+    Blocks inside another block are left out, because some model families list a block and also a module within it.
     """
     listed: Iterable[str] = getattr(model, "_no_split_modules", None) or ()
     names = set(listed)
@@ -101,25 +103,25 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def expert_sharding(num_shards: int, parameter: nn.Parameter) -> Shard:
-    """Return the sharding of an expert weight of shape (experts, features, ...) by FSDP.
+    """Return how FSDP shards the weight of experts, of shape (experts, features, ...).
 
-    The weight is sharded within each expert (dimension 1) if that is divisible by `num_shards`, because a rank may have
-    fewer experts than there are shards; else by experts (dimension 0).
+    The weight is sharded within each expert (dimension 1) if that dimension is divisible by `num_shards`, because a
+    rank may have fewer experts than there are shards; otherwise by experts (dimension 0).
     """
     return Shard(0 if parameter.shape[1] % num_shards else 1)
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Move the buffers to the device of the model: FSDP moves parameters only."""
+    """Move the buffers of a model to `device`, because FSDP moves only parameters."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(device)
 
 
 def reshard(root: nn.Module) -> None:
-    """Free the gathered parameters that a forward pass without backward pass left in memory.
+    """Free gathered parameters that remain in memory after a forward pass without a backward pass.
 
-    Such parameters would be outdated after the next optimizer step.
+    These parameters would be outdated after the next optimizer step.
     """
     for module in root.modules():
         if isinstance(module, FSDPModule):
@@ -127,11 +129,12 @@ def reshard(root: nn.Module) -> None:
 
 
 def full_tensors(tensors: nn.Module | Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and full tensor for each of `tensors` (of a model: its state dict), in the same order on every rank.
+    """Yield the name and the full tensor for each of `tensors` (of a model: its state dict), in the same order on all
+    ranks.
 
-    The function is collective: all ranks must iterate together. A tensor that some ranks lack, such as the weights of
+    The function is collective: all ranks must iterate together. A tensor that some ranks lack, such as a weight of
     another pipeline stage, is broadcast by the lowest rank that has it. A tensor that is not sharded is yielded without
-    a copy, so the caller copies it to keep its current values.
+    a copy, so the caller must copy it to keep its values.
     """
     local_tensors = tensors.state_dict(keep_vars=True) if isinstance(tensors, nn.Module) else tensors
     about: dict[str, tuple[torch.Size, torch.dtype]] = {}
@@ -155,7 +158,7 @@ def _full(tensor: Tensor) -> Tensor:
 
 
 def copy_without_weights(model: ModuleT) -> ModuleT:
-    """Return a copy of a model with parameters on the meta device, that is without memory for weights.
+    """Return a copy of a model with parameters on the meta device, which take no memory.
 
     Call this function before `apply_fsdp`, which changes the classes of modules.
     """
@@ -166,7 +169,8 @@ def copy_without_weights(model: ModuleT) -> ModuleT:
 
 
 def gather_into(skeleton: ModuleT, model: nn.Module) -> ModuleT | None:
-    """Return `skeleton`, a copy without weights, filled with the weights of the sharded `model`, on the CPU.
+    """Fill `skeleton`, a copy of `model` without weights, with the weights of the sharded `model`; return it on the
+    CPU.
 
     The function is collective; ranks other than the first return None.
     """
@@ -177,7 +181,7 @@ def gather_into(skeleton: ModuleT, model: nn.Module) -> ModuleT | None:
 def _load_tensors(skeleton: ModuleT, tensors: dict[str, Tensor]) -> ModuleT:
     names = names_of_tied_weights(skeleton)
     skeleton.load_state_dict(tensors, assign=True)
-    for first, *tied in names:  # tie_weights() is not used, because it does not handle a head wrapped by an adapter
+    for first, *tied in names:  # tie_weights() does not support a head that an adapter wraps
         for name in tied:
             module, _, attribute = name.rpartition(".")
             skeleton.get_submodule(module)._parameters[attribute] = skeleton.get_parameter(first)
@@ -185,7 +189,7 @@ def _load_tensors(skeleton: ModuleT, tensors: dict[str, Tensor]) -> ModuleT:
 
 
 def names_of_tied_weights(model: nn.Module) -> list[list[str]]:
-    """Return for each parameter of a model the list of its names; tied weights have several names."""
+    """Return for each parameter of a model the list of its names; a tied weight has several names."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -193,7 +197,8 @@ def names_of_tied_weights(model: nn.Module) -> list[list[str]]:
 
 
 def group_by_mesh(tensors: Iterable[T]) -> list[list[T]]:
-    """Return the tensors in one list per device mesh, because an operation cannot take tensors of different meshes."""
+    """Return the tensors in one list per device mesh, because an operation does not support tensors of different
+    meshes."""
     groups: dict[DeviceMesh | None, list[T]] = {}
     for tensor in tensors:
         groups.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
@@ -201,7 +206,7 @@ def group_by_mesh(tensors: Iterable[T]) -> list[list[T]]:
 
 
 def total_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """Return the 2-norm over all elements of gradients; sharded gradients are reduced over their meshes, so that each
+    """Return the 2-norm over all elements of gradients. Sharded gradients are reduced over their meshes, so that each
     element counts once."""
     norms = [torch.nn.utils.get_total_norm(alike) for alike in group_by_mesh(gradients)]
     whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
@@ -209,9 +214,9 @@ def total_norm(gradients: Iterable[Tensor]) -> Tensor:
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
-    """Scale the gradients of `parameters`, whose total norm is `norm`, down to `max_norm`.
+    """Scale the gradients of `parameters`, whose total norm is `norm`, down to the norm `max_norm`.
 
-    Gradients are unchanged if `max_norm` is 0, or if the norm is smaller or not finite.
+    Gradients stay unchanged if `max_norm` is 0, or if their norm is smaller than `max_norm` or not finite.
     """
     if max_norm > 0 and torch.isfinite(norm):
         for alike in group_by_mesh(parameters):
@@ -219,7 +224,7 @@ def scale_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: 
 
 
 def shard_bounds(tensor: Tensor) -> tuple[slice, ...]:
-    """Return the slices of the full tensor that this rank's shard covers."""
+    """Return the slices of the full tensor that the shard on this rank covers."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

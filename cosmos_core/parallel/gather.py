@@ -1,7 +1,7 @@
 """Gathering of full tensors of a sharded model on every rank, several tensors at a time.
 
 If all tensors are on the CPUs of one machine, ranks use shared memory: each rank writes its shards, and all ranks read
-the full tensors. gloo would send the same bytes through TCP, at about a tenth of the speed (docs/benchmarks.md).
+the full tensors. gloo would send the same bytes through TCP at about a tenth of the speed (docs/benchmarks.md).
 Otherwise, ranks use collectives.
 """
 
@@ -26,7 +26,7 @@ _ALIGNMENT = 64
 
 
 class FullTensor(NamedTuple):
-    """Shape and dtype of a full tensor, known before the tensor is gathered."""
+    """Shape and dtype of a full tensor, which are known before the tensor is gathered."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -40,13 +40,13 @@ class FullTensor(NamedTuple):
 class Gatherer:
     """Gatherer of full tensors of a sharded model.
 
-    It is collective: all ranks create a gatherer together and call its methods in the same order.
+    It is collective: all ranks must create a gatherer together and call its methods in the same order.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], most_bytes: int) -> None:
-        """Store this rank's `tensors`, full or sharded, and exchange with all ranks who holds which tensor.
+        """Store this rank's `tensors`, full or sharded, and exchange with all ranks which rank has which tensor.
 
-        `most_bytes` is the maximum total size of the full tensors of one call of `full`.
+        `most_bytes` is the maximum total size of the full tensors in one call of `full`.
         """
         self.tensors, self._most_bytes = tensors, most_bytes
         self._holders: dict[str, list[int]] = {}
@@ -55,21 +55,23 @@ class Gatherer:
                 self._holders.setdefault(name, []).append(rank)
         is_on_cpu = all(local_shard(tensor).device.type == "cpu" for tensor in tensors.values())
         self._is_shared = not any_rank(not is_on_cpu) and _is_one_machine()
-        # Two buffers, because a loop over tensors still refers to the last tensor of a call during the next call.
+        # Two buffers, because a loop over tensors may still refer to a tensor of the previous call during the next
+        # call.
         self._memories: list[_SharedMemory | None] = [None, None]
 
     def full(self, requested: Mapping[str, FullTensor]) -> dict[str, Tensor]:
-        """Return the requested full tensors by name; their memory is reused when no references to them remain."""
+        """Return the requested full tensors by name; their memory is reused when all references to them are gone."""
         if self._is_shared and (memory := self._shared_memory(requested)) is not None:
             return self._gather_through(memory, requested)
         tensors = dict(full_tensors({name: self.tensors[name] for name in requested if name in self.tensors}))
         return {name: tensors[name] for name in requested}
 
     def _shared_memory(self, requested: Mapping[str, FullTensor]) -> _SharedMemory | None:
-        """Return shared memory, without references to it, for the requested tensors; None if a rank cannot map it."""
+        """Return unreferenced shared memory that is large enough for the requested tensors; None if a rank cannot map
+        it."""
         num_bytes = sum(_align(full.num_bytes) for full in requested.values())
         memory = self._memories.pop(0)
-        # The collective is also a barrier, so that a fast rank does not overwrite data that a slow rank still reads.
+        # The collective is also a barrier: a fast rank must not overwrite data that a slow rank still reads.
         if any_rank(memory is None or memory.size < num_bytes or memory.is_in_use):
             memory = None  # free the old memory before allocating
             memory = _open_memory(max(num_bytes, self._most_bytes))
@@ -78,7 +80,8 @@ class Gatherer:
         return memory
 
     def _gather_through(self, memory: _SharedMemory, requested: Mapping[str, FullTensor]) -> dict[str, Tensor]:
-        """Return the requested full tensors as views of shared memory, into which all ranks write their shards."""
+        """Return the requested full tensors as views of shared memory, after all ranks have written their shards into
+        it."""
         tensors, start = {}, 0
         for name, full in requested.items():
             tensors[name] = memory.tensor(start, full)
@@ -90,7 +93,7 @@ class Gatherer:
         return tensors
 
     def _writes(self, name: str) -> bool:
-        """Return True if this rank writes its shard of the tensor: of equal replicas, the first rank writes."""
+        """Return True if this rank writes its shard of a tensor: the first of several ranks with equal shards does."""
         tensor = self.tensors.get(name)
         if isinstance(tensor, DTensor):
             coordinate = tensor.device_mesh.get_coordinate() or ()
@@ -99,7 +102,8 @@ class Gatherer:
 
 
 class _SharedMemory:
-    """Anonymous memory of `size` bytes that several processes map; the kernel frees it when the last mapping ends."""
+    """Anonymous memory of `size` bytes that several processes map; the kernel frees it when no process maps it any
+    more."""
 
     def __init__(self, descriptor: int, size: int) -> None:
         self.size = size
@@ -108,11 +112,11 @@ class _SharedMemory:
 
     @property
     def is_in_use(self) -> bool:
-        """Return True if this rank still refers to a tensor in this memory."""
+        """Return True if a tensor on this rank still refers to this memory."""
         return sys.getrefcount(self._view) > self._num_references  # the storage of each tensor references the view
 
     def tensor(self, start: int, full: FullTensor) -> Tensor:
-        """Return the view of this memory from byte offset `start` as a tensor with the shape and dtype of `full`."""
+        """Return the memory from byte offset `start` as a tensor with the shape and dtype of `full`, without a copy."""
         numel = full.shape.numel()
         if not numel:
             return torch.empty(full.shape, dtype=full.dtype, device="cpu")
@@ -120,7 +124,8 @@ class _SharedMemory:
 
 
 def _open_memory(size: int) -> _SharedMemory | None:
-    """Allocate `size` bytes of memory that all ranks map; return None if memory is short or a rank cannot open it."""
+    """Allocate `size` bytes of memory that all ranks map; return None if memory is short, or if a rank cannot open
+    it."""
     descriptor = -1
     if rank_number() == 0:
         try:
@@ -138,7 +143,7 @@ def _open_memory(size: int) -> _SharedMemory | None:
     memory = None
     if not any_rank(opened < 0):
         memory = _SharedMemory(opened, size)
-    dist.barrier()  # the first rank keeps its descriptor until all ranks have opened it
+    dist.barrier()  # the first rank must not close its descriptor until all ranks have opened it
     if opened >= 0:
         os.close(opened)
     return memory

@@ -1,6 +1,6 @@
-"""Device mesh of a training: which ranks share samples, parameters, sequences and matrices.
+"""Device mesh of a training: the groups of ranks that share samples, parameters, sequences or matrices.
 
-Axes from the outside in: pp, dp_replicate, dp_shard, cp, tp; ep reuses dp_shard x cp.
+Axes from the outermost to the innermost: pp, dp_replicate, dp_shard, cp, tp; ep reuses dp_shard x cp.
 """
 
 from collections.abc import Sequence
@@ -19,33 +19,33 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Mesh:
-    """Device meshes of a training, as seen from one rank; None for a kind of parallelism that is not used."""
+    """Device meshes of a training that contain this rank; None for a kind of parallelism that is not used."""
 
     sizes: ParallelismConfig
-    """Configured size of each mesh axis."""
+    """Configured size of each axis of the mesh."""
     data: DeviceMesh
-    """Mesh of ranks with different samples: dp_replicate x dp_shard."""
+    """Mesh of ranks that have different samples: dp_replicate x dp_shard."""
     fsdp: DeviceMesh | None
     """Mesh over which FSDP shards parameters: dp_shard x cp, with dp_replicate as the outer axis if there are replicas;
     None: no FSDP."""
     context: DeviceMesh | None
-    """Mesh of ranks that share each sequence; None: no context parallelism."""
+    """Mesh of ranks that each process some tokens of the same sequences; None: no context parallelism."""
     tensor: DeviceMesh | None
-    """Mesh of ranks that share each matrix; None: no tensor parallelism."""
+    """Mesh of ranks that each hold a slice of the same matrices; None: no tensor parallelism."""
     pipeline: DeviceMesh | None
     """Mesh of ranks that hold consecutive layers, in order; None: no pipeline parallelism."""
     expert: DeviceMesh | None
     """Mesh of ranks that each hold some experts of a layer; None: no expert parallelism."""
     expert_fsdp: DeviceMesh | None
-    """Mesh over which FSDP shards the experts of one rank, with dp_replicate as the outer axis if there are replicas;
-    None: experts are not sharded."""
+    """Mesh over which FSDP shards the experts of an expert-parallel rank, with dp_replicate as the outer axis if there
+    are replicas; None: experts are not sharded."""
 
     def select_local_items(self, items: Sequence[T]) -> list[T]:
-        """Return the items of this data-parallel rank: every n-th item for n data-parallel ranks."""
+        """Return the items of this data-parallel rank: of n data-parallel ranks, each gets every n-th item."""
         return list(items[self.data.get_local_rank() :: self.data.size()])
 
     def all_gather_object(self, value: T) -> list[T]:
-        """Return the values of all data-parallel ranks, in rank order.
+        """Return the values of all data-parallel ranks, in the order of ranks.
 
         With pipeline parallelism these are the values of the last pipeline stage, which computes the outputs.
         """
@@ -92,12 +92,12 @@ def open_mesh(sizes: ParallelismConfig, device_type: str) -> Mesh | None:
 
 
 def is_single_rank() -> bool:
-    """Return True if this is the only rank, without a process group or, as in a vLLM engine, with a group of one."""
+    """Return True if this is the only rank: there is no process group or, as in a vLLM engine, a group of one rank."""
     return not dist.is_initialized() or dist.get_world_size() == 1
 
 
 def rank_number() -> int:
-    """Return the global number of this rank, from 0."""
+    """Return the global number of this rank, counted from 0."""
     return 0 if is_single_rank() else dist.get_rank()
 
 
@@ -107,17 +107,17 @@ def num_ranks() -> int:
 
 
 def is_first() -> bool:
-    """Return True on rank 0, which writes shared files."""
+    """Return True on rank 0, which writes files for all ranks."""
     return is_single_rank() or dist.get_rank() == 0
 
 
 def broadcast_object(value: T) -> T:
-    """Return the value of rank 0 on every rank."""
+    """Return the value of rank 0 on all ranks."""
     return value if is_single_rank() else exchange.broadcast(value)
 
 
 def all_gather_object(value: T) -> list[T]:
-    """Return the values of all ranks, in rank order."""
+    """Return the values of all ranks, in the order of ranks."""
     return [value] if is_single_rank() else exchange.all_gather(value)
 
 
@@ -131,5 +131,6 @@ def any_rank(flag: bool) -> bool:
 
 
 def first_error_of_ranks(problem: str | None) -> str | None:
-    """Return on all ranks the error message of the lowest rank whose `problem` is not empty; None: no rank has one."""
+    """Return on all ranks the first error message, by number of rank, among the messages `problem`; None: no rank has
+    one."""
     return next((each for each in all_gather_object(problem) if each), None)

@@ -1,9 +1,9 @@
 """Pipeline parallelism: each rank holds some layers of a model, and hidden states are sent from rank to rank.
 
-A pipeline stage is the transformers model itself, in which modules of other stages are replaced by placeholders that
-return their input. Names in the state dict, layer indices and the code that calls the modules stay those of the whole
-model. The pipeline plan in the config of the model lists the modules of the model; a model that computes anything
-outside its plan is refused. The schedules are torch's (`models/pipelined.py`).
+A pipeline stage is the transformers model itself, in which placeholders that return their input replace the modules of
+other stages. Names in the state dict, layer indices and the code that calls the modules stay those of the whole model.
+The pipeline plan in the config of the model lists its modules; a model that computes anything outside its plan is
+refused. The schedules are those of torch (`models/pipelined.py`).
 
 Shape legend: B rows, T tokens, H hidden size.
 """
@@ -29,11 +29,12 @@ _PROBE_TOKENS = 3
 
 
 class StagePlaceholder(nn.Module):
-    """Placeholder for a module of another pipeline stage: it returns its input and has the attributes of the module."""
+    """Placeholder for a module of another pipeline stage, which returns its input and has the attributes of the
+    module."""
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
-        # Set without nn.Module's registration of child modules, because the weights belong to another stage.
+        # not registered as a child module, because its weights belong to another pipeline stage
         self.__dict__["original"] = original
 
     def forward(self, hidden_BTH: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -47,9 +48,9 @@ class StagePlaceholder(nn.Module):
 
 
 class _EmbeddingPlaceholder(StagePlaceholder):
-    """Placeholder for an embedding that returns deterministic hidden states for each token id.
+    """Placeholder for an embedding, which returns deterministic hidden states for each token id.
 
-    With it the body of a model can be probed without weights.
+    It allows a probe of the body of a model without weights.
     """
 
     def forward(self, hidden_BTH: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -59,7 +60,7 @@ class _EmbeddingPlaceholder(StagePlaceholder):
 
 
 class _RecordingPlaceholder(StagePlaceholder):
-    """Placeholder for a layer that records the arguments with which it is called, except the hidden states."""
+    """Placeholder for a layer, which records the arguments of each call except the hidden states."""
 
     def __init__(self, original: nn.Module, recorded: list[dict[str, Any]]) -> None:
         super().__init__(original)
@@ -71,17 +72,18 @@ class _RecordingPlaceholder(StagePlaceholder):
 
 
 def layers_of(stage: int, num_stages: int, num_layers: int) -> range:
-    """Return the indices of the layers of a pipeline stage; if layers are not divisible, first stages have one more."""
+    """Return the indices of the layers of a pipeline stage. If layers cannot be divided equally, first stages have one
+    more."""
     size, more = divmod(num_layers, num_stages)
     start = stage * size + min(stage, more)
     return range(start, start + size + (stage < more))
 
 
 def num_stages(model: PreTrainedModel, sizes: ParallelismConfig) -> int:
-    """Return the total number of pipeline stages; under the schedule `Interleaved1F1B`, a rank has several stages.
+    """Return the total number of pipeline stages. With the schedule `Interleaved1F1B`, a rank has several stages.
 
     Raises:
-        ModelError: the settings make more stages than the model has layers.
+        ModelError: the settings require more stages than the model has layers.
     """
     layers = int(model.config.num_hidden_layers)
     count = sizes.num_stages(layers)
@@ -99,12 +101,12 @@ def stages_of_rank(model: PreTrainedModel, sizes: ParallelismConfig, rank: int) 
 
 
 def apply_pp(model: PreTrainedModel, sizes: ParallelismConfig, rank: int) -> None:
-    """Keep the pipeline stages of one rank in the model, and free the weights of the other stages.
+    """Keep the pipeline stages of one rank in the model, and free the weights of all other stages.
 
-    Weights may be on the meta device. A tied embedding and head are both kept on the first and on the last rank.
+    Weights may be on the meta device. If embedding and head are tied, the first and the last rank keep both.
 
     Raises:
-        ModelError: the model has no plan, or computes something outside its plan.
+        ModelError: the model has no pipeline plan, or computes something outside its plan.
     """
     _check(model, f"policy.parallelism.pp_size = {sizes.pp_size}: {type(model).__name__}")
     stages, total = stages_of_rank(model, sizes, rank), num_stages(model, sizes)
@@ -112,7 +114,7 @@ def apply_pp(model: PreTrainedModel, sizes: ParallelismConfig, rank: int) -> Non
 
 
 def stage_of(model: PreTrainedModel, stage: int, sizes: ParallelismConfig) -> PreTrainedModel:
-    """Return one pipeline stage of a model after `apply_pp`; the stage shares modules and weights with the model."""
+    """Return one pipeline stage of a model after `apply_pp`; it shares modules and weights with the model."""
     twin, body = _shallow_copy(model), _shallow_copy(model.base_model)
     twin._modules[model.base_model_prefix] = body
     _replace_other_stages(twin, body, [stage], num_stages(model, sizes), lambda module: module)
@@ -126,7 +128,8 @@ def is_tied(model: PreTrainedModel) -> bool:
 
 
 def sum_tied_gradients(model: PreTrainedModel, pipeline: DeviceMesh) -> None:
-    """Sum the gradients of the two copies of a tied embedding and head, so that first and last rank have the total."""
+    """Sum the gradients of a tied embedding and head over the first and the last pipeline rank, which each have a
+    copy."""
     group, rank, last = pipeline.get_group(), pipeline.get_local_rank(), pipeline.size() - 1
     weight = model.get_output_embeddings().weight
     if not is_tied(model) or rank not in {0, last} or weight.grad is None:
@@ -142,7 +145,7 @@ def sum_tied_gradients(model: PreTrainedModel, pipeline: DeviceMesh) -> None:
 
 
 def clip_over_stages(model: PreTrainedModel, pipeline: DeviceMesh, max_norm: float) -> float:
-    """Clip the gradients of all pipeline stages by their total norm to `max_norm`; return the norm before clipping."""
+    """Clip the gradients of all pipeline stages to the total norm `max_norm`, and return the norm before clipping."""
     trained = [p for p in model.parameters() if p.grad is not None]
     counted = trained
     if is_tied(model) and pipeline.get_local_rank() > 0:  # the norm counts only the first rank's copy of a tied weight
@@ -158,14 +161,14 @@ def clip_over_stages(model: PreTrainedModel, pipeline: DeviceMesh, max_norm: flo
 
 
 def _shallow_copy(module: M) -> M:
-    """Return a shallow copy of a module; replacing children of the copy does not change the module."""
+    """Return a shallow copy of a module, in which children can be replaced without changing the module."""
     twin = copy.copy(module)
     twin._modules = dict(module._modules)
     return twin
 
 
 def _ends(model: PreTrainedModel) -> tuple[list[str], list[str]]:
-    """Return the names of the modules before the layers in the pipeline plan, and of the modules after the layers."""
+    """Return the names of the modules before the layers, and of the modules after the layers, in the pipeline plan."""
     names = list(model.config.base_model_pp_plan or ())
     return names[: names.index(_LAYERS)], names[names.index(_LAYERS) + 1 :]
 
@@ -173,15 +176,16 @@ def _ends(model: PreTrainedModel) -> tuple[list[str], list[str]]:
 def _replace_other_stages(
     model: PreTrainedModel, body: nn.Module, stages: Sequence[int], total: int, drop: Callable[[nn.Module], nn.Module]
 ) -> None:
-    """Replace the modules that do not belong to the pipeline stages `stages` by placeholders.
+    """Replace modules that do not belong to the pipeline stages `stages` by placeholders.
 
     Args:
         model: model whose output head may be replaced.
         body: base model of `model`, whose embedding, layers and norm may be replaced.
-        stages: indices of the stages to keep.
-        total: total number of stages.
-        drop: function that is called with each replaced module, and returns the module whose attributes the placeholder
-            has; it may free the weights.
+        stages: indices of the pipeline stages to keep.
+        total: total number of pipeline stages.
+        drop: function that is called with each replaced module and may free its weights; it returns the module from
+            which
+            the placeholder takes its attributes.
     """
     before, after = _ends(model)
     is_first, is_last, tied = 0 in stages, total - 1 in stages, is_tied(model)
@@ -211,13 +215,13 @@ def _heads(model: PreTrainedModel) -> list[str]:
 
 
 def _check(model: PreTrainedModel, where: str) -> None:
-    """Refuse a model that a pipeline cannot run.
+    """Refuse a model that cannot run as a pipeline.
 
-    Such a model computes something outside the modules of its plan, or passes values derived from token ids to layers,
-    which later stages do not have. The error message begins with `where`.
+    Such a model computes something outside the modules of its plan, or passes values derived from token ids to its
+    layers, which later pipeline stages do not have. The error message begins with `where`.
 
     Raises:
-        ModelError: the model cannot be run as a pipeline.
+        ModelError: the model cannot run as a pipeline.
     """
     plan, config = getattr(model.config, "base_model_pp_plan", None), model.config
     body = model._modules.get(model.base_model_prefix)
@@ -268,7 +272,8 @@ def _difference(model: PreTrainedModel, body: nn.Module, before: Sequence[str], 
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Return True if two arguments of a layer are equal, also if they are tensors or nested in tuples or lists."""
+    """Return True if two arguments of a layer are equal; they may be tensors, or tuples and lists that contain
+    tensors."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return torch.equal(one, other)
     if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):

@@ -1,4 +1,4 @@
-"""Interpretation of the parallel plan in a transformers model, and divisibility checks."""
+"""Interpretation of the parallel plan of a transformers model, and checks of divisibility."""
 
 import re
 
@@ -16,7 +16,7 @@ def matches(pattern: str, name: str) -> bool:
 def check_heads(model: PreTrainedModel, key: str, size: int) -> None:
     """Check that the number of attention heads is divisible by the number of ranks, `size`.
 
-    With `tp_size` as the `key` of the setting, the number of key-value heads must be divisible too.
+    If `key`, the name of the setting, is `tp_size`, the number of key-value heads must be divisible too.
 
     Raises:
         ModelError: a number of heads is not divisible.
@@ -32,11 +32,10 @@ def check_heads(model: PreTrainedModel, key: str, size: int) -> None:
 
 
 def check_features(model: PreTrainedModel, name: str, module: nn.Module, style: str, size: int) -> None:
-    """Check that the dimension of a linear layer's weight that `style` splits is divisible by `size`, the number of
-    ranks.
+    """Check that the parallel style `style` can split the weight of a linear layer over `size` ranks.
 
     Raises:
-        ModelError: the dimension is not divisible.
+        ModelError: the dimension to split is not divisible by the number of ranks.
     """
     axis = {"colwise": 0, "rowwise": 1}.get(style)
     if axis is not None and isinstance(module, nn.Linear) and module.weight.shape[axis] % size:

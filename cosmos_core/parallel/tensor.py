@@ -1,8 +1,8 @@
-"""Tensor parallelism by the plan in a transformers model: matrices are split by columns, then by rows, and experts are
+"""Tensor parallelism by the plan of a transformers model: matrices are split by columns, then by rows, and experts are
 distributed over ranks.
 
-The entries of the plan are implemented with torch's styles, because those of transformers sum the gradient of a
-replicated norm over all micro-batches once per micro-batch.
+The plan is implemented with torch's parallel styles, because those of transformers sum the gradient of a replicated
+norm over all micro-batches once per micro-batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,14 +27,14 @@ from cosmos_core.parallel.plan import check_features, check_heads, matches
 _EXPERTS = "moe_tp_experts"
 _PROBE_TOKENS = 8
 _PROBE_TOLERANCE = 1e-2
-"""Tolerance of gradient differences between ranks in `check_split`, relative to the largest gradient.
+"""Tolerance of gradient differences between ranks in `check_split`, as a fraction of the largest gradient.
 
-Rounding errors are far smaller, and a gradient that lacks the contribution of other ranks differs far more.
+Rounding errors are far smaller, and a gradient that lacks the contributions of other ranks differs far more.
 """
 
 
 class _PartialGradient(ParallelStyle):
-    """Parallel style of a replicated module that receives this rank's attention heads only.
+    """Parallel style of a replicated module that processes only the attention heads of its rank.
 
     The gradients of its weights are summed over ranks.
     """
@@ -51,17 +51,17 @@ class _PartialGradient(ParallelStyle):
 
 
 class _SomeExperts(ParallelStyle):
-    """Parallel style in which each rank holds some of the experts of a layer, whole.
+    """Parallel style in which each rank holds some experts of a layer, each expert whole.
 
-    All ranks process every token, and the outputs are summed and replicated. The model's plan would split the matrices
-    of each expert instead, which takes the same memory but has to split two matrices that are stored as one.
+    All ranks process every token, and their outputs are summed and replicated. The model's own plan would split the
+    matrices of each expert instead, which takes the same memory but has to split two matrices that are stored as one.
     """
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         forward, group = module.forward, device_mesh.get_group()
         count = module.num_experts
         first = count * device_mesh.get_local_rank()
-        module._is_expert_parallel = True  # for transformers: index `num_experts` means an expert of another rank
+        module._is_expert_parallel = True  # for transformers: index `num_experts` is an expert of another rank
 
         def forward_local_experts(hidden_NH: Tensor, chosen_NK: Tensor, weights_NK: Tensor) -> Tensor:
             is_other_NK = (chosen_NK < first) | (chosen_NK >= first + count)
@@ -92,10 +92,10 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
 
 
 def apply_tp(model: PreTrainedModel, mesh: DeviceMesh, *, with_experts: bool) -> None:
-    """Shard every matrix in the model's tensor-parallel plan over the ranks of `mesh`; tied embedding and head stay
+    """Shard every matrix in the model's tensor-parallel plan over the ranks of `mesh`; a tied embedding and head stay
     whole.
 
-    `with_experts`: whether to distribute the experts over the ranks too; False: expert parallelism shards them.
+    `with_experts`: whether to distribute experts over the ranks too; False: expert parallelism shards them.
 
     Raises:
         ModelError: the model has no plan, the plan has an unsupported style, or a size is not divisible by the number
@@ -128,8 +128,8 @@ def apply_tp(model: PreTrainedModel, mesh: DeviceMesh, *, with_experts: bool) ->
 def check_split(model: PreTrainedModel, roots: Sequence[Any], mesh: DeviceMesh) -> None:
     """Run a few tokens forward and backward to check that the model computes nothing outside its plan.
 
-    Each rank has the same gradient for a weight that the plan does not split. The gradients differ if a weight was
-    applied to this rank's heads or features only. `roots` are the modules whose `probe` is called.
+    All ranks must have the same gradient for a weight that the plan does not split. Gradients differ if a weight was
+    applied only to the heads or features of this rank. `roots` are the modules whose `probe` is called.
 
     Raises:
         ModelError: gradients differ between ranks, or the model raises an error.
@@ -147,7 +147,7 @@ def check_split(model: PreTrainedModel, roots: Sequence[Any], mesh: DeviceMesh) 
                 waves_BTH = torch.arange(hidden_BTH.numel(), device=device).view_as(hidden_BTH).sin()
                 (hidden_BTH * waves_BTH).sum().backward()
     except (torch.OutOfMemoryError, dist.DistError):
-        raise  # lack of memory or a broken connection does not mean that the model is unsupported
+        raise  # lack of memory or a broken connection says nothing about the model
     except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
         raise ModelError(f"{where} ({' '.join(str(error).split())[:200]}); set it to 1") from error
     finally:
@@ -161,7 +161,7 @@ def check_split(model: PreTrainedModel, roots: Sequence[Any], mesh: DeviceMesh) 
 
 
 def _differs(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
-    """Return True if the ranks of `mesh` have different gradients for an unsplit weight."""
+    """Return True if the gradient of an unsplit weight differs between the ranks of `mesh`."""
     gradient = parameter.grad
     if gradient is None:
         return False
@@ -191,7 +191,7 @@ def _weights(module: Any, change: Callable[[nn.Parameter], Tensor]) -> Iterator[
 
 
 def _split_modules(module: nn.Module, style: str) -> list[nn.Module]:
-    """Return the modules to split for a module of the plan, which an adapter may wrap.
+    """Return the modules to split for a module in the plan, which an adapter may wrap.
 
     For a LoRA layer these are the base layer and the LoRA factor that has the split dimension.
     """
