@@ -1,7 +1,7 @@
 """Divergence of a quantised model from the exported one: KL(exported || quantised) of the next token, in nats.
 
-Each model is loaded in a fresh interpreter, by vLLM or by transformers, and computes the log-probabilities of the whole
-vocabulary at each position of some rows. Those of the exported model are kept in files in between.
+Each model is loaded in a separate Python process, by vLLM or by transformers, and computes the log-probabilities of the
+whole vocabulary at each position of some rows. Temporary files hold the log-probabilities of the exported model.
 
 Shape legend: T positions of a row that predict a token, V vocabulary.
 """
@@ -27,28 +27,27 @@ from cosmos_core.rollout.vllm_logits import prompt_logits
 Row = list[int]
 
 MOST_ROWS, MOST_TOKENS = 32, 128
-"""Maximum number of compared rows, and of tokens of a row."""
+"""Maximum number of compared rows, and maximum number of tokens of a compared row."""
 
 
 class Divergence(NamedTuple):
-    """Result of a comparison over rows."""
+    """Result of comparing a quantised model with the exported model on rows of text."""
 
     kl: float
-    """Mean over tokens, in nats."""
+    """KL(exported || quantised), mean over tokens, in nats."""
     stderr: float
-    """Standard error of `kl`, by the differences between rows."""
+    """Standard error of `kl` in nats, estimated from the means of the rows."""
     same_top: float
     """Fraction of tokens for which both models have the same most likely token."""
     kl_uniform: float
-    """Divergence of the uniform distribution from the exported model, which any working model is below."""
+    """KL(exported || uniform distribution) in nats per token, an upper bound for `kl` of a working model."""
     num_tokens: int
 
 
 def text_rows(folder: Path, max_length: int) -> tuple[str, list[Row]]:
-    """Return the compared split of prepared rows, held-out rows if there are any, and token ids of its first rows.
+    """Return a split of prepared rows, the held-out rows if there are any, and the token ids of its first rows.
 
-    Rows that show images are left out, and rows are cut to fewer than `max_length` tokens, of which the model supports
-    no more.
+    Rows with images are left out. Rows are cut to fewer tokens than `max_length`, the maximum of the model.
 
     Raises:
         DataError: the folder has no prepared rows of text.
@@ -76,10 +75,10 @@ def save_logprobs(folder: Path, in_vllm: bool, rows: Sequence[Row], target: Path
 
 
 def compare(folder: Path, in_vllm: bool, rows: Sequence[Row], reference: Path) -> Divergence:
-    """Return the divergence of the model in `folder` from that whose log-probabilities are in the folder `reference`.
+    """Return the divergence of the model in `folder` from the model with the log-probabilities in `reference`.
 
     Raises:
-        StageFailed: the models are no nearer to each other than the exported one is to the uniform distribution.
+        StageFailed: the divergence is not below the divergence of the uniform distribution, so the model is broken.
     """
     sums, counts, uniform, same = [], [], 0.0, 0
     for number, logprobs_TV in enumerate(_logprobs(folder, in_vllm, rows)):
@@ -93,13 +92,13 @@ def compare(folder: Path, in_vllm: bool, rows: Sequence[Row], reference: Path) -
     total = sum(counts)
     means = np.array(sums) / np.array(counts)
     stderr = float(means.std(ddof=1) / math.sqrt(len(means))) if len(means) > 1 else 0.0
-    found = Divergence(sum(sums) / total, stderr, same / total, uniform / total, total)
-    if not found.kl < found.kl_uniform:  # `not <`, so that NaN fails too
+    divergence = Divergence(sum(sums) / total, stderr, same / total, uniform / total, total)
+    if not divergence.kl < divergence.kl_uniform:  # unlike `>=`, `not <` is also True for NaN
         raise StageFailed(
-            f"its divergence from the exported model is {found.kl:.3g} nats per token, that of the uniform "
-            f"distribution {found.kl_uniform:.3g}: it is another model"
+            f"its divergence from the exported model is {divergence.kl:.3g} nats per token, that of the uniform "
+            f"distribution {divergence.kl_uniform:.3g}: it is another model"
         )
-    return found
+    return divergence
 
 
 def _logprobs(folder: Path, in_vllm: bool, rows: Sequence[Row]) -> Iterator[Tensor]:

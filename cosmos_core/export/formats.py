@@ -1,11 +1,11 @@
-"""Export of a model in the quantised formats of `[export]`, each proven.
+"""Export of a model in the quantised formats of `[export]`, each verified by loading it.
 
-    <stage>/safetensors/step_N/   the model, see `checkpoint.export`
-    <stage>/FORMAT/step_N/        the same model quantised, with a model card of its own
-    <stage>/done/                 what a stage that was interrupted does not do again
+    <stage>/safetensors/step_N/   the unquantised model, see `checkpoint.export`
+    <stage>/FORMAT/step_N/        the quantised model, with a separate model card
+    <stage>/done/                 results of finished operations, which a resumed stage does not repeat
 
-A quantised model is loaded in a fresh interpreter by vLLM, and compared there with the model. Where a stage in `after`
-has run benchmarks on the same model, they are run again with the quantised one.
+vLLM loads each quantised model in a separate Python process, where it is compared with the unquantised model. If a
+stage in `after` has run benchmarks on the unquantised model, the same benchmarks are run on each quantised model.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ _BENCHMARKS = "evaluation/"
 
 
 class Plan(NamedTuple):
-    """How a format is made and compared."""
+    """Plan for quantising a model to one format, and for comparing the result with the unquantised model."""
 
     name: str
     scheme: Any
     layers: Layers
     problem: str
-    """Reason why vLLM does not run the format here; empty if it does."""
+    """Reason why vLLM cannot run the format on this machine; empty if vLLM can run it."""
 
     @property
     def line(self) -> str:
-        """Return a line about the format for the user."""
+        """Return a line for the user that describes the format and its quantised layers."""
         return describe(self.name, self.scheme, self.layers)
 
 
@@ -68,10 +68,10 @@ def run(stage: Stage) -> Outcome:
     """Export the model, and each quantised format of the recipe; see `checkpoint.export.run` for further errors.
 
     Raises:
-        ConfigError: vLLM does not run a format here, and `export.unproven` is false.
-        DataError: there are no rows to compare with.
-        ModelError: a format does not fit the model.
-        StageFailed: a format cannot be loaded, or is another model.
+        ConfigError: vLLM cannot run a format on this machine, and `export.unproven` is false.
+        DataError: there are no rows on which the models can be compared.
+        ModelError: a format does not support the layers of the model.
+        StageFailed: a quantised model cannot be loaded, or its divergence is that of a broken model.
         Preempted: a stop was requested; finished weight files are kept.
     """
     all_plans = plans(stage)
@@ -97,31 +97,31 @@ def run(stage: Stage) -> Outcome:
 
 
 def plans(stage: Stage) -> list[Plan]:
-    """Return how each quantised format is made.
+    """Return a plan for each quantised format of the recipe.
 
     Raises:
-        ConfigError: vLLM does not run a format here, and `export.unproven` is false.
-        ModelError: a format does not fit the model.
+        ConfigError: vLLM cannot run a format on this machine, and `export.unproven` is false.
+        ModelError: a format does not support the layers of the model.
     """
     config = stage.recipe.export
     with torch.device("meta"), meta_device_safe_creation_ops():
         revision = stage.recipe.policy.model_revision
         model = model_without_weights(stage.model, revision=revision, dtype=torch.bfloat16)
     layers = find_layers(model)
-    found = [Plan(name, scheme_of(name, layers), layers, vllm_problem(name)) for name in config.quantized]
-    for plan in found:
+    format_plans = [Plan(name, scheme_of(name, layers), layers, vllm_problem(name)) for name in config.quantized]
+    for plan in format_plans:
         if plan.problem and not config.unproven:
             raise ConfigError(
                 f"export.formats has {plan.name!r}, but {plan.problem}; leave it out, or set export.unproven = true"
             )
-    return found
+    return format_plans
 
 
 def _prepared_rows(stage: Stage) -> Path:
-    """Return the folder of the rows to compare with: those of the stage, else of the last training upstream.
+    """Return the folder of the rows for comparing models: rows of the stage, else of the last training upstream.
 
     Raises:
-        DataError: there is none.
+        DataError: neither the stage nor an upstream training has prepared rows.
     """
     if stage.data is not None:
         return stage.data
@@ -146,7 +146,7 @@ def _prepared_rows(stage: Stage) -> Path:
 
 
 def _once(stage: Stage, name: str, make: Callable[[], Outcome]) -> Outcome:
-    """Return the outcome of `make`, which is called again only if no earlier attempt of the stage has finished it."""
+    """Return the outcome of `make`, which is called only if no earlier attempt of the stage has saved the outcome."""
     file = stage.path / "done" / f"{name}.json"
     saved = read_object(file)
     outputs = tuple(saved.get("outputs", ()))
@@ -167,14 +167,14 @@ def _once(stage: Stage, name: str, make: Callable[[], Outcome]) -> Outcome:
 
 
 def _write_proven(stage: Stage, plan: Plan, plain: Outcome, rows: list[Row]) -> tuple[Outcome, Outcome]:
-    """Write a format and compare it with the model; return both outcomes."""
+    """Write the quantised model of a plan, compare it with the unquantised model, and return both outcomes."""
     written = _once(stage, plan.name, lambda: _write(stage, plan, plain))
     folder = stage.path / written.outputs[0]
     return written, _once(stage, f"{plan.name}-proof", lambda: _prove(stage, plan, plain, folder, rows))
 
 
 def _write(stage: Stage, plan: Plan, plain: Outcome) -> Outcome:
-    """Write a quantised format; its folder has its name only once it is complete."""
+    """Write the quantised model of a plan to a temporary folder, and rename the folder when it is complete."""
     folder = f"{plan.name}/step_{plain.info['step']}"
     target = stage.path / folder
     partial = target.with_name(f".{stage.fingerprint[:16]}.partial")
@@ -194,7 +194,7 @@ def _write(stage: Stage, plan: Plan, plain: Outcome) -> Outcome:
 
 
 def _prove(stage: Stage, plan: Plan, plain: Outcome, folder: Path, rows: list[Row]) -> Outcome:
-    """Load a format in fresh interpreters, and return its divergence and its benchmarks as metrics."""
+    """Load a quantised model in separate Python processes, and return its divergence and benchmarks as metrics."""
     source, reference = (
         stage.path / str(plain.info["model"]),
         stage.path / _LOGPROBS / ("unproven" if plan.problem else "proven"),
@@ -202,12 +202,12 @@ def _prove(stage: Stage, plan: Plan, plain: Outcome, folder: Path, rows: list[Ro
     stage.progress.phase("validate")
     if not reference.exists():
         _in_fresh_interpreter(stage, save_logprobs, source, not plan.problem, rows, reference)
-    found: Divergence = _in_fresh_interpreter(stage, compare, folder, not plan.problem, rows, reference)
+    divergence: Divergence = _in_fresh_interpreter(stage, compare, folder, not plan.problem, rows, reference)
     prefix = f"export/{plan.name}/"
     metrics = {
-        "kl": found.kl,
-        "kl_stderr": found.stderr,
-        "same_top_token": found.same_top,
+        "kl": divergence.kl,
+        "kl_stderr": divergence.stderr,
+        "same_top_token": divergence.same_top,
         "proven": float(not plan.problem),
     }
     evaluated = _evaluated(stage)
@@ -218,14 +218,16 @@ def _prove(stage: Stage, plan: Plan, plain: Outcome, folder: Path, rows: list[Ro
             metrics[name] = score
             if not name.endswith("_stderr"):
                 metrics[f"lost/{name.removeprefix(_BENCHMARKS)}"] = evaluated["metrics"][name] - score
-    return Outcome((), {prefix + name: value for name, value in metrics.items()}, {"tokens": found.num_tokens})
+    return Outcome((), {prefix + name: value for name, value in metrics.items()}, {"tokens": divergence.num_tokens})
 
 
 def _in_fresh_interpreter(
     stage: Stage, function: Callable[..., Any], folder: Path, *arguments: Any, followed: Path | None = None
 ) -> Any:
-    """Return the result of a function that reads `folder`. If it runs a stage in the folder `followed`, which may take
-    hours, the heartbeats of that stage are those of `stage`; any other function must end within an hour.
+    """Run a function that reads `folder` in a separate Python process, and return its result.
+
+    If the function runs another stage in the folder `followed`, the heartbeats of that stage are passed on to `stage`,
+    and the function may take hours. Without `followed`, the function must end within an hour.
 
     Raises:
         Preempted: a stop was requested.
@@ -249,7 +251,7 @@ def _in_fresh_interpreter(
 
 
 def _evaluated(stage: Stage) -> dict[str, Any] | None:
-    """Return the result of a stage in `after` that has run benchmarks on the model to export; None: there is none."""
+    """Return the result of a stage in `after` that has run benchmarks on the model to export; None: no such stage."""
     for result in stage.inputs.values():
         if any(name.startswith(_BENCHMARKS) for name in result["metrics"]):
             upstream = load_stage(Path(result["path"]))

@@ -15,7 +15,7 @@ from cosmos_core.types import Outcome
 
 
 def check(stage: Stage) -> Outcome:
-    """Check the model as for any stage that reads it, and that each format can be made and loaded.
+    """Check that the model can be read, and that each quantised format can be written and loaded.
 
     Raises:
         ConfigError, ModelError: the first problem.
@@ -34,10 +34,10 @@ def run(stage: Stage) -> Outcome:
 
 
 def _formats() -> Any:
-    """Return the module for quantised formats, imported here because its package comes with vLLM only.
+    """Return the module for quantised formats, imported here because its package is installed only with vLLM.
 
     Raises:
-        ConfigError: the package is missing.
+        ConfigError: the package `compressed_tensors` is not installed.
     """
     if importlib.util.find_spec("compressed_tensors") is None:
         raise ConfigError("export.formats needs the package compressed-tensors, which comes with vLLM; install vLLM")

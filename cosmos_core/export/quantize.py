@@ -1,7 +1,7 @@
 """Quantisation of an exported model to a format of compressed-tensors, by rounding to nearest, one tensor at a time.
 
-Rules, rounding and packing are those of the package `compressed_tensors`, which vLLM and transformers read. At most the
-quantised tensors of one weight file, a tensor to quantise and temporary values of `_CHUNK` weights are in memory.
+The package `compressed_tensors` defines rules, rounding and packing; vLLM and transformers read the files. Memory holds
+at most the quantised tensors of one weight file, one tensor to quantise and temporary values of `_CHUNK` weights.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ _PRESETS = {
     "int8": ("W8A8", "int-quantized"),
     "w4a16": ("W4A16", "pack-quantized"),
 }
-"""Preset of compressed-tensors and layout of the tensors, by format."""
+"""Quantisation preset and tensor layout of compressed-tensors, by the name of the format."""
 _GROUP_SIZES = (128, 64, 32)
-"""Sizes of groups of weights that vLLM's kernels support, the preferred one first."""
+"""Numbers of weights per quantisation group that vLLM's kernels support, the preferred number first."""
 _MULTIPLE = 32
-"""Number of which both sizes of a 4-bit weight must be multiples, for vLLM's kernels."""
+"""Number by which both dimensions of a 4-bit weight must be divisible, for vLLM's kernels."""
 _CHUNK = 1 << 23
 """Number of weights that are quantised at once."""
 _INDEX = "model.safetensors.index.json"
 
 
 class Layers(NamedTuple):
-    """The linear layers of a model."""
+    """Linear layers of a model: which are quantised, and which are not."""
 
     weights: dict[str, str]
-    """Name of the module to quantise by the name of its weight in the exported files."""
+    """Name of each module to quantise, by the name of its weight in the exported files."""
     shapes: dict[str, tuple[int, ...]]
-    """Shape (outputs, inputs) of these weights, by the same names."""
+    """Shape (outputs, inputs) of each weight to quantise, by the name of the weight in the exported files."""
     ignored: list[str]
     """Names of the linear modules that keep their weights: the output layer, and layers outside the decoder blocks."""
 
@@ -78,7 +78,7 @@ def find_layers(model: PreTrainedModel) -> Layers:
         )
     if not inside:
         raise ModelError(f"{name_of} has no linear layers in decoder blocks to quantise; see export.formats")
-    # The exported files may have other names than the modules.
+    # Weights may have other names in the exported files than in the modules.
     saved = revert_weight_conversion(model, dict(model.state_dict(keep_vars=True)))
     key_of = {id(tensor): key for key, tensor in saved.items()}
     weights = {key_of[id(module.weight)]: name for name, module in inside.items()}
@@ -90,7 +90,7 @@ def scheme_of(name: str, layers: Layers) -> QuantizationScheme:
     """Return the scheme of a quantised format; the groups of `w4a16` have the largest size that divides all inputs.
 
     Raises:
-        ModelError: a layer has a size that no group size of vLLM's kernels divides.
+        ModelError: the dimensions of a layer are not divisible by the group sizes of vLLM's kernels.
     """
     preset, layout = _PRESETS[name]
     scheme = preset_name_to_scheme(preset, ["Linear"])
@@ -109,7 +109,7 @@ def scheme_of(name: str, layers: Layers) -> QuantizationScheme:
 
 
 def describe(name: str, scheme: QuantizationScheme, layers: Layers) -> str:
-    """Return a line about a format, which names the size of the groups and the reason if it is not the usual one."""
+    """Return a line about a format: the number of layers, the group size, and the reason for an unusual group size."""
     text, size = f"{name}: {len(layers.weights)} linear layers quantised", scheme.weights.group_size
     if size is None:
         return text
@@ -124,7 +124,7 @@ def quantize_folder(
     layers: Layers,
     after_file: Callable[[int, int], None] = lambda done, count: None,
 ) -> None:
-    """Write the model in the folder `source` to the folder `target`, quantised, with all its other files.
+    """Quantise the model in the folder `source` to the folder `target`, and copy its other files.
 
     Weight files that an interrupted call has written to `target` are kept. `after_file` is called after each weight
     file with the number of finished files and of all files.
@@ -156,12 +156,12 @@ def quantize_folder(
 
 
 def _quantize_file(file: Path, target: Path, scheme: QuantizationScheme, layers: Layers) -> None:
-    """Write one weight file with its linear layers quantised; it has its name only once it is complete."""
+    """Write one weight file with its linear layers quantised, under a temporary name until the file is complete."""
     tensors: dict[str, Tensor] = {}
     with safe_open(file, framework="pt") as reader:
         keys = list(reader.keys())
     for key in keys:
-        # Closing the file after each tensor unmaps its pages, which otherwise count as memory of this process.
+        # Close the file after each tensor, because its mapped pages count as memory of this process.
         with safe_open(file, framework="pt") as reader:
             tensor = reader.get_tensor(key)
             if key not in layers.weights:
@@ -180,7 +180,8 @@ def _quantize_file(file: Path, target: Path, scheme: QuantizationScheme, layers:
 def quantize_weight(weight: Tensor, scheme: QuantizationScheme) -> dict[str, Tensor]:
     """Return the tensors of a quantised weight by the names of compressed-tensors, such as `weight_scale`.
 
-    Scales have the dtype of the weight, in which vLLM reads them; weights are divided by them in float32.
+    Scales have the dtype of the weight, because vLLM reads scales in this dtype. Weights are divided by their scales in
+    float32.
     """
     compressor = BaseCompressor.get_value_from_registry(str(scheme.format))
     num_rows = max(1, _CHUNK // weight.shape[1])
@@ -197,7 +198,7 @@ def quantize_weight(weight: Tensor, scheme: QuantizationScheme) -> dict[str, Ten
 
 
 def _index(files: list[Path]) -> dict[str, Any]:
-    """Return the content of the index of several weight files."""
+    """Return the content of `model.safetensors.index.json` for several weight files."""
     weight_map: dict[str, str] = {}
     size = 0
     for file in files:
