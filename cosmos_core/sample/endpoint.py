@@ -56,7 +56,7 @@ class Endpoint:
         completions = []
         try:
             for request in requests:
-                wait_for([request], math.inf, self._beat)  # no time limit here, since the client has one
+                wait_for([request], math.inf, self._beat)  # the HTTP client has its own time limit
                 completions.append(request.result())
         except OpenAIError as error:
             for request in requests:
@@ -82,7 +82,7 @@ class Endpoint:
             seed=seed % (1 << 31),
             extra_body=_extensions(sampling),
         )
-        if not getattr(reply, "choices", None):  # the client returns a reply that is not JSON as text
+        if not getattr(reply, "choices", None):  # a reply that is not JSON is a string, without choices
             raise StageFailed(f"sample.endpoint = {self.url!r}: the reply has no choices: {str(reply)[:100]}")
         choice = reply.choices[0]
         # Replace lone surrogates, which tokenizers refuse.
@@ -93,8 +93,8 @@ class Endpoint:
 
 
 def _extensions(sampling: Sampling) -> dict[str, float]:
-    """Return the sampling settings in use that vLLM's API has and OpenAI's API lacks, and that other servers may
-    refuse."""
+    """Return the sampling settings that differ from their defaults and that vLLM's API has in addition to OpenAI's API;
+    other servers may refuse them."""
     settings: dict[str, float] = {}
     if sampling.top_k > 0:
         settings["top_k"] = sampling.top_k

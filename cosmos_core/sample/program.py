@@ -1,8 +1,8 @@
 """Worker program of stage kind `sample`: complete prompts, score the completions, and write rows of the kept ones.
 
-<stage>/completions.jsonl   every prompt with all its completions, rewards and seeds; an interrupted stage goes on
-                            after the last complete batch
-<stage>/rows/train.jsonl    the rows: conversations for SFT, or pairs for DPO
+<stage>/completions.jsonl   every prompt with all its completions, rewards and seeds; a resumed stage continues after
+                            the last complete batch of prompts
+<stage>/rows/train.jsonl    rows of the kept completions: conversations for SFT, or pairs for DPO
 <stage>/pass_rates.jsonl    the pass rate of each prompt
 """
 
@@ -105,7 +105,7 @@ def _complete(stage: Stage, prompts: Prompts, sampling: Sampling) -> list[Sample
 
 
 def _completer(stage: Stage, sampling: Sampling, stack: ExitStack) -> Callable[[Sequence[Prompt]], list[Group]]:
-    """Return a function that completes prompts with the model of the stage, or with the model of an endpoint."""
+    """Return a function that completes prompts with the model of the stage, or with an OpenAI-compatible server."""
     if stage.recipe.sample.endpoint:
         from cosmos_core.sample.endpoint import Endpoint  # imported here, since the package openai is optional
 
@@ -127,14 +127,14 @@ def _completer(stage: Stage, sampling: Sampling, stack: ExitStack) -> Callable[[
 
 
 def messages_of(prompt: Prompt, system_prompt: str) -> list[dict[str, Any]]:
-    """Return the turns of a prompt's conversation; `system_prompt` is for prompts without one of their own."""
+    """Return the turns of a prompt's conversation; `system_prompt` is inserted if the prompt has no system turn."""
     content = prompt.metadata.get("prompt", prompt.text)
     turns = [{"role": "user", "content": content}] if isinstance(content, str) else [*content]
     return with_system(turns, system_of(prompt.metadata) or system_prompt)
 
 
 def tools_of(prompt: Prompt) -> dict[str, str]:
-    """Return the column with the tools that a prompt was rendered with, as JSON; empty if its row has none."""
+    """Return the column `tools`, as JSON, with the tools that a prompt was rendered with; no column without tools."""
     tools = read_tools(prompt.metadata, f"prompt {prompt.id}")
     return {"tools": json.dumps(tools, ensure_ascii=False)} if tools else {}
 
@@ -147,7 +147,7 @@ def _stop_if_requested(stage: Stage, done: int) -> None:
 
 
 def _origin_columns(stage: Stage) -> dict[str, str]:
-    """Return the columns that name the model which sampled the rows."""
+    """Return the columns of each row that name the model which generated the completions, and its digest."""
     if stage.recipe.sample.endpoint:
         return {"model": stage.recipe.sample.endpoint_model, "model_digest": ""}
     name = source_of(stage.config.model)
@@ -159,11 +159,11 @@ def _origin_columns(stage: Stage) -> dict[str, str]:
 
 
 def _require_rewards(file: Path, records: Sequence[Sampled]) -> None:
-    """Check that a completion has a valid reward; otherwise remove the file of the records, so that a repeated stage
-    scores the completions again, with rewards that may be available by then.
+    """Check that at least one completion has a valid reward; otherwise remove the file of the records, so that a
+    repeated stage generates and scores the completions again.
 
     Raises:
-        RewardError: no completion has one.
+        RewardError: no completion has a valid reward.
     """
     candidates = [each for record in records for each in record.candidates]
     if any(each.reward is not None for each in candidates):

@@ -1,4 +1,4 @@
-"""Records of completed prompts, one line of `completions.jsonl` each, from which an interrupted stage continues."""
+"""Records of completed prompts, one per line of `completions.jsonl`, from which a resumed stage continues."""
 
 import json
 import os
@@ -19,9 +19,9 @@ class Candidate:
     """A scored completion of a prompt."""
 
     text: str
-    """Text of the completion; with several turns, the text of the last turn."""
+    """Text of the completion; if the completion has several turns, the text of its last turn."""
     turns: list[dict[str, str]]
-    """Turns of a conversation that the completion consists of."""
+    """Turns of the completion, as turns of a conversation."""
     reward: float | None
     """Weighted sum of the completion's rewards; None: a reward is invalid."""
     rewards: dict[str, float]
@@ -44,7 +44,7 @@ class Sampled:
 
 
 def sampled_of(scored: ScoredGroup, sampling: Sampling) -> Sampled:
-    """Return the record of a scored group."""
+    """Return the record of a prompt with its scored completions."""
     prompt, candidates = scored.group.prompt, []
     for k, (completion, score) in enumerate(zip(scored.group.completions, scored.scores, strict=True)):
         turns = [{"role": turn.role, "content": turn.text} for turn in completion.turns]
@@ -64,10 +64,10 @@ def sampled_of(scored: ScoredGroup, sampling: Sampling) -> Sampled:
 
 
 def read_records(folder: Path, batch: int, total: int) -> list[Sampled]:
-    """Return the records of the complete batches in a folder, and remove others from the file.
+    """Return the records of the complete batches in a folder, and remove the records of an incomplete batch.
 
-    A resumed stage then generates the same batches as an uninterrupted one. `batch` is the number of prompts in a
-    batch. `total` is the number of all prompts, after which the last batch is complete even if it is smaller.
+    A resumed stage then generates the same batches as an uninterrupted stage. `batch` is the number of prompts per
+    batch, and `total` the number of all prompts; the last batch may be smaller than `batch`.
     """
     path = folder / FILE
     if not path.is_file():

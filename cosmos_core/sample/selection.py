@@ -42,16 +42,16 @@ def select_completions(sampled: Sampled, keep: KeepConfig, rate: float | None, s
         passing = [*best_by_text.values()]
     passing = passing[: keep.best or None]
     if keep.max_per_prompt and len(passing) > keep.max_per_prompt:
-        chosen = random.Random(f"{seed}/{sampled.id}").sample(range(len(passing)), keep.max_per_prompt)
-        passing = [passing[i] for i in sorted(chosen)]
+        indices = random.Random(f"{seed}/{sampled.id}").sample(range(len(passing)), keep.max_per_prompt)
+        passing = [passing[i] for i in sorted(indices)]
     return passing
 
 
 def select_pair(
     sampled: Sampled, passing: Sequence[Candidate], min_margin: float
 ) -> tuple[Candidate, Candidate] | None:
-    """Return the best of the completions that passed and the worst completion of the prompt; None if their rewards do
-    not differ by more than `min_margin`, or none passed."""
+    """Return the best completion in `passing` and the worst completion of the prompt; None if `passing` is empty, or if
+    the two rewards do not differ by more than `min_margin`."""
     if not passing:
         return None
     best, worst = passing[0], max(_scored_with_text(sampled), key=_descending)
@@ -66,7 +66,10 @@ def rows_of(
     passing: Sequence[Candidate],
     origin: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
-    """Return the rows of a prompt: conversations, or with `pairs` at most one pair; `origin` has further columns."""
+    """Return the rows of a prompt: a conversation per completion, or at most one pair if `config` asks for pairs.
+
+    `passing` are the completions to keep, and `origin` has the columns that name the model.
+    """
     if config.pairs:
         best_and_worst = select_pair(sampled, passing, config.min_margin)
         if best_and_worst is None:
@@ -95,8 +98,8 @@ def metrics_of(
 ) -> dict[str, float]:
     """Return the metrics of a selection.
 
-    `sample/reward_random` is the expected reward of a random completion of each prompt. It is the baseline for
-    `sample/reward_best`, the reward of the best completion, and for `sample/reward_kept`.
+    `sample/reward_random` is the expected reward of a random completion of each prompt: the baseline for the reward of
+    the best completion (`sample/reward_best`) and of the kept completions (`sample/reward_kept`).
     """
     groups = [values for record in records if (values := _rewards(record.candidates))]
     candidates = [each for record in records for each in record.candidates]
@@ -131,7 +134,7 @@ def _rewards(candidates: Sequence[Candidate]) -> list[float]:
 
 
 def _descending(candidate: Candidate) -> tuple[float, int]:
-    """Return a key that sorts completions by reward, highest first, and by seed for equal rewards, so that the order of
-    sampling favours no completion."""
+    """Return a sort key for completions: highest reward first, and in the order of the seeds for equal rewards, so that
+    the order of generation favours no completion."""
     assert candidate.reward is not None
     return -candidate.reward, candidate.seed
