@@ -1,4 +1,4 @@
-"""Tasks of lm-eval that a recipe names, which are looked up and whose rows are loaded before the model is loaded."""
+"""Tasks of lm-eval that a recipe names; the tasks and their rows are loaded before the model is loaded."""
 
 import os
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from cosmos_core.errors import ConfigError, DataError, first_line
 from cosmos_core.registry import suggestion
 
 _UNAVAILABLE_ROWS = (OSError, ValueError, httpx.HTTPError, DatasetsError)
-"""Errors raised if the rows of a task are not in the cache and cannot be downloaded, or cannot be read."""
+"""Exceptions of `datasets` if the rows of a task cannot be read, or are not cached and cannot be downloaded."""
 _REMEDY = (
     "download them where there is a network and set HF_HOME to that cache, or name a task of local files in "
     "evaluate.include_path"
@@ -27,9 +27,9 @@ class Benchmarks:
 
     manager: TaskManager
     names: list[str]
-    """Names of tasks, groups and tags to which the recipe's patterns resolve."""
+    """Names of the lm-eval tasks, groups and tags that match the recipe's patterns."""
     num_items: dict[str, int]
-    """Number of items to measure, by task."""
+    """Number of items to evaluate, by the name of the task."""
 
 
 def open_benchmarks(settings: EvaluateConfig) -> Benchmarks:
@@ -57,8 +57,8 @@ def open_benchmarks(settings: EvaluateConfig) -> Benchmarks:
 
 
 def _manager(settings: EvaluateConfig) -> TaskManager:
-    """Return the index of tasks, without lm-eval's own tasks if the recipe uses none of those, because reading them
-    takes half a minute."""
+    """Return the index of tasks, without the built-in tasks of lm-eval if the recipe uses only other tasks, because
+    reading the built-in tasks takes half a minute."""
     if settings.include_path:
         user_tasks = TaskManager(include_path=settings.include_path, include_defaults=False)
         tasks = {name for name, entry in user_tasks.task_index.items() if entry.kind in {Kind.TASK, Kind.PY_TASK}}
@@ -83,7 +83,7 @@ def matching(manager: TaskManager, pattern: str) -> list[str]:
 
 
 def _load(manager: TaskManager, name: str) -> dict[str, Any]:
-    """Load the tasks that a name of a task, group or tag stands for, with their rows, and return them by name."""
+    """Load the tasks of a task, group or tag name, with the rows of the tasks, and return the tasks by name."""
     try:
         tasks: dict[str, Any] = manager.load([name])["tasks"]
         for task in tasks.values():

@@ -1,8 +1,8 @@
-"""Worker program of stage kind `evaluate`: run lm-eval's benchmarks, with the same results as its command line.
+"""Worker program of stage kind `evaluate`: run benchmarks with lm-eval, with the results of lm-eval's command line.
 
-Writes `evaluation.json` (metrics, and how each task was run), `items.parquet` (one row per item of a task, so that
-two models can be compared on the same items) and `samples.jsonl` (some generated texts, for the report). Responses are
-kept until the end, and a stage that was stopped or killed continues after the last of them.
+Writes `evaluation.json` (metrics and settings of each task), `items.parquet` (one row per item of a task, so that two
+models can be compared on the same items) and `samples.jsonl` (some generated texts, for the report). Responses are
+cached until the end, so that a stage that was stopped or killed continues after the last response.
 """
 
 import json
@@ -34,7 +34,7 @@ def check(stage: Stage) -> Outcome:
     """Check that the tasks of the stage can be run, and that its model can be read.
 
     Raises:
-        ConfigError, DataError, ModelError: the first problem.
+        ConfigError, DataError, ModelError: a task or the model has a problem.
     """
     architecture = _describe_model(stage)
     counts = open_benchmarks(stage.recipe.evaluate).num_items
@@ -50,7 +50,7 @@ def run(stage: Stage) -> Outcome:
         Preempted: a stop was requested.
     """
     _describe_model(stage)
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # lm-eval warns of each default of each task
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # lm-eval logs a warning for each default setting of a task
     stage.progress.phase("prepare")
     settings = stage.recipe.evaluate
     benchmarks = open_benchmarks(settings)

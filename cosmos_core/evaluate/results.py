@@ -19,8 +19,8 @@ _TEXTS = ("doc_hash", "prompt_hash", "response")
 
 
 def metrics_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Return the metrics of tasks and groups as `evaluation/TASK/METRIC`, with `evaluation/TASK/METRIC_stderr` where
-    lm-eval knows the standard error."""
+    """Return the metrics of tasks and groups as `evaluation/TASK/METRIC`, with `evaluation/TASK/METRIC_stderr` if
+    lm-eval returns a standard error."""
     metrics: dict[str, float] = {}
     for task, values in results.items():
         first = next((filter_ for _, comma, filter_ in (key.partition(",") for key in values) if comma), "")
@@ -74,7 +74,7 @@ def texts_of(samples: Mapping[str, list[dict[str, Any]]], most: int) -> list[dic
 
 
 def facts_of(results: Mapping[str, Any]) -> dict[str, JsonValue]:
-    """Return facts about each task by name: version, numbers of items and examples, and settings of generation."""
+    """Return facts about each task by its name: version, number of items and few-shot examples, generation settings."""
     facts: dict[str, JsonValue] = {}
     for task, config in results["configs"].items():
         settings = {name: config[name] for name in _FACTS if config.get(name) is not None}

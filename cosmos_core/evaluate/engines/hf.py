@@ -1,4 +1,4 @@
-"""Benchmarks with forward passes of transformers, as `lm_eval --model hf` makes them."""
+"""Engine that runs benchmarks with transformers, like `lm_eval --model hf`."""
 
 from collections.abc import Callable
 from typing import Any

