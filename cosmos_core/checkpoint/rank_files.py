@@ -36,7 +36,7 @@ class LocalTensor(NamedTuple):
 
 
 def own_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, LocalTensor]:
-    """Return the local tensors that this rank writes, by name; only the lowest of the ranks with a replica writes it.
+    """Return the local tensors that this rank writes, by name; the lowest rank with a replica of a tensor writes it.
 
     The function is collective: every rank calls it.
     """
@@ -77,7 +77,7 @@ def safetensors_blocks(
 ) -> Iterable[memoryview | bytes]:
     """Yield the blocks of a safetensors file: eight bytes with the length of the header, the header, then each
     tensor."""
-    # Wide dtypes first, so that the offset of each tensor is a multiple of its element size.
+    # Tensors of wide dtypes come first, so that the offset of each tensor is a multiple of its element size.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     header: dict[str, object] = {"__metadata__": metadata}
     end = 0

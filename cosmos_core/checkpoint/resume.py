@@ -212,7 +212,7 @@ def refuse_pickled_shards(policy: Path) -> None:
 
 
 def _file_problem(file: Path, record: dict[str, Any], is_hashed: bool) -> str | None:
-    if not os.path.isfile(file):  # Path.is_file would raise an error for an invalid file name
+    if not os.path.isfile(file):  # unlike Path.is_file, os.path.isfile returns False for an invalid file name
         return f"{file.name} is gone"
     size = file.stat().st_size
     if size != record["size"]:

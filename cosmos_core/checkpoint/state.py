@@ -123,7 +123,7 @@ def empty_tensors(state: TrainState, saved: Mapping[str, tuple[torch.Size, torch
 
 
 def adopt_optimizer_tensors(state: TrainState, tensors: Mapping[str, Tensor]) -> None:
-    """Load optimizer state from `tensors`, a result of `empty_tensors` filled by a reader, into the optimizer."""
+    """Load `tensors`, a result of `empty_tensors` into which a checkpoint was read, into the optimizer of `state`."""
     live = state.optimizer.state_dict()
     parameters = [parameter for group in state.optimizer.param_groups for parameter in group["params"]]
     indices = {id(parameter): index for index, parameter in enumerate(parameters)}
@@ -224,7 +224,7 @@ def _take_tensors(value: Any, name: str, tensors: dict[str, Tensor]) -> JsonValu
 
 
 def _put_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return a result of `_take_tensors` in which the tensors are put back, from `tensors`, for the JSON objects."""
+    """Return JSON in which each object that names a tensor is replaced by the tensor; inverse of `_take_tensors`."""
     if isinstance(value, dict):
         if value.keys() == {_TENSOR}:
             return tensors[value[_TENSOR]]
@@ -258,5 +258,5 @@ def _text(state: Tensor) -> str:
 
 
 def _tensor(text: str) -> Tensor:
-    """Return the uint8 tensor of a base64 text."""
+    """Return the uint8 tensor that a base64 text encodes."""
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
