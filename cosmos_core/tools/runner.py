@@ -108,7 +108,7 @@ class ToolRunner(Workers):
             reason = f"not done in {self._timeout:g} s" if isinstance(error, TimeoutError) else ending(error)
             log.warning("tool %s: %s", name, reason)
             return _error(reason)
-        except Exception as error:  # noqa: BLE001 - the policy receives the error, such as of unpicklable arguments
+        except Exception as error:  # noqa: BLE001 - any error, such as of unpicklable arguments, goes to the policy
             return _error(one_line(error))
 
     def _open(self) -> ProcessPool:
