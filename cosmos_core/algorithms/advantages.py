@@ -161,7 +161,7 @@ ADVANTAGE_RULES: dict[str, Callable[[list[np.ndarray]], list[np.ndarray]]] = {
     "reinforce++-baseline": _centre,
     "maxrl": _max_rl,
 }
-"""Functions from the rewards of all groups to advantages, by rule.
+"""Functions that turn the rewards of all groups into advantages, by the name of the rule (`algo`).
 
 `advantages` then applies `whiten` over tokens to the results of both REINFORCE++ rules.
 """

@@ -61,7 +61,7 @@ class Correction:
     Sequences above the bound get weight 0. None: no bound.
     """
     max_k3: float | None = None
-    """Upper bound of the maximum of w - 1 - log w in a sequence; None: no bound. Above it the weight is 0."""
+    """Upper bound of w - 1 - log w of each token in a sequence; other sequences get weight 0; None: no bound."""
     scale: float = 1.0
     """Divisor of all weights: the mean weight if weights are self-normalised, else 1."""
 

@@ -79,7 +79,7 @@ def teacher_loss(
 def discounted_sums(values_BS: Tensor, discount: float) -> Tensor:
     """Return for each token the sum over n = 1, 2, ... of discount^n times the value n tokens later."""
     total_BS, reach = values_BS, 1
-    while discount and reach < values_BS.shape[1]:  # `total_BS` has sums over `reach` tokens; an iteration doubles it
+    while discount and reach < values_BS.shape[1]:  # `total_BS` sums over `reach` tokens; an iteration doubles `reach`
         total_BS = total_BS + discount**reach * pad(total_BS[:, reach:], (0, reach))
         reach *= 2
     return discount * pad(total_BS[:, 1:], (0, 1))

@@ -44,8 +44,8 @@ class NftLosses:
     policy_B: Tensor
     """Policy loss that is optimized, without the KL term."""
     unweighted_B: Tensor
-    """Policy loss without the factor scale / beta: r times the loss of the positive policy plus 1 - r times that of the
-    negative policy."""
+    """Policy loss without the factor scale / beta: the optimality r times the loss of the positive policy, plus 1 - r
+    times the loss of the negative policy."""
     kl_B: Tensor
     """Mean squared distance of the policy's velocity to that of the reference policy; 0 without a reference policy."""
     deviation_B: Tensor
@@ -121,10 +121,10 @@ class StepInputs:
     """Log-probability of the step under the policy that sampled the rollout."""
     advantages_B: Tensor
     old_mean: Tensor | None = None
-    """Mean of the step under the policy that sampled the rollout; required by GRPO-Guard."""
+    """Mean of the latents after the step under the policy that sampled the rollout; required by GRPO-Guard."""
     reference: Transition | None = None
     sizes_B: Tensor | None = None
-    """Size of the step, the noise level before minus the noise level after; required by GRPO-Guard."""
+    """Step size of each sample, the noise level before minus the noise level after; required by GRPO-Guard."""
     mask: Tensor | None = None
     """Mask of video frames: 1 for trained frames, 0 for conditioning frames; None: all frames are trained."""
 

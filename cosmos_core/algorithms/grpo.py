@@ -332,7 +332,7 @@ def _correction(config: GrpoConfig, sampling: Sampling | None) -> Correction | N
         low, high = config.rollout_correction_low, config.rollout_correction_high
         correction = replace(correction, rule=config.rollout_correction, low=low, high=high)
     elif config.use_rollout_logprobs_for_loss or (config.aipo_rho and config.aipo_form == "weighted"):
-        pass  # the objective already uses the ratio to the rollout policy, so weights would count it twice
+        pass  # the objective already contains the ratio to the rollout policy, so importance weights would repeat it
     elif sampling is not None and sampling.is_off_policy:
         correction = replace(correction, rule="truncate", high=config.rollout_correction_high)
     refuses = any(limit is not None for limit in (correction.geometric, correction.mean_k3, correction.max_k3))

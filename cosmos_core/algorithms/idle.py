@@ -13,9 +13,9 @@ from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.data.sample import Sample
 
 METRIC = "train/completions_without_gradient"
-"""Metric: number of completions of the train step whose gradient is exactly 0."""
+"""Name of the metric that counts the completions of a train step whose gradient is exactly 0."""
 NUM_COMPARED = 4
-"""Minimum number of completions that an optimizer step runs, although their gradient may be 0."""
+"""Minimum number of completions per optimizer step that run through the model, even if their gradient is 0."""
 
 
 def follows_advantage(config: GrpoConfig, settings: PolicySettings) -> bool:

@@ -15,7 +15,7 @@ SCALES_WITH_ADVANTAGE = True
 
 
 def dppo_kl(terms: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, Metrics]:
-    """Return the DPPO loss per token with a trust region, the tokens whose KL(old policy || policy) is within a bound.
+    """Return the DPPO loss per token, which is 0 outside the trust region of a small KL(old policy || policy).
 
     The bound is epsilon_high if the advantage is above 0 and the token's probability has risen, and epsilon_low if the
     advantage is not above 0 and the probability has fallen. All other tokens are inside the region.

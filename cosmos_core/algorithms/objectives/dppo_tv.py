@@ -11,7 +11,7 @@ SCALES_WITH_ADVANTAGE = True
 
 
 def dppo_tv(terms: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, Metrics]:
-    """Return the DPPO loss per token with a trust region, the tokens whose probability has changed within a bound.
+    """Return the DPPO loss per token, which is 0 outside the trust region of tokens whose probability changed little.
 
     For an advantage above 0 the probability must not have risen by more than epsilon_high; otherwise it must not have
     fallen by more than epsilon_low.
