@@ -34,7 +34,7 @@ class AsyncGroupSource:
 
     fleet: Fleet
     take: Callable[[int, int], Sequence[Prompt]]
-    """Function `(position, count)` that returns `count` prompts in the order of the data, over all epochs, or fewer."""
+    """Function `(position, count)` that returns `count` prompts of the data over all epochs; fewer at the end."""
     score: ScoreGroups
     """Function that scores groups of completions; called in a thread of the first rank only."""
     sampling: Sampling
@@ -42,11 +42,11 @@ class AsyncGroupSource:
     steps: StepGroups
     """Mapping from train steps to the groups that each step needs."""
     max_lag: int
-    """Maximum number of steps by which the weights of a group may be older than the step that trains on it."""
+    """Maximum number of steps by which the weights that generate a group may be older than its train step."""
     resync: Callable[[int], object]
     """Function that sends the current weights, as the version of a train step, to engines without weights."""
     on_wait: Callable[[int], None] = lambda step: None
-    """Function called with the train step while the source waits for groups; may raise to stop."""
+    """Function called with the train step while the source waits for groups; it may raise an error to stop."""
     num_extra_prompts: int = 0
     """Number of prompts that engines get beyond those that `max_lag` allows, so that engines stay busy.
 
@@ -58,14 +58,14 @@ class AsyncGroupSource:
     filter: Filter | None = None
     """Filter of groups without a learning signal, which are replaced by new groups; None: all groups are kept."""
     sleeps_in_training: bool = False
-    """Whether engines get prompts only while the training waits for groups, because they sleep while it trains."""
+    """Whether engines sleep during training, so that they get prompts only while the training waits for groups."""
     sampled: Sequence[ScoredGroup] = ()
     _position: int = 0
     """Position, in the order of the data, of the first prompt that no train step has used."""
     _step: int = 0
     """Number of the train step that will use the first unused prompt."""
     _num_groups_needed: int | None = None
-    """Number of groups that the current train step needs; None: the number that `steps` plans."""
+    """Number of groups that the current train step needs; None: the number in `steps`."""
     _next: int = 0
     """Position, in the order of the data, of the next prompt to send to an engine."""
     _pending: dict[int, Future[Group]] = field(default_factory=dict)

@@ -77,7 +77,7 @@ class _Request:
 
 @dataclass
 class PooledEngine:
-    """State of one engine on the first rank."""
+    """State of one rollout engine, as the first rank keeps it."""
 
     handle: Handle
     description: Description | None = None
@@ -158,12 +158,12 @@ class EnginePool:
         return new_request.group
 
     def open_engines(self) -> list[PooledEngine]:
-        """Return the engines that are open."""
+        """Return the engines that are open and not known to be dead."""
         with self.lock:
             return [member for member in self.engines.values() if member.description and not member.error]
 
     def loaded_engines(self) -> list[PooledEngine]:
-        """Return the engines that have weights."""
+        """Return the engines that have weights and are not known to be dead."""
         with self.lock:
             return [member for member in self.engines.values() if member.version is not None and not member.error]
 

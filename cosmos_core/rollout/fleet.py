@@ -31,7 +31,7 @@ class _Process(NamedTuple):
 
     @property
     def is_alive(self) -> bool:
-        """Return whether the member still has the same process."""
+        """Return whether the engine still runs in the process with which the weight load began."""
         return self.member.description is self.description
 
 
@@ -90,7 +90,7 @@ class Fleet:
     def request(
         self, prompt: Prompt, sampling: Sampling, step: int, *, is_urgent: bool = False, version: int | None = None
     ) -> Future[Group]:
-        """Request one group, ahead of waiting requests if it is urgent; on the first rank, from any thread.
+        """Request one group, ahead of waiting requests if it is urgent; call it on the first rank, in any thread.
 
         `version`: see `EnginePool.request`; the caller must not load other weights before the group is done.
         """

@@ -104,7 +104,7 @@ class ConditioningFrames:
     num_B: Tensor
 
     def insert(self, x: Tensor) -> Tensor:
-        """Return latents in which the conditioning frames are inserted."""
+        """Return the latents `x` with the conditioning frames inserted."""
         return torch.where(self.is_learned(x), x, self.latents.to(x))
 
     def is_learned(self, x: Tensor) -> Tensor:

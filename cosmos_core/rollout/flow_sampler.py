@@ -33,7 +33,7 @@ from cosmos_core.types import Completion, DiffusionSample, Group, Prompt, Sampli
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One completion to sample."""
+    """Completion to sample: number `k` of a prompt."""
 
     prompt: Prompt
     k: int

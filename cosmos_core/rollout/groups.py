@@ -89,7 +89,7 @@ class SyncGroupSource:
     batch_size: int
     """Number of prompts that an engine processes at a time."""
     on_wait: Callable[[int], None] = lambda step: None
-    """Function called with the train step after each generated batch; may raise to stop before the step is trained."""
+    """Function called with the train step after each generated batch; it may raise an error to stop the training."""
     publish_every: int = 1
     """Number of train steps between two weight loads into the engine."""
     is_over: ClassVar[bool] = False
@@ -186,7 +186,7 @@ class FilteredGroupSource:
 
     sync: SyncGroupSource
     take: Callable[[int, int], Sequence[Prompt]]
-    """Function `(position, count)` that returns `count` prompts in the order of the data, over all epochs, or fewer."""
+    """Function `(position, count)` that returns `count` prompts of the data over all epochs; fewer at the end."""
     num_groups: int
     """Number of groups in a train step, unless the caller of `next` sets another number."""
     filter: Filter | None = Filter()
@@ -255,7 +255,7 @@ class FilteredGroupSource:
 
 
 def check_scores(step: int, groups: Sequence[ScoredGroup], metrics: Sequence[str] = ()) -> None:
-    """Check that the rewards of train step `step` are usable, before further prompts are sampled in vain.
+    """Check that the rewards of train step `step` are usable, before further prompts are sampled.
 
     `metrics` are the names of the reward metrics by which groups are filtered.
 

@@ -94,7 +94,7 @@ class HfEngine:
         return [Group(p, tuple(row for chunk in chunks for row in chunk[i]), step) for i, p in enumerate(prompts)]
 
     def _rows(self, prompts: Sequence[Prompt], sampling: Sampling, step: int, ks: range) -> list[list[Completion]]:
-        """Return the completions with the numbers `ks` of each prompt."""
+        """Return for each prompt the completions whose numbers, counted from 0, are in `ks`."""
         with self._inference():
             tokens_RT, logprobs_RT, lengths_R = self._sample(prompts, sampling, step, ks)
         rows = []
@@ -298,7 +298,7 @@ def _group_batchable(prompts: Sequence[Prompt]) -> list[list[int]]:
 def _replica(settings: EngineSettings) -> PreTrainedModel:
     """Load a complete model as a replica of the trainer's sharded model.
 
-    The replica has an adapter if only an adapter is trained; else it is the plain model, and adapters are sent merged.
+    If only an adapter is trained, the replica has an adapter. Otherwise it receives weights with merged adapters.
     """
     trained = settings.model
     replica = load_model(settings.folder, revision=getattr(trained.config, "_commit_hash", None), dtype=trained.dtype)

@@ -55,7 +55,7 @@ class WeightPublisher:
     dtype: torch.dtype
     """Dtype that the engine computes in."""
     meta_copy: PreTrainedModel | None = None
-    """The same model on the meta device before it was sharded; None: `model` is complete."""
+    """Copy of the model on the meta device, made before the model was sharded; None: the model is not sharded."""
     probe_interval: int = 50
     """Number of weight versions between two probes, in addition to probes after the first load and after a sleep."""
     transfer_dtype: torch.dtype | None = None
@@ -78,7 +78,7 @@ class WeightPublisher:
             nonlocal num_sent, num_bytes
             assert self._weights is not None
             for bucket in self._weights.buckets():
-                cast = {storage_of(tensor): self._cast(tensor) for _, tensor in bucket}  # cast tied weights once
+                cast = {storage_of(tensor): self._cast(tensor) for _, tensor in bucket}  # tied weights are cast once
                 num_sent += len(bucket)
                 num_bytes += sum(tensor.nbytes for tensor in cast.values())
                 yield [(name, cast[storage_of(tensor)]) for name, tensor in bucket]
@@ -155,7 +155,7 @@ class _Unit:
     tensors: dict[str, FullTensor] = field(default_factory=dict)
     """Tensors to gather, by key in the state dict."""
     plain: dict[str, str] = field(default_factory=dict)
-    """State-dict key of each name without an adapter; tied weights have two names and one key."""
+    """State-dict key of each weight, by name in a model without adapters; tied weights have two names and one key."""
     adapted: dict[str, Any] = field(default_factory=dict)
     """Layers whose adapter is merged before sending, by module name."""
 

@@ -155,7 +155,7 @@ class Replica:
     def end_load(self, version: int, *, background: bool, waits: bool) -> LoadReceipt:
         """End the load after the last bucket, and wait until all weights are loaded.
 
-        With `background`, loading begins only now. With `waits`, it begins only when no request is in flight any more.
+        With `background`, loading begins only now. With `waits`, loading first waits until no request is in flight.
 
         Raises:
             StageFailed: a tensor is missing, or the model has no such tensor.

@@ -17,7 +17,7 @@ def sample_tokens(logprobs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
 def use_uniform_sampling(worker: object) -> None:
     """Make a vLLM worker sample with `sample_tokens`; called on each rank.
 
-    By default vLLM draws one exponential number per vocabulary entry and row, which takes a fifth of the time of a
+    By default vLLM samples one exponential number per vocabulary entry and row, which takes a fifth of the time of a
     decoding step on CPU.
     """
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
@@ -26,7 +26,7 @@ def use_uniform_sampling(worker: object) -> None:
         logits_BV: Tensor, generators: dict[int, torch.Generator], top_k_B: Tensor | None, top_p_B: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         logprobs_BV = apply_top_k_top_p(logits_BV, top_k_B, top_p_B).log_softmax(-1, dtype=torch.float32)
-        uniforms_B = torch.zeros(len(logits_BV), dtype=torch.float64)  # 0 for greedy rows
+        uniforms_B = torch.zeros(len(logits_BV), dtype=torch.float64)  # stays 0 for greedy rows
         for row, generator in generators.items():
             uniforms_B[row] = torch.rand((), generator=generator, dtype=torch.float64)
         return sample_tokens(logprobs_BV, uniforms_B), logprobs_BV

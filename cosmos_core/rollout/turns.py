@@ -53,7 +53,7 @@ class _Conversation:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Return all tokens after the prompt."""
+        """Return the ids of all tokens of the conversation after the prompt."""
         return tuple(token for segment in self.segments for token in segment.token_ids)
 
     @property
@@ -62,7 +62,7 @@ class _Conversation:
         return self.group.sampling.max_tokens - sum(len(segment.token_ids) for segment in self.segments)
 
     def end(self, reason: Literal["stop", "length"]) -> None:
-        """Add the finished completion to its group."""
+        """End the conversation, and add its completion with the finish reason `reason` to the group."""
         text = next(turn.text for turn in reversed(self.turns) if turn.role == "assistant")
         self.group.done[self.k] = Completion(tuple(self.segments), reason, text, tuple(self.turns))
 

