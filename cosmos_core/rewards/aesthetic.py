@@ -42,7 +42,7 @@ def aesthetic(to_be_evaluated: str, reference: str, *, media: Any, custom: Any) 
 
 
 def _layers(file: Path, device: Any) -> list[tuple[Any, Any]]:
-    """Return the weight and the bias of each linear layer, in order."""
+    """Return the weight and the bias of each linear layer in the predictor's file, in order."""
     import torch
     from safetensors.torch import load_file
 

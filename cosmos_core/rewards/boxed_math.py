@@ -27,7 +27,7 @@ _BOXED_INTEGER = re.compile(rf"\\boxed\{{{_INTEGER}\}}[\s$.]*")
 
 
 def boxed_math(to_be_evaluated: str, reference: str) -> float:
-    """Return 1 if the completion's last LaTeX or plain expression equals the reference, else 0, also if it lacks one.
+    """Return 1 if the completion's last LaTeX or plain expression equals the reference, else (or without one) 0.
 
     The reference is LaTeX; without `$..$` or `\\boxed{}` it counts as boxed. In a reference in the format of GSM8K
     (`#### 72`), only the text after `####` counts. A reference that cannot be parsed is invalid. `\\fbox`, a trailing

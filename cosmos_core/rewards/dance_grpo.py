@@ -44,7 +44,7 @@ class DanceGrpoReward:
             self._inferencer = module.VideoVLMRewardInference(load_from_pretrained=path, device=device, dtype=dtype)
 
     def score(self, items: Sequence[Item]) -> Columns:
-        """Return the scores of each video."""
+        """Return the four scores of each video, by key."""
         columns: Columns = {key: [] for key in _KEYS.values()}
         with tempfile.TemporaryDirectory() as folder:
             for i, item in enumerate(items):

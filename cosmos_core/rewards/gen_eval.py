@@ -182,7 +182,7 @@ def _has_relations(
 
 
 def relations(one: Detection, other: Detection) -> set[str]:
-    """Return the relations of one object to another: left of, right of, above, below; none if they overlap too much."""
+    """Return the relations of one object to another (left of, right of, above, below); empty if they overlap much."""
     a, b = (np.array(each.box).reshape(2, 2) for each in (one, other))
     offset = a.mean(0) - b.mean(0)
     margin = _POSITION_THRESHOLD * (np.ptp(a, axis=0) + np.ptp(b, axis=0))

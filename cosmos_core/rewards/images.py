@@ -1,4 +1,4 @@
-"""Functions that rewards of images and videos share."""
+"""Conversion of images and videos to frames and arrays, for the rewards that score them."""
 
 from typing import Any
 

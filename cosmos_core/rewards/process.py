@@ -91,7 +91,7 @@ class _Process(SpawnProcess):
         """Kill the process group with SIGKILL: Python handles SIGTERM, but not during a loop in C."""
         self._is_terminated = True
         self._kill_group()
-        self.kill()  # a process that just started may not have created its group yet
+        self.kill()  # a process that has just started may not have created its process group yet
 
     def is_alive(self) -> bool:
         """Return True if the process is running; if it has ended by itself, kill the rest of its process group."""

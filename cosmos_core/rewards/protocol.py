@@ -21,7 +21,7 @@ PING = "/api/reward/ping"
 LATENT_ATTR = "/api/reward/latent_attr"
 
 PIN = "X-Lepton-Replica-Target"
-"""HTTP header of a pull with the replica that holds the request."""
+"""HTTP header of a pull (request for scores), which names the replica that holds the scores."""
 IDEMPOTENCY_KEY = "Idempotency-Key"
 """HTTP header of an enqueue with the uuid of the request, so that a request that is sent twice is scored once."""
 STATE = "X-Reward-State"
@@ -39,7 +39,7 @@ class ProtocolError(ValueError):
 
 
 def encode_request(fields: Mapping[str, Any], array: np.ndarray) -> bytes:
-    """Return the body of an enqueue, byte for byte as Cosmos-RL's client writes it."""
+    """Return the HTTP body that enqueues items at a reward service, byte for byte as Cosmos-RL's client writes it."""
     body = io.BytesIO()
     body.write(json.dumps(fields).encode("utf-8") + b"\n")
     np.save(body, array, allow_pickle=False)
@@ -47,7 +47,7 @@ def encode_request(fields: Mapping[str, Any], array: np.ndarray) -> bytes:
 
 
 def decode_request(body: bytes | bytearray | memoryview) -> tuple[dict[str, Any], np.ndarray]:
-    """Return the JSON fields and the array in the body of an enqueue; the array is a read-only view of the body.
+    """Return the JSON fields and the array in the HTTP body of an enqueue; the array is a read-only view of the body.
 
     Raises:
         ProtocolError: the body does not have the format of the protocol.

@@ -84,7 +84,8 @@ class RemoteRewards:
         """Return one score per request, in order; a request has `prompt` and `media`, or `to_be_evaluated`.
 
         Raises:
-            RewardError, StageFailed: see `score_groups`.
+            RewardError: the service refuses requests, or lacks a configured score.
+            StageFailed: a score is missing and `missing_score` is "fail".
         """
         config, outcomes = self._config, [_Scores() for _ in requests]
         waiting, attempts = list(range(len(requests))), 1
@@ -189,8 +190,8 @@ def _batches(items: Sequence[Any], size: int) -> list[list[Any]]:
 def _body(
     requests: Sequence[Mapping[str, Any]], functions: Sequence[RewardFunctionConfig], latents: np.ndarray | None
 ) -> bytes:
-    """Return the body of an enqueue: images as uint8 of B, H, W, C; videos or their latents as B, C, T, H, W; texts
-    within the JSON."""
+    """Return the HTTP body that enqueues one batch: images as uint8 of B, H, W, C; videos or their latents as B, C, T,
+    H, W; texts within the JSON."""
     media = [request.get("media") for request in requests]
     # Send positive weights, because the service skips functions whose weight is not above 0.
     weights = {each.name: each.weight if each.weight > 0 else 1.0 for each in functions}
@@ -293,8 +294,7 @@ def _number(column: Any, i: int, count: int) -> float | None:
 
 
 def _all_or_none(scores: tuple[Score, ...]) -> tuple[Score, ...]:
-    """Return the scores of a group, all marked invalid if one is invalid, because each completion must be compared with
-    the configured number of completions."""
+    """Return the scores of a group, all marked invalid if one is invalid, because only whole groups are compared."""
     first = next((score for score in scores if score.value is None), None)
     if first is None:
         return scores

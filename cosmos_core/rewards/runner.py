@@ -132,7 +132,7 @@ class RewardRunner(Workers):
     def score(self, requests: Sequence[Mapping[str, Any]]) -> list[Score]:
         """Return one score per request, in order.
 
-        A request has `to_be_evaluated`, `reference`, and may have `base.KEYWORDS`; it is the only one of its prompt.
+        A request has `to_be_evaluated`, `reference`, and may have `base.KEYWORDS`; each stands for a separate prompt.
         """
         return [score for (score,) in self._score_requests([[request] for request in requests])]
 

@@ -29,14 +29,14 @@ class RewardArgs(Table):
     enable: bool = True
     """Whether the reward is served."""
     venv_python: str = ""
-    """Python interpreter of the reward's processes, for packages that conflict with ours; empty or `python`: the
-    interpreter of the service."""
+    """Python interpreter of the reward's processes, for packages that conflict with those of the service; empty or
+    `python`: the interpreter of the service."""
     model_path: str = ""
     """Folder or Hub name of the model; empty: the default of the reward."""
     download_path: str = ""
     """Folder of other files that the reward reads."""
     dtype: str = "float16"
-    """Dtype of the weights."""
+    """Dtype of the weights of the reward's model."""
     device: str = "cuda"
     """Device of the reward; `cuda` falls back to `cpu` on a machine without a GPU."""
     devices: Strings = ()
@@ -76,7 +76,7 @@ class DecodeArgs(Table):
     published file on the Hub if `cosmos_reason1` or `dance_grpo` is served, as in Cosmos-RL, else latents are
     refused."""
     dtype: str = "bfloat16"
-    """Dtype of the weights."""
+    """Dtype of the weights of the VAE."""
     device: str = "cuda"
     """Device of the decoder of video latents."""
     chunk_duration: PositiveInt = 81
@@ -84,14 +84,14 @@ class DecodeArgs(Table):
     temporal_window: PositiveInt = 16
     """Key of Cosmos-RL's own tokenizer, without effect."""
     load_mean_std: bool = False
-    """Key of Cosmos-RL for statistics of a data set, without effect; latents are always normalised by those of the
-    VAE."""
+    """Key of Cosmos-RL for statistics of a data set, without effect: latents are always normalised by the statistics of
+    the VAE."""
     wan2pt2_model_path: str = ""
     """Key of Cosmos-RL, without effect: there is one decoder, so name a VAE of Wan2.2 in `model_path`."""
     wan2pt2_credential_path: str = ""
-    """Key of Cosmos-RL, which downloads its tokenizer with these credentials; not read."""
+    """File of credentials for downloading a tokenizer, a key of Cosmos-RL without effect."""
     no_latent_decoder: bool = False
-    """Whether latents are refused."""
+    """Whether requests with latents are refused."""
 
 
 class ServiceConfig(Table):
@@ -118,8 +118,8 @@ class ServiceConfig(Table):
     max_body_bytes: PositiveInt = 256 * 2**20
     """Maximum size of a request in bytes."""
     max_pending_bytes: PositiveInt = 2**30
-    """Maximum total bytes of waiting requests; beyond it, clients receive status 429 and retry. It also limits decoded
-    videos, and scores in memory."""
+    """Maximum total bytes of waiting requests; beyond it, clients receive status 429 and retry. The value also limits
+    decoded videos, and scores in memory."""
     max_pending: PositiveInt = 1024
     """Maximum number of requests that wait for scores or are being read."""
     result_seconds: PositiveFloat = 3600.0
@@ -136,9 +136,9 @@ class ServiceConfig(Table):
     reward_args: Annotated[tuple[RewardArgs, ...], Field(strict=False)] = ()
     """Tables `[[reward_args]]`, one for each reward."""
     decode_args: DecodeArgs = DecodeArgs()
-    """Settings of the decoder of latents."""
+    """Settings of the decoder of video latents."""
     no_latent_decoder: bool = False
-    """Whether latents are refused."""
+    """Whether requests with latents are refused."""
 
     @field_validator("reward_args")
     @classmethod

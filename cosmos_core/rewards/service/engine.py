@@ -43,7 +43,7 @@ class Draining(Exception):
 
 
 class Engine:
-    """Service that accepts requests and scores them."""
+    """Core of the reward service, which accepts requests and scores them."""
 
     def __init__(self, config: ServiceConfig) -> None:
         self.config = config
