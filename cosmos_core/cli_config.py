@@ -61,7 +61,7 @@ def convert(file: File) -> None:
 
     from cosmos_core.config.files import read_config
 
-    _load(file)  # raises the error of an invalid configuration
+    _load(file)  # raises ConfigError if the configuration is invalid
     notices: list[str] = []
     values = read_config(file, notices)
     note(notices)

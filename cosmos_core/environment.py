@@ -83,7 +83,7 @@ def hide_in_records() -> None:
 
     def masking(*arguments: Any, **named: Any) -> logging.LogRecord:
         record = make(*arguments, **named)
-        with suppress(Exception):  # logging itself reports arguments that do not match the format
+        with suppress(Exception):  # the logging module reports arguments that do not match the format
             message = record.getMessage()
             if (hidden := masked(message)) != message:
                 record.msg, record.args = hidden, ()

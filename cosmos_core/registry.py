@@ -150,7 +150,7 @@ def _names_in(file: Path) -> set[str] | None:
     try:
         with _PARSER:
             waiting: list[ast.AST] = [ast.parse(file.read_bytes())] if file.suffix == ".py" else []
-    except (SyntaxError, ValueError):  # the error is reported with its line when the file is imported
+    except (SyntaxError, ValueError):  # the import of the file reports the error with its line
         return None
     if not waiting:
         return None

@@ -43,7 +43,7 @@ from cosmos_core.run.state import FINISHED, read_state
 
 _WATCH_SECONDS = 0.3
 _DRAIN_SECONDS = 5.0
-_LEAST_ROOM = 1 << 20  # minimum number of bytes that the disk must accept
+_LEAST_ROOM = 1 << 20  # number of bytes that a disk must accept to count as writable
 
 
 def run_session(server: ExitStack, wait_for_server: Callable[[], None], run: Run, from_stage: str, verify: bool) -> int:
@@ -69,7 +69,7 @@ def run_session(server: ExitStack, wait_for_server: Callable[[], None], run: Run
     if code == EXIT_PREEMPTED and over_budget:
         _say(over_budget)
         return code
-    if code == EXIT_PREEMPTED and flow_error and not interrupted:  # the flow failed although no stage did
+    if code == EXIT_PREEMPTED and flow_error and not interrupted:  # the flow failed, but no stage failed
         code = EXIT_CRASH
         _say(flow_error)
     _explain(run, code)

@@ -17,7 +17,7 @@ _NETWORK = {
 }  # fmt: skip
 _OF_MACHINE = {"MemoryError", "OutOfMemoryError"}
 _OF_NETWORK = {
-    "ConnectionError", "TimeoutError", "gaierror", "SSLError", "URLError",  # of Python, requests, urllib3, botocore
+    "ConnectionError", "TimeoutError", "gaierror", "SSLError", "URLError",  # error classes of Python, requests, urllib3
     "NetworkError", "TimeoutException", "RemoteProtocolError", "ProxyError",  # error classes of httpx
     "Timeout", "MaxRetryError", "ProtocolError", "HTTPClientError", "ClientConnectionError",
 }  # fmt: skip
@@ -37,7 +37,7 @@ def is_of_machine(error: BaseException) -> bool:
     return any(
         not _OF_MACHINE.isdisjoint(_classes(each))
         or (isinstance(each, OSError) and each.errno in _MACHINE)
-        or (isinstance(each, RuntimeError) and "allocate memory" in str(each))  # torch on CPU raises a RuntimeError
+        or (isinstance(each, RuntimeError) and "allocate memory" in str(each))  # torch on a CPU, without memory
         for each in _chain(error)
     )
 

@@ -25,7 +25,7 @@ def local_data_files(folder: Path) -> list[Path]:
     A relative path starts from the working directory, as in lm-eval. A missing file is left out, because lm-eval itself
     refuses the task that needs it.
     """
-    # Shared files that tasks include end in `yaml` without a dot, such as `_default_template_yaml`.
+    # Files that tasks include have names such as `_default_template_yaml`, without a dot before `yaml`.
     names = {name for file in sorted(folder.rglob("*yaml")) for name in _data_files(file)}
     return sorted({Path(path).absolute() for name in names for path in glob.glob(name, recursive=True)})
 

@@ -93,7 +93,7 @@ def sort_settings(settings: Sequence[Setting], names: Sequence[str]) -> Settings
         ConfigError: the first part of a key is neither a stage, nor a recipe table, nor `pipeline`.
     """
     grouped = Settings()
-    # Keys that may follow the name of a stage; a stage may have the name of a recipe table.
+    # Keys that may follow the name of a stage in `STAGE.KEY`, needed if a stage is named like a recipe table.
     valid_keys = {*StageConfig.model_fields, *Recipe.model_fields}
     for setting in settings:
         first, *rest = setting.keys

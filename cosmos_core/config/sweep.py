@@ -66,7 +66,7 @@ def with_sweeps(pipeline: Pipeline, tables: Mapping[str, Values]) -> Pipeline:
             pipeline = _expand(pipeline, stage, stage.sweep, tables)
     stages = []
     for stage in pipeline.stages:
-        if stage.sweep is not None and not stage.sweep.branches:  # a `select` stage chooses among its `after`
+        if stage.sweep is not None and not stage.sweep.branches:  # a `select` stage chooses among the stages in `after`
             branches = tuple(Branch(stages=(name,)) for name in stage.after)
             stage = stage.model_copy(update={"sweep": stage.sweep.model_copy(update={"branches": branches})})
         if stage.sweep is not None:

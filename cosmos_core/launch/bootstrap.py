@@ -169,7 +169,7 @@ def _put(client: Any, automation: Any) -> str:
     if all(getattr(existing[0], key) == getattr(automation, key) for key in ("description", "trigger", "actions")):
         return f"automation {automation.name!r}: there"
     automation = automation.model_copy(update={"enabled": existing[0].enabled})
-    # The update method of Prefect's client omits the types of triggers and actions.
+    # The update method of Prefect's client omits the types of triggers and actions from its request.
     content = automation.model_dump(mode="json", exclude={"owner_resource"})
     client.request("PUT", "/automations/{id}", path_params={"id": existing[0].id}, json=content).raise_for_status()
     return f"automation {automation.name!r}: changed"

@@ -87,7 +87,7 @@ def remove(output_dir: Path, found: Iterable[Verdict]) -> Iterator[Verdict]:
         removed_ids.append(verdict.path.name)
         yield verdict
     _put_aside_fetched(output_dir, trash)
-    for folder in trash.iterdir():  # includes folders of earlier calls that were killed
+    for folder in trash.iterdir():  # also folders that an earlier, killed call has left
         shutil.rmtree(folder, ignore_errors=True)
     _forget(output_dir, set(removed_ids))
 

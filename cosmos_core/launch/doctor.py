@@ -56,7 +56,7 @@ def _server(client: Any) -> Iterator[Finding]:
     from prefect import __version__
 
     response = client.hello()
-    server_version = client.api_version()  # a request with credentials; `hello` needs none
+    server_version = client.api_version()  # the request needs credentials, unlike `hello`
     is_same = server_version.split(".")[:2] == __version__.split(".")[:2]
     yield Finding("server", f"Prefect {server_version} there, {__version__} here", is_same)
     if "Date" in response.headers:

@@ -53,7 +53,7 @@ def _pace(record: StageRecord) -> _Pace | None:
     steps, checks = _times(record, "time/step"), _times(record, "time/validate")
     if not steps:
         return None
-    usual = steps[1:] or steps  # the first step includes compiling
+    usual = steps[1:] or steps  # the first step includes compilation
     step = sum(usual) / len(usual)
     rest = max(0.0, (record.seconds or 0.0) - sum(checks) - step * len(steps))
     num_attempts = max(1, len(record.state.spans))

@@ -156,14 +156,15 @@ class _Server:
             "PREFECT_PROFILES_PATH": str(home.absolute() / "profiles.toml"),
             "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
             "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
-            # A server without disk space responds with status 500; a client retries for a minute if this list has it.
+            # Clients retry a response with one of these HTTP statuses; a server without disk space responds with 500.
             "PREFECT_CLIENT_RETRY_EXTRA_CODES": "500",
             # This server has no schedules, and the run directory determines which runs are late or lost.
             "PREFECT_SERVER_SERVICES_SCHEDULER_ENABLED": "false",
             "PREFECT_SERVER_SERVICES_LATE_RUNS_ENABLED": "false",
             "PREFECT_SERVER_SERVICES_FOREMAN_ENABLED": "false",
             "PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED": "false",
-            # The history that these two services write is never read, because no other user has the password.
+            # The task run recorder and the event persister are off: only this run has the password to read their
+            # history.
             "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_ENABLED": "false",
             "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_ENABLED": "false",
         }

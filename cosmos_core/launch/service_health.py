@@ -1,7 +1,7 @@
 """Record the health of a reward service at the end of a stage, from its `/health` and `/metrics`, for the report of the
 run.
 
-A reward service of Cosmos-RL has neither endpoint, and is reported as such. No error in this module fails a stage.
+A reward service of Cosmos-RL has neither endpoint, and is reported as such. Errors here never make the stage fail.
 """
 
 import json

@@ -26,7 +26,7 @@ import time
 from cosmos_core.parent import adopt_orphans, die_with_parent
 
 _POLL_SECONDS = 0.05
-_ORPHAN_GRACE_SECONDS = 10.0  # if the launcher has ended: the next attempt needs the machine soon
+_ORPHAN_GRACE_SECONDS = 10.0  # if the launcher has ended; short, because a retry needs the machine
 
 
 class Supervisor:

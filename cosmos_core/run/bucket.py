@@ -110,7 +110,7 @@ def _new_client(settings: _Settings) -> Any:
     )
     try:
         return session.client("s3", endpoint_url=endpoint, config=config)
-    except BotoCoreError:  # some subclasses of it are ValueErrors too
+    except BotoCoreError:  # some BotoCoreErrors are also ValueErrors
         raise
     except ValueError as error:
         variable = next(name for name in _ENDPOINTS if os.environ.get(name) == endpoint)

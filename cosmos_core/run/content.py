@@ -47,7 +47,7 @@ def files_of_model(folder: Path, patterns: Sequence[str] = ("*",)) -> list[Path]
     files = files_of(folder)
     indexes = [file for file in files if file.name.endswith(_INDEX)]
     indexed_files = {file for index in indexes for file in _named_by(index)}
-    # A single file with all weights takes precedence over the index in transformers.
+    # If a single file has all weights, transformers reads that file and ignores the index.
     indexed_files |= {index.with_name(index.name.removesuffix(_INDEX)) for index in indexes}
     folders = {index.parent for index in indexes}
     model_files = {file for file in files if not (file.parent in folders and is_weights(file)) or file in indexed_files}

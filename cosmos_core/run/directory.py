@@ -121,8 +121,8 @@ def create_run(
     """
     check_capabilities(pipeline)
     check_inputs(pipeline)
-    # These settings are resolved once per run, so that the run can be resumed on a machine with another number of
-    # cores, and after its models and data sets on the Hub have changed.
+    # Threads, privacy and revisions are resolved once per run, so that the run can be resumed on a machine with another
+    # number of cores, and after its models and data sets on the Hub have changed.
     original = pipeline
     private = pipeline.config.private
     if private is None and umask() & 0o077 == 0o077:  # umask: new files are readable only for their owner
@@ -301,7 +301,7 @@ def writable(folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
-    except (OSError, ValueError, RuntimeError) as error:  # null byte, or `~` of an unknown user
+    except (OSError, ValueError, RuntimeError) as error:  # a path with a null byte, or `~` of an unknown user
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
             f"pipeline.output_dir = {str(folder)!r} cannot be written: {reason}; choose another folder"

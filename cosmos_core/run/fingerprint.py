@@ -97,7 +97,7 @@ def fingerprint(
     labels = _labels(inputs, reads)
     values = result_values(recipe) if stage.entry else _without_paths(result_values(recipe))
     for name in {"judge", *(other.table for other in pipeline.kinds.values() if other.table)} - {kind.table}:
-        # Tables of other kinds with only default values are left out, even if user code reads them.
+        # Recipe tables of other kinds are left out if they have only default values, even if user code reads them.
         if (table := getattr(recipe, name)) == type(table)():
             values.pop(name)
     # User functions and classes receive the whole config, so each setting may change their result.
@@ -199,7 +199,7 @@ def _hashed(ingredients: Mapping[str, Any]) -> str:
 def _keys_of(stage: StageConfig, kind: StageKind) -> dict[str, Any]:
     """Return the keys of the stage itself that are set and change its result."""
     values: dict[str, Any] = {}
-    if "after" in kind.required_keys:  # the merge weights refer to the upstream models by this order
+    if "after" in kind.required_keys:  # merge weights refer to the upstream models by their order
         values["after"] = list(stage.after)
     for key in ("checkpoint", "format", "require", "confidence"):
         if value := getattr(stage, key):

@@ -130,7 +130,7 @@ def _without_pointer(url: str) -> str:
 
 def _listed(url: str) -> list[Object]:
     name, prefix = split_url(url)
-    below = f"{prefix}/".lstrip("/")  # with an empty prefix, the URL is that of the whole bucket
+    below = f"{prefix}/".lstrip("/")  # an empty prefix selects the whole bucket
     objects = [each for each in Bucket(name).objects(prefix) if each.key == prefix or each.key.startswith(below)]
     # Some tools create an empty object for each folder.
     objects = [each for each in objects if not each.key.endswith("/")]

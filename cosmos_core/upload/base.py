@@ -71,7 +71,7 @@ def check_targets(pipeline: Pipeline) -> None:
         ConfigError: a target cannot be written.
     """
     for stage in pipeline.stages:
-        # The user's code of a target is imported only when the stage runs.
+        # User code of a publication target is imported only when its stage runs.
         is_own = is_import_path(split_target(stage.target)[0])
         if is_own or pipeline.kind_of(stage).makes != "publication":
             continue

@@ -107,7 +107,7 @@ class FileTarget:
             self._pause()
             self._move(version, with_version(self.history(), version))
         except OSError as error:
-            # copytree collects (source, copy, reason) of each file in one error that has no reason itself.
+            # shutil.copytree raises one error with (source, copy, reason) of each file; the error itself has no reason.
             reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror
             raise UploadError(f"target {self.folder} cannot be written: {reason}; the pointer was not moved") from error
         return str(path)
