@@ -60,7 +60,7 @@ class Pipeline:
 
     @property
     def output_dir(self) -> Path:
-        """Return the folder of all runs."""
+        """Return the folder in which the runs of the pipeline are created."""
         return Path(self.config.output_dir or _OUTPUTS)
 
     def stage(self, name: str) -> StageConfig:
@@ -77,7 +77,7 @@ class Pipeline:
         )
 
     def kind_of(self, stage: StageConfig) -> StageKind:
-        """Return the kind of a stage."""
+        """Return the properties of the kind of a stage."""
         return self.kinds[stage.kind]
 
     def inputs(self, stage: StageConfig) -> tuple[Input, ...]:

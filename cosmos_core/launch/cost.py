@@ -42,14 +42,14 @@ class Cost:
 
     @property
     def gpu_seconds(self) -> float | None:
-        """Return the duration times the number of GPUs; None if a stage with GPUs has an unknown duration."""
+        """Return the GPU seconds: duration times number of GPUs; None if a stage with GPUs has an unknown duration."""
         if not self.gpus:
             return 0.0
         return None if self.seconds is None else self.seconds * self.gpus
 
     @property
     def gpu_hours(self) -> float | None:
-        """Return the duration times the number of GPUs, in hours."""
+        """Return the GPU hours: duration times number of GPUs; None if the duration is unknown."""
         return None if self.seconds is None else self.seconds * self.gpus / 3600
 
 

@@ -37,7 +37,7 @@ Check = Callable[[Any], Iterator[Finding]]
 
 
 def findings(output_dir: Path, client: Any) -> Iterator[Finding]:
-    """Run all checks and yield their results; `client` is a synchronous client of the Prefect server."""
+    """Run all checks of a cluster and yield their results; `client` is a synchronous client of the Prefect server."""
     checks: dict[str, Check] = {
         "server": _server, "pools": _pools, "workers": _workers, "cancellation": _cancelling, "deployments": _paths,
     }  # fmt: skip

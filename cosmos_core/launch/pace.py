@@ -39,7 +39,7 @@ class _Pace:
     """Seconds per attempt outside of steps and validations: loading, compiling, checkpoints and export."""
 
     def total(self, steps: int) -> float:
-        """Return the duration of a training with this number of steps."""
+        """Return the duration in seconds of a training with this number of steps."""
         validations = -(-self.validations * steps // self.steps)
         return self.rest + steps * self.step + validations * self.validation
 

@@ -74,7 +74,7 @@ class Supervisor:
         self.kill_at = min(self.kill_at or float("inf"), time.monotonic() + grace)
 
     def pass_on(self, number: int) -> None:
-        """Forward a signal to the command."""
+        """Forward the signal `number` to the command."""
         if self.child is not None:
             self.child.send_signal(number)
 

@@ -21,7 +21,7 @@ _WEIGHTS = (".safetensors", ".bin")
 
 
 def files_of(folder: Path, patterns: Sequence[str] = ("*",)) -> list[Path]:
-    """Return the files below a folder whose names match the patterns of `matches`, including files reached through
+    """Return the files below a folder whose names match the patterns (see `matches`), including files reached through
     links.
 
     Raises:

@@ -85,7 +85,7 @@ class Run:
     path: Path
     pipeline: Pipeline
     verify: bool = False
-    """Whether to hash files again instead of trusting their size, times and inode."""
+    """True: hash files again instead of trusting their size, times and inode."""
     has_new_money: bool = False
     """True if the price or budget of the run was changed and is not saved yet."""
 
@@ -105,7 +105,7 @@ class Run:
         return shared_digests(self.output_dir, thorough=self.verify)
 
     def stage_path(self, name: str) -> Path:
-        """Return the folder of a stage."""
+        """Return the directory of the stage `name` in the run."""
         return self.path / "stages" / name
 
 

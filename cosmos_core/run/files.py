@@ -1,4 +1,4 @@
-"""Atomic writing of files, and tolerant reading of the files that were written."""
+"""Write files atomically, and read JSON files so that a missing or damaged file is no error."""
 
 import errno
 import hashlib
@@ -108,7 +108,7 @@ class Document(BaseModel):
 
 
 Seconds = Annotated[float, Field(ge=0, le=1e11)]
-"""Time in seconds since 1970, limited to the range of calendars."""
+"""Time in seconds since 1970, limited to values that can be formatted as a date."""
 DocumentT = TypeVar("DocumentT", bound=Document)
 
 

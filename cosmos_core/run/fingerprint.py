@@ -132,7 +132,7 @@ def fingerprint(
 
 
 def _is_generated(each: Input) -> bool:
-    """Return True if `reasoning-gym` generates the rows or scores them."""
+    """Return True if the package `reasoning-gym` generates the rows of an input or scores them."""
     return (each.role, each.form) == ("data", "literal") or (each.role, each.location) == ("reward", GENERATED_REWARD)
 
 
@@ -211,8 +211,8 @@ def _keys_of(stage: StageConfig, kind: StageKind) -> dict[str, Any]:
 
 
 def reads_of(pipeline: Pipeline, stage: StageConfig) -> Callable[[str], bool]:
-    """Return a function that tells whether a stage reads a key of its recipe: a key of its kind that no other setting
-    disables."""
+    """Return a function that returns True for a recipe key that a stage reads: its kind reads the key, and no other
+    setting disables the key."""
     kind, recipe = pipeline.kind_of(stage), pipeline.recipes[stage.name]
     unread: list[str] = []
     if kind.trains and not recipe.validation.enable:

@@ -27,7 +27,7 @@ _away: dict[str, tuple[float, str]] = {}
 """Time (monotonic) and reason of the last failed request to each Hub, so that the next repository does not wait for an
 unreachable Hub again."""
 Repository = tuple[Literal["model", "dataset"], str, str]
-"""Repository type, name and revision."""
+"""Repository on the Hugging Face Hub: type, name and revision."""
 
 
 def pin_hub_revisions(pipeline: Pipeline) -> Pipeline:

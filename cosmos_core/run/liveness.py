@@ -35,7 +35,7 @@ class Approval(Document):
     or declined request there is no file."""
 
     until: Seconds
-    """Time at which the request expires."""
+    """Time at which the approval request expires, in seconds since 1970."""
     is_declined: bool = False
 
 
@@ -61,7 +61,7 @@ def note_holder(run_path: Path, since: float) -> None:
 
 
 def read_holder(run_path: Path) -> Holder | None:
-    """Return the process that last claimed a run; None if there is none or it is unknown."""
+    """Return the process that last claimed a run; None if no process did, or if the file that names it is damaged."""
     return read_document(run_path / "locks" / _HOLDER, Holder)
 
 

@@ -47,7 +47,7 @@ class _Input(Document):
 
 
 class Source(Document):
-    """A model or data set that a stage read and no other stage made."""
+    """External model or data set that a stage read."""
 
     kind: Literal["model", "data"]
     name: str

@@ -32,7 +32,7 @@ def open_client() -> Any:
 
 
 def keyed_run(client: Any, experiment: str, key: str, name: str, tags: Mapping[str, str]) -> Any:
-    """Return the run with a key in an experiment; create the run, and the experiment, if it does not exist."""
+    """Return the MLflow run with a key in an experiment; create the run, and the experiment, if it does not exist."""
     from mlflow.exceptions import MlflowException
 
     if (existing := client.get_experiment_by_name(experiment)) is None:

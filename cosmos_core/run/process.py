@@ -23,7 +23,7 @@ def start_time(pid: int) -> float | None:
 
 
 def this_process() -> dict[str, Any]:
-    """Return the launcher fields of `State` for this process."""
+    """Return pid, start time, host and machine of this process, as the launcher fields of `State`."""
     pid = os.getpid()
     return {
         "launcher_pid": pid,

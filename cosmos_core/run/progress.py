@@ -66,7 +66,7 @@ class Progress:
 
     @property
     def total(self) -> int | None:
-        """Return the number of steps, or None if it is unknown."""
+        """Return the total number of steps of the stage, or None if it is unknown."""
         return self._position.total
 
     def phase(self, name: str, deadline_seconds: float | None = None) -> None:
@@ -103,12 +103,12 @@ class Progress:
         return self._position.compile_seconds
 
     def begin_compiling(self) -> None:
-        """Enter the phase `compile` until `end_compiling`."""
+        """Enter the phase `compile`, which lasts until `end_compiling` is called."""
         self._compiling = (self._position.phase, time.monotonic())
         self.phase("compile")
 
     def end_compiling(self) -> None:
-        """Return to the phase before `begin_compiling`."""
+        """End the phase `compile`, and return to the phase before it."""
         phase, began = self._compiling
         self._position.compile_seconds += time.monotonic() - began
         self.phase(phase)
@@ -143,7 +143,7 @@ class Metrics:
         self._lock = threading.Lock()
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Append the metrics of one step."""
+        """Append the metrics of one step to `metrics.jsonl`."""
         line = {"step": step, "time": time.time(), **values}
         with self._lock, open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
@@ -181,7 +181,7 @@ class MetricsReader:
         self.lines: list[dict[str, Any]] = []
 
     def update(self) -> list[dict[str, Any]]:
-        """Return all lines so far; skip truncated lines and lines without a step."""
+        """Return all lines of metrics that were written so far; skip truncated lines and lines without a step."""
         new = self._tail.lines()
         if self._tail.was_replaced:  # `cut_back` replaces the file when training resumes
             self.lines = []

@@ -19,7 +19,7 @@ from cosmos_core.run.progress import Metrics, Progress
 from cosmos_core.types import StageKind
 
 PROFILES = "profile"
-"""Name of the folder of profiler traces."""
+"""Name of the folder in a stage's directory with profiler traces."""
 PROFILE_ASKED = "profile_asked"
 """Name of the file that `cosmos profile` writes to request a trace."""
 ENGINES = "engines.json"
@@ -51,7 +51,7 @@ class Stage:
     fingerprint: str
     """Fingerprint of everything that can change the result of the stage."""
     kind: StageKind
-    """Declaration of the stage kind."""
+    """Properties of the kind of the stage."""
     of_training: str = ""
     """Fingerprint of everything that the training depends on, which is stored with its checkpoints; empty: same as
     `fingerprint`."""

@@ -89,7 +89,7 @@ class State(Document):
         return self.state == "stopped" and self.error_type == OverBudget.__name__
 
     def seconds(self, now: float) -> float:
-        """Return the total time of all attempts, without the pauses between them."""
+        """Return the total duration of all attempts in seconds, without the pauses between attempts."""
         return sum(max(0.0, end - begin) for begin, end in self.closed_spans(now))
 
     def closed_spans(self, now: float) -> list[tuple[float, float]]:
@@ -122,7 +122,7 @@ def update_state(stage_path: Path, **changes: Any) -> State:
 
 
 def record_event(stage_path: Path, event: str, detail: str = "") -> None:
-    """Append one event to the history of the stage."""
+    """Append an event to `events.jsonl`, the history of a stage."""
     stage_path.mkdir(parents=True, exist_ok=True)
     with open(stage_path / "events.jsonl", "a", encoding="utf-8") as file:
         file.write(json.dumps({"time": time.time(), "event": event, "detail": detail}) + "\n")

@@ -1,4 +1,4 @@
-"""Incremental reader of a growing text file such as a log; it reads nothing twice and splits no character."""
+"""Incremental reader of a growing text file such as a log, which returns each character once and as a whole."""
 
 import codecs
 import os
@@ -18,7 +18,7 @@ class Tail:
         self._decoder = _decoder()
 
     def text(self, *, is_last: bool = False) -> str:
-        """Return the new text; hold an incomplete character back for the next call unless `is_last`."""
+        """Return the text since the last call; an incomplete last character waits for the next call unless `is_last`."""
         try:
             with open(self.path, "rb") as file:
                 status = os.fstat(file.fileno())
@@ -34,7 +34,7 @@ class Tail:
         return self._decoder.decode(data, final=is_last)
 
     def lines(self, *, is_last: bool = False) -> list[str]:
-        """Return the new complete lines; with `is_last`, also a last line without a line break."""
+        """Return the complete lines since the last call; with `is_last`, also a last line without a line break."""
         text = self.text(is_last=is_last)
         *lines, self._rest = (self._rest + text).split("\n")
         if is_last and self._rest:

@@ -78,7 +78,7 @@ class ArtifactStore:
         return files
 
     def put_outputs(self, stage_path: Path, result: Result) -> None:
-        """Store the output files of a finished stage, each content once."""
+        """Store the output files of a finished stage; files with the same content are stored once."""
         files = {record["sha256"]: stage_path / record["path"] for record in result["outputs"]}
         with translate_errors(self.url):
             self._objects.send(files, stage_path / JOURNAL)

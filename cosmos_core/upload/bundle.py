@@ -118,7 +118,7 @@ class Contents:
         run_threads(self._fetch_one, calls, _AT_ONCE, "fetch")
 
     def keep_only(self, digests: set[str]) -> None:
-        """Remove every content whose digest is not in `digests`."""
+        """Remove every object below the prefix whose digest is not in `digests`."""
         for each in list(self._bucket.objects(f"{self._prefix}/")):
             if each.key.rpartition("/")[2] not in digests:
                 self._bucket.remove(each.key)

@@ -50,7 +50,7 @@ class FileTarget:
         return self._record(latest, f"publish again, or remove {latest}")
 
     def record_of(self, version: str) -> dict[str, Any]:
-        """Return the record of a version.
+        """Return the record that was published with a version.
 
         Raises:
             DamagedRecord: the record is missing or cannot be read.
@@ -70,7 +70,7 @@ class FileTarget:
         return [file.parent.name for file in sorted(records, key=lambda file: (file.stat().st_mtime, file))]
 
     def where(self, version: str) -> str:
-        """Return the folder of a version."""
+        """Return the path of the folder with a published version."""
         return str(self.folder / version)
 
     def damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:

@@ -69,7 +69,7 @@ class MlflowTarget:
         return None if current is None else self.record_of(current.tags.get(VERSION, ""))
 
     def record_of(self, version: str) -> dict[str, Any]:
-        """Return the record of a version.
+        """Return the record that was published with a version.
 
         Raises:
             DamagedRecord: the record is missing or cannot be read.

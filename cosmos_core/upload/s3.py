@@ -49,7 +49,7 @@ class S3Target:
         return self.record_of(history[-1]) if history else None
 
     def record_of(self, version: str) -> dict[str, Any]:
-        """Return the record of a version.
+        """Return the record that was published with a version.
 
         Raises:
             DamagedRecord: the record is missing or damaged.
@@ -82,7 +82,7 @@ class S3Target:
         return [name for name in names if "/" not in name]  # a name with "/" is below the prefix of another target
 
     def where(self, version: str) -> str:
-        """Return the URL of a version."""
+        """Return the URL of a published version."""
         return f"{SCHEME}{self.bucket.name}/{self._key(version)}"
 
     def damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
