@@ -211,12 +211,12 @@ def plan(
         from cosmos_core.run.estimated import save_estimate
 
         estimates, gpus = list(estimate_in_worker(pipeline, decisions)), check_meshes(pipeline)
-        held = {
+        num_gpus = {
             stage.name: num_placed(pipeline.kind_of(stage), pipeline.recipes[stage.name]) for stage in original.stages
         }
         console.print(estimate_table(estimates, gpus, pipeline.config.gpus_per_node))
         machine = machine_of(pipeline.config, on, dict(estimates).values())
-        cost = costs(pipeline, decisions, dict(estimates), held | gpus, output_dir, machine)
+        cost = costs(pipeline, decisions, dict(estimates), num_gpus | gpus, output_dir, machine)
         save_estimate(original, output_dir, {each.name: each.gpu_seconds for each in cost})
         console.print(cost_table(pipeline, cost, machine))
 

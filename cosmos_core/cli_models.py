@@ -75,5 +75,5 @@ def check_model(
     import subprocess
 
     command = [sys.executable, "-m", "cosmos_core.models.check_model", model]
-    done = subprocess.run(command + (["--class", model_class] if model_class else []), check=False)
-    raise typer.Exit(done.returncode)
+    completed = subprocess.run(command + (["--class", model_class] if model_class else []), check=False)
+    raise typer.Exit(completed.returncode)

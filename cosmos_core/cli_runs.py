@@ -139,7 +139,7 @@ def lineage(
     for link in links:
         kind = f"({link.kind}) " if link.kind else ""
         digest = link.digest.removeprefix("hub:").rpartition("@")[2][:12]
-        held = f"  {link.gpu_seconds / 3600:.4g} GPU hours" if link.gpu_seconds else ""
-        typer.echo(f"{'  ' * link.depth}{link.name} {kind}{digest}  {link.where}  {link.note}{held}")
+        gpu_hours = f"  {link.gpu_seconds / 3600:.4g} GPU hours" if link.gpu_seconds else ""
+        typer.echo(f"{'  ' * link.depth}{link.name} {kind}{digest}  {link.where}  {link.note}{gpu_hours}")
     if broken := [f"{link.name}: {link.note}" for link in links if link.is_broken]:
         raise CosmosError(f"{path} does not come from what its manifests name: {'; '.join(broken)}")

@@ -178,12 +178,12 @@ def _propose(asked: dict[str, str]) -> list[tuple[str, Any, str]]:
         CosmosError: the model or the rows cannot be used.
     """
     command = [sys.executable, "-m", "cosmos_core.train.propose", json.dumps(asked)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode == EXIT_USAGE:
-        raise ConfigError(done.stderr.strip().splitlines()[-1])
-    if done.returncode:
-        raise CosmosError(f"the look at model and rows ended with {done.returncode}: {done.stderr.strip()[-2000:]}")
-    return [(key, value, reason) for key, value, reason in json.loads(done.stdout)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode == EXIT_USAGE:
+        raise ConfigError(result.stderr.strip().splitlines()[-1])
+    if result.returncode:
+        raise CosmosError(f"the look at model and rows ended with {result.returncode}: {result.stderr.strip()[-2000:]}")
+    return [(key, value, reason) for key, value, reason in json.loads(result.stdout)]
 
 
 def _recipe(asked: dict[str, str], settings: list[tuple[str, Any, str]]) -> str:

@@ -88,8 +88,8 @@ def _facts(libraries: tuple[str, ...], python: str, cluster: str, visible: str |
     program = "cosmos_core.cluster.properties" if cluster else "cosmos_core.machine_properties"
     command = [python or sys.executable, "-m", program, *libraries]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_ASK_SECONDS)
-        facts = MachineProperties(**json.loads(done.stdout.splitlines()[-1]))
+        completed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_ASK_SECONDS)
+        facts = MachineProperties(**json.loads(completed.stdout.splitlines()[-1]))
     except (OSError, subprocess.SubprocessError, ValueError, IndexError, TypeError) as error:
         if cluster:
             reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1:]
@@ -161,8 +161,8 @@ def git_commit() -> str:
     if shutil.which("git") is None:
         return ""
     folder = Path(__file__).parent
-    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=False)
-    return done.stdout.strip()
+    completed = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=False)
+    return completed.stdout.strip()
 
 
 if __name__ == "__main__":

@@ -157,9 +157,9 @@ async def _cosmos(*words: str) -> str:
         ToolError: the command failed; the message is its output.
     """
     command = _arguments(*words)
-    done = await asyncio.to_thread(
+    completed = await asyncio.to_thread(
         subprocess.run, command, capture_output=True, text=True, timeout=_COMMAND_SECONDS, stdin=subprocess.DEVNULL
     )
-    if done.returncode:
-        raise ToolError(f"exit code {done.returncode}: {done.stderr.strip() or done.stdout.strip()}")
-    return f"{done.stderr}{done.stdout}".strip()
+    if completed.returncode:
+        raise ToolError(f"exit code {completed.returncode}: {completed.stderr.strip() or completed.stdout.strip()}")
+    return f"{completed.stderr}{completed.stdout}".strip()

@@ -439,10 +439,10 @@ def _with_prepared_data(pipeline: Pipeline) -> Pipeline:
             )
         origin = _origin_of_model(pipeline, by_name, stage)
         prepare = _kind(pipeline.kinds, makes="data")
-        own = StageConfig(name=name, kind=prepare, model=origin, data=stage.data)
-        references = _references(own, recipes[stage.name], pipeline.kinds[prepare])
+        prepare_stage = StageConfig(name=name, kind=prepare, model=origin, data=stage.data)
+        references = _references(prepare_stage, recipes[stage.name], pipeline.kinds[prepare])
         needs = tuple(dict.fromkeys(source for _, reference in references if (source := source_of(reference))))
-        stages.append(own.model_copy(update={"after": needs}))
+        stages.append(prepare_stage.model_copy(update={"after": needs}))
         recipes[name] = recipes[stage.name]
         stages.append(_depend_on_data(stage, data=f"stage:{name}", after=name))
     return pipeline.with_stages(stages, recipes)

@@ -82,8 +82,8 @@ def parse(
         first = _deepest(table, mistakes)
         message = _explain(table, first, prefix, values)
         keys = dict.fromkeys(_printable_key(tuple(_keys(table, mistake)), prefix) for mistake in mistakes)
-        others = [key for key in keys if key != _printable_key(tuple(_keys(table, first)), prefix)]
-        raise ConfigError(f"{source}: {message}{_other_mistakes(others)}") from error
+        other_keys = [key for key in keys if key != _printable_key(tuple(_keys(table, first)), prefix)]
+        raise ConfigError(f"{source}: {message}{_other_mistakes(other_keys)}") from error
 
 
 class Part(dict[str, Any]):

@@ -122,12 +122,13 @@ def with_dp_shard_size(recipe: Recipe, gpus: int | None) -> Recipe:
         return recipe
     has_rollouts = recipe.train.train_policy.has_rollouts
     of_engines = recipe.num_gpus(has_rollouts=has_rollouts) - recipe.num_gpus(has_rollouts=False)
-    others, each = _others(mesh), (gpus - of_engines) // mesh.n_init_replicas
-    size = max(1, each // others)
-    if size * others != each:
+    ranks_per_shard, gpus_per_replica = _others(mesh), (gpus - of_engines) // mesh.n_init_replicas
+    size = max(1, gpus_per_replica // ranks_per_shard)
+    if size * ranks_per_shard != gpus_per_replica:
         raise ConfigError(
-            f"policy.parallelism.dp_shard_size = -1: {each} GPUs are no multiple of the {others} that the other sizes "
-            f"take; the nearest is dp_shard_size = {size}, with {size * others * mesh.n_init_replicas} GPUs"
+            f"policy.parallelism.dp_shard_size = -1: {gpus_per_replica} GPUs are no multiple of the "
+            f"{ranks_per_shard} that the other sizes take; the nearest is dp_shard_size = {size}, with "
+            f"{size * ranks_per_shard * mesh.n_init_replicas} GPUs"
         )
     parallelism = mesh.derived(dp_shard_size=size)
     return recipe.derived(policy=recipe.policy.derived(parallelism=parallelism))
@@ -157,8 +158,8 @@ def _check_split(where: str, mesh: ParallelismConfig, model: Mapping[str, Any]) 
         ("key-value heads", model.get("num_key_value_heads")),
         ("features of the feed-forward part", model.get("intermediate_size")),
     )
-    for what, count in (*pairs, ("vocabulary entries", model.get("vocab_size"))):
-        _divides(f"{where}.tp_size", mesh.tp_size, what, count)
+    for counted, count in (*pairs, ("vocabulary entries", model.get("vocab_size"))):
+        _divides(f"{where}.tp_size", mesh.tp_size, counted, count)
     if isinstance(heads, int):
         _divides(
             f"{where}.cp_size", mesh.cp_size, f"attention heads of tp_size = {mesh.tp_size}", heads // mesh.tp_size

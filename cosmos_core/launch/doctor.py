@@ -64,9 +64,9 @@ def _server(client: Any) -> Iterator[Finding]:
         yield Finding("clock", f"this machine is {seconds:+.0f} s from the server", abs(seconds) <= _CLOCK_SECONDS)
     began = time.monotonic()
     client.read_flow_runs(limit=1)
-    took = time.monotonic() - began
-    remedy = "" if took < _SLOW_SECONDS else "; PostgreSQL holds more workers than SQLite"
-    yield Finding("database", f"a read takes {took:.2f} s{remedy}", took < _SLOW_SECONDS)
+    read_seconds = time.monotonic() - began
+    remedy = "" if read_seconds < _SLOW_SECONDS else "; PostgreSQL holds more workers than SQLite"
+    yield Finding("database", f"a read takes {read_seconds:.2f} s{remedy}", read_seconds < _SLOW_SECONDS)
 
 
 def _pools(client: Any) -> Iterator[Finding]:
@@ -87,11 +87,11 @@ def _pools(client: Any) -> Iterator[Finding]:
 
 
 def _workers(client: Any) -> Iterator[Finding]:
-    here, reported_pools = versions(), set[str]()
+    local, reported_pools = versions(), set[str]()
     for worker, seconds in fresh_reports(client):
         reported_pools.add(worker["pool"])
-        differing = [key for key in here if here[key] and worker[key] and worker[key] != here[key]]
-        wrong = [f"{key} {worker[key]} there, {here[key]} here" for key in differing]
+        differing = [key for key in local if local[key] and worker[key] and worker[key] != local[key]]
+        wrong = [f"{key} {worker[key]} there, {local[key]} here" for key in differing]
         wrong += [f"{folder} of its deployments is missing" for folder in worker["missing_folders"]]
         wrong += ["its clock differs from the server's"] * (abs(seconds) > _CLOCK_SECONDS)
         wrong += ["its disk is full soon"] * (worker["free_bytes"] < _LEAST_ROOM)

@@ -157,9 +157,9 @@ def _output_of(code: str, *, wants_error: bool = False) -> str:
     """Return the output of a Python program or, with `wants_error`, the last line of its error (empty: no error)."""
     command = [sys.executable, "-c", code]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_SECONDS, env=dict(os.environ))
+        process = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_SECONDS, env=dict(os.environ))
     except subprocess.TimeoutExpired:
         return f"no reply in {_IMPORT_SECONDS} s" if wants_error else ""
     if wants_error:
-        return (done.stderr.strip().splitlines() or ["no message"])[-1] if done.returncode else ""
-    return done.stdout.strip()
+        return (process.stderr.strip().splitlines() or ["no message"])[-1] if process.returncode else ""
+    return process.stdout.strip()

@@ -55,12 +55,12 @@ def automations(channel: str, address: str) -> Iterator[Any]:
     from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 
     block = _block(channel, address).save(f"cosmos-notify-{channel}", overwrite=True)
-    for what, event in EVENTS.items():
+    for kind, event in EVENTS.items():
         yield AutomationCore(
-            name=f"cosmos: {channel} message when {what}",
+            name=f"cosmos: {channel} message when {kind}",
             description=f"Made by cosmos bootstrap --notify {channel}.",
             trigger=EventTrigger(expect={event}, posture=Posture.Reactive, threshold=1),
-            actions=[_action(channel, block, what)],
+            actions=[_action(channel, block, kind)],
         )
 
 

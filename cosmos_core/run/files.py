@@ -36,8 +36,8 @@ def disk_full(error: BaseException | None, where: Path) -> DiskFull | None:
         error = error.__cause__ or error.__context__
     if error is None:
         return None
-    what, remedy = ("read-only", "make it writable") if error.errno == errno.EROFS else ("disk full", "free space")
-    return DiskFull(f"{what}: {error.strerror}: {error.filename or where}; {remedy} and resume")
+    problem, remedy = ("read-only", "make it writable") if error.errno == errno.EROFS else ("disk full", "free space")
+    return DiskFull(f"{problem}: {error.strerror}: {error.filename or where}; {remedy} and resume")
 
 
 @contextmanager

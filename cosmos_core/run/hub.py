@@ -126,9 +126,9 @@ def _cached(folder: Path, revision: str) -> str | None:
 
 def _unknown(repository: Repository, reason: str) -> CosmosError:
     repo_type, name, revision = repository
-    error, what = (ModelError, "model") if repo_type == "model" else (DataError, "data set")
+    error, noun = (ModelError, "model") if repo_type == "model" else (DataError, "data set")
     return error(
-        f"the {what} {name!r}: no folder here, and which commit {revision!r} is on the Hub cannot be found out: "
+        f"the {noun} {name!r}: no folder here, and which commit {revision!r} is on the Hub cannot be found out: "
         f"{' '.join(reason.split())}; check the name, download it, or write the commit as its revision"
     )
 

@@ -87,8 +87,8 @@ def _walk(stage_path: Path, result: Result, depth: int, seen: set[Path]) -> Iter
     seen.add(stage_path)
     run = f"run {stage_path.parent.parent.name}"
     note = problem(stage_path, result) or "verified"
-    held = float(result.get("gpu_seconds", 0.0))
-    yield Link(depth, result["name"], result["kind"], result["digest"], run, note, held)
+    gpu_seconds = float(result.get("gpu_seconds", 0.0))
+    yield Link(depth, result["name"], result["kind"], result["digest"], run, note, gpu_seconds)
     for source in parsed(result.get("sources", ()), Source):
         yield Link(depth + 1, Path(source.name).name, source.kind, source.digest, source.name, _source_status(source))
     for name, recorded in result["inputs"].items():

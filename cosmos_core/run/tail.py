@@ -18,7 +18,7 @@ class Tail:
         self._decoder = _decoder()
 
     def text(self, *, is_last: bool = False) -> str:
-        """Return the text since the last call; an incomplete last character waits for the next call unless `is_last`."""
+        """Return the new text; an incomplete character at its end is kept for the next call unless `is_last`."""
         try:
             with open(self.path, "rb") as file:
                 status = os.fstat(file.fileno())

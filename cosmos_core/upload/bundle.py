@@ -125,14 +125,14 @@ class Contents:
 
     def _fetch_one(self, entry: Entry, paths: list[Path], here: Mapping[str, Path]) -> None:
         self._pause()
-        first, *others = paths
+        first, *other_paths = paths
         first.parent.mkdir(parents=True, exist_ok=True)
         local_file = here.get(entry.sha256)
         if local_file is not None and local_file not in paths and _has(local_file, entry):
             copy_file(local_file, first)
         if not _has(first, entry):
             self._download(entry, first)
-        for other in others:
+        for other in other_paths:
             other.parent.mkdir(parents=True, exist_ok=True)
             copy_file(first, other)
 

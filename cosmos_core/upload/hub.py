@@ -142,8 +142,8 @@ class HubTarget:
         operations.append(CommitOperationAdd(_CARD, with_metrics(folder / _CARD, record).encode()))
         operations.append(CommitOperationAdd(RECORD, json.dumps(record, indent=1).encode()))
         paths = {operation.path_in_repo for operation in operations} | _KEPT
-        old = [file.rfilename for file in head.siblings or () if file.rfilename not in paths]
-        operations += [CommitOperationDelete(name) for name in old]
+        stale_files = [file.rfilename for file in head.siblings or () if file.rfilename not in paths]
+        operations += [CommitOperationDelete(name) for name in stale_files]
         self.api.create_commit(
             self.repository, operations, commit_message=f"Publish {version}", revision=branch, parent_commit=head.sha
         )
@@ -214,9 +214,9 @@ class HubTarget:
         """Wait in short intervals and call `pause` in each: a run that is to stop must not wait as long as a busy Hub
         may request."""
         until = time.monotonic() + seconds
-        while (left := until - time.monotonic()) > 0:
+        while (seconds_left := until - time.monotonic()) > 0:
             self._pause()
-            time.sleep(min(left, _SLICE_SECONDS))
+            time.sleep(min(seconds_left, _SLICE_SECONDS))
 
     @contextmanager
     def _translate_errors(self) -> Iterator[None]:

@@ -158,9 +158,9 @@ class MlflowTarget:
             self.client.log_dict(run_id, record, f"{below}/{RECORD}")
         logged, start_time = run.data.metrics, run.info.start_time
         metrics = {metric_name(name): value for name, value in record["metrics"].items()}
-        new = [Metric(name, value, start_time, 0) for name, value in metrics.items() if name not in logged]
-        if new:
-            self.client.log_batch(run_id, metrics=new)
+        new_metrics = [Metric(name, value, start_time, 0) for name, value in metrics.items() if name not in logged]
+        if new_metrics:
+            self.client.log_batch(run_id, metrics=new_metrics)
         self.client.set_terminated(run_id)
 
     def _damage(self, found: Any, folder: Path, record: dict[str, Any]) -> str:

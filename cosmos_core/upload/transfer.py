@@ -114,10 +114,10 @@ class Transfer:
         if size <= part_bytes:
             data = file.read_bytes()
             for _ in range(_ATTEMPTS):
-                done = self.bucket.client.put_object(
+                response = self.bucket.client.put_object(
                     Bucket=self.bucket.name, Key=key, Body=data, ContentMD5=_md5(data)[1], Metadata={"sha256": sha256}
                 )
-                if _has_arrived(done, data):
+                if _has_arrived(response, data):
                     return
             return  # the caller verifies the stored object and finds a wrong digest
         try:
@@ -172,7 +172,7 @@ class Transfer:
         if etag and etag in {_md5(data)[0], self.journal.parts.get((upload, number))}:
             return etag
         for _ in range(_ATTEMPTS):
-            done = self.bucket.client.upload_part(
+            response = self.bucket.client.upload_part(
                 Bucket=self.bucket.name,
                 Key=key,
                 UploadId=upload,
@@ -180,9 +180,9 @@ class Transfer:
                 Body=data,
                 ContentMD5=_md5(data)[1],
             )
-            if _has_arrived(done, data):
+            if _has_arrived(response, data):
                 break
-        etag = done["ETag"].strip('"')
+        etag = response["ETag"].strip('"')
         self.journal.note(upload=upload, part=number, etag=etag)
         return str(etag)
 
