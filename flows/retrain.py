@@ -193,9 +193,9 @@ def _without_results(run: Run, names: list[str]) -> list[str]:
     """Return the names of the stages without a complete result, and of the stages that always run again, such as
     gates."""
     results = {name: read_result(run.stage_path(name)) for name in names}
-    whole = {name for name, result in results.items() if result and not problem(run.stage_path(name), result)}
+    complete = {name for name, result in results.items() if result and not problem(run.stage_path(name), result)}
     return [
-        name for name in names if name not in whole or not run.pipeline.kind_of(run.pipeline.stage(name)).is_reusable
+        name for name in names if name not in complete or not run.pipeline.kind_of(run.pipeline.stage(name)).is_reusable
     ]
 
 
@@ -227,8 +227,7 @@ def starting_from_published(pipeline: Pipeline) -> list[str]:
             continue
         key = "model" if stage.model else "policy.model_name_or_path"
         choice = pipeline.choice_among(stage.name)
-        # Overrides use the stage names of the file: all branches of a grid come from one stage, named like the select
-        # stage.
+        # Overrides use stage names of the file: branches of a grid come from one stage, named like the select stage.
         is_grid = choice is not None and choice.sweep is not None and any(b.settings for b in choice.sweep.branches)
         name = choice.name if choice is not None and is_grid else stage.name
         overrides.append(f"{name}.{key}={published}")

@@ -37,8 +37,8 @@ _ASK_SECONDS = 5.0
 
 
 def wait_unless_cancelled(pending: Collection[futures.Future[Any]], seconds: float = _ASK_SECONDS) -> bool:
-    """Wait for task futures, and check every `seconds` seconds whether the current flow run was cancelled; return True
-    if it was."""
+    """Wait until the futures `pending` have ended, and check every `seconds` seconds whether the current flow run was
+    cancelled; return True if it was cancelled."""
     while pending:
         pending = futures.wait(pending, timeout=seconds).not_done
         if pending and is_cancelled():
@@ -96,7 +96,7 @@ def publication_check() -> Callable[[], None]:
         Preempted: this process was requested to stop.
         StageFailed: the server did not respond for ten minutes.
     """
-    context = copy_context()  # holds the current flow run and its client, which other threads cannot see
+    context = copy_context()  # a copy, because other threads do not see the current flow run and its client
 
     def check() -> None:
         began, has_warned = time.monotonic(), False

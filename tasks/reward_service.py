@@ -73,8 +73,7 @@ def _elsewhere(stage: StageConfig, path: Path, check: Callable[[], None]) -> Ite
             finally:
                 note_health(path, variables)
         finally:
-            # The service polls the state of this flow run and ends with it, so an unreachable server must not fail the
-            # stage.
+            # The service ends when this flow run ends, so an unreachable server must not fail the stage.
             with contextlib.suppress(httpx.HTTPError, ObjectNotFound):
                 forget_service(client, block)
                 if client.read_flow_run(serving).state_type not in {*_FINAL, StateType.RUNNING}:

@@ -319,8 +319,7 @@ def _make_exclusively(
                 services.enter_context(upload_during(path, _saves_of(run, stage)))
                 services.enter_context(stored.sync_checkpoints(expected))
                 variables = services.enter_context(reward_service(run, stage))
-                # Registered last and therefore called first, so that the GPUs are free while the last checkpoint is
-                # sent.
+                # Registered last and therefore called first: GPUs are free while the last checkpoint is sent.
                 services.callback(devices.close)
                 launch.environment, launch.locks = {**visible, **variables}, (*launch.locks, *locks)
                 launch.secrets = (*launch.secrets, *variables)

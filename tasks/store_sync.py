@@ -38,7 +38,7 @@ _CHECKPOINT_SECONDS = 1.0
 
 
 class StageSync:
-    """Synchronisation of one stage of a run with the artifact store of its pipeline."""
+    """Exchange of the files of one stage of a run with the artifact store of the pipeline."""
 
     def __init__(self, run: Run, stage: StageConfig) -> None:
         self._run, self._stage, self._path = run, stage, run.stage_path(stage.name)

@@ -52,7 +52,7 @@ class _ObjectActor:
         if gpus:  # Ray allocated these GPUs to ranks and does not make them visible to this process
             os.environ["CUDA_VISIBLE_DEVICES"] = gpus
         if threads:
-            os.environ["OMP_NUM_THREADS"] = str(threads)  # child processes inherit the number
+            os.environ["OMP_NUM_THREADS"] = str(threads)  # child processes inherit the number of threads
             torch.set_num_threads(threads)
         self._object = make()
 
@@ -87,7 +87,7 @@ class ActorHandle:
             if error is None:
                 reply.set_result(done.result())
             elif isinstance(error, RayTaskError):
-                error.cause.add_note(str(error))  # the text contains the traceback of the actor's process
+                error.cause.add_note(str(error))  # the text of the error includes the traceback of the actor's process
                 reply.set_exception(error.cause)
             elif isinstance(error, RayError):  # the actor died, was killed for lack of memory, or its machine was lost
                 kind = ConnectionRefusedError if isinstance(error, ActorUnavailableError) else ConnectionError

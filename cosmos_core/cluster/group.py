@@ -110,7 +110,7 @@ def process_group(rendezvous: Rendezvous) -> Iterator[None]:
     store = dist.TCPStore(rendezvous.address, rendezvous.port, rendezvous.size)
     dist.init_process_group(backend, store=store, rank=rendezvous.rank, world_size=rendezvous.size)
     yield
-    dist.destroy_process_group()  # not after an error, because closing the group would fail on other ranks
+    dist.destroy_process_group()  # skipped after an error, because it would make other ranks fail
 
 
 def interface_to(address: str) -> str | None:
@@ -268,7 +268,7 @@ def _cluster(size: int, group: ActorGroup | None) -> Iterator[tuple[Any, bool, i
                 if group is not None and not group.shares_gpus:
                     num_actors = group.target_size() * group.processes
                     of_rank, of_actor = num_threads(torch.get_num_threads(), size, num_actors, overlaps=group.overlaps)
-                    os.environ["OMP_NUM_THREADS"] = str(of_rank)  # the processes of ranks inherit the number
+                    os.environ["OMP_NUM_THREADS"] = str(of_rank)  # the processes of ranks inherit the number of threads
                     # Ranks and actors share cores, so a waiting OpenMP thread must release its core at once.
                     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
                 ray.init(
@@ -301,7 +301,7 @@ def _make_starter(ray: Any, placements: list[Any], share: float) -> Callable[[Pr
     remote: Any = ray.remote  # Any: the type annotations of ray.remote cover functions only
     actor = remote(num_cpus=1, num_gpus=gpus, max_concurrency=2)(Rank)
     address = ray.util.get_node_ip_address()
-    stores = []  # kept open, so that no other process gets the port, to which a dead rank may still connect
+    stores = []  # stores stay open, so that no other process reuses a port to which a dead rank may connect
 
     def start(program: Program) -> tuple[list[Any], list[Any]]:
         members = [actor.options(scheduling_strategy=placement).remote() for placement in placements]
@@ -353,7 +353,7 @@ def _wait_for_ranks(
     while waiting:
         if should_stop() and not is_stop_sent:
             is_stop_sent = True
-            for member in members:  # without waiting for replies, because a dead rank sends none
+            for member in members:  # replies are not awaited, because a dead rank sends none
                 member.stop.remote()
         if actors is not None:
             actors.resize(lambda handles: ray.wait([members[0].set_actors.remote(handles)], timeout=_REPLY_SECONDS))

@@ -71,10 +71,10 @@ def check_model(model: str, model_class: str | None = None, max_prompt_length: i
 
 def _check_noise_levels(family: DiffusionModel) -> str:
     """Check that the noise levels of this package equal those of the pipeline's scheduler."""
-    ours_N = family.set_scheduler_timestep(4)
+    levels_N = family.set_scheduler_timestep(4)
     scheduler = family.folder.load("scheduler")
     scheduler.set_timesteps(4)
-    difference = float((ours_N - scheduler.sigmas.double()).abs().max())
+    difference = float((levels_N - scheduler.sigmas.double()).abs().max())
     table = f"{family.schedule!r}, shift {family.shift:g} ({family.train_shift:g} in training)"
     return table if difference < 1e-3 else f"{_WRONG}{table} is {difference:.2g} from {type(scheduler).__name__}"
 

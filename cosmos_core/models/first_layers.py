@@ -63,7 +63,7 @@ def cut_config(config: PretrainedConfig, first: FirstLayers | None) -> Pretraine
         text = config.get_text_config()
         text.num_hidden_layers = first.num_kept
         for name, value in list(vars(text).items()):
-            if isinstance(value, list) and len(value) == first.num_layers:  # a list with one value per layer
+            if isinstance(value, list) and len(value) == first.num_layers:  # a config list with one value per layer
                 setattr(text, name, value[: first.num_kept])
     return config
 

@@ -168,5 +168,6 @@ class DpmSolver2M:
         return (next_sigma / sigma).item() * x - scale * clean - 0.5 * scale * slope
 
     def restart(self) -> None:
-        """Discard the previous clean estimate, for example after a stochastic step."""
+        """Discard the stored clean estimate, for example after a stochastic step, so that the next step is of order
+        1."""
         self._clean = None

@@ -37,7 +37,7 @@ def mark_trained_weights(model: nn.Module, policy: PolicyConfig, targets: Sequen
         with placeholders(model):
             add_adapter(model, policy.lora, targets)
         return
-    names = dict(model.named_parameters(remove_duplicate=False))  # includes every name of a tied weight
+    names = dict(model.named_parameters(remove_duplicate=False))  # lists a tied weight under each of its names
     for patterns, is_trained in ((policy.freeze_pattern, False), (policy.trainable_pattern, True)):
         if patterns:
             key = "policy.trainable_pattern" if is_trained else "policy.freeze_pattern"

@@ -73,8 +73,8 @@ def _read_file(model: str, revision: str | None) -> dict[str, Any] | None:
 
 def _drop_refused(content: Mapping[str, Any]) -> tuple[GenerationConfig, list[str]]:
     """Return a generation config with the settings that transformers accepts, and the names of the refused settings."""
-    if whole := _try_build(content):
-        return whole, []
+    if full_config := _try_build(content):
+        return full_config, []
     accepted: dict[str, Any] = {}
     for key in sorted(content, key=lambda key: (key not in _FIRST, key)):
         if _try_build({**accepted, key: content[key]}):
@@ -86,7 +86,7 @@ def _try_build(content: Mapping[str, Any]) -> GenerationConfig | None:
     """Return a generation config with the settings `content`; None if transformers cannot load or write them."""
     try:
         config = GenerationConfig.from_dict(dict(content))
-        GenerationConfig.from_dict(config.to_dict())  # transformers makes this call when it loads a model
+        GenerationConfig.from_dict(config.to_dict())  # transformers repeats this conversion when it loads a model
         config.to_json_string()
         ids = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id or 0]
     except Exception:  # noqa: BLE001 - a value of a wrong type may raise any error

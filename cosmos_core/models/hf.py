@@ -189,7 +189,7 @@ def _check_architecture(config: PretrainedConfig, model: str) -> None:
             `model_type`; or the weights are quantized, and the package that reads them is missing.
     """
     names = config.architectures
-    with translate_load_errors("architecture", model):  # the import of the class fails if a library is missing
+    with translate_load_errors("architecture", model):  # importing the model class fails if a library is missing
         cls = _model_class(config)
     if names:
         named = f"{KEY} = {model!r}: config.json has architectures = {names!r}"

@@ -66,15 +66,14 @@ def convert_to_fp8(model: PreTrainedModel, fp8: FP8Config, *, emulate: bool = Fa
         emulate: Whether to compute the same numbers as an fp8 GPU in higher precision, slowly.
     """
     float8: Any = importlib.import_module("torchao.float8")
-    # The inner dimension is padded, because fp8 products need multiples of 16 but micro-batches have any number of
-    # tokens.
+    # Inner dimensions are padded: fp8 products need multiples of 16, micro-batches have any number of tokens.
     config = replace(float8.Float8LinearConfig.from_recipe_name(fp8.quant_recipe), pad_inner_dim=True, emulate=emulate)
     blocks = tuple(model._no_split_modules or ())
     inside = [name for name, module in model.named_modules() if type(module).__name__ in blocks]
 
     def is_converted(module: nn.Module, name: str) -> bool:
         return (
-            type(module) is nn.Linear  # no subclasses, because routers of experts inherit from nn.Linear
+            type(module) is nn.Linear  # a subclass of nn.Linear may be a router of experts
             and any(name.startswith(f"{block}.") for block in inside)
             and not module.in_features % _MULTIPLE
             and not module.out_features % _MULTIPLE

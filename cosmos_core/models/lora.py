@@ -215,7 +215,7 @@ def _peft_config(model: Any, lora: LoraConfig, keeps_ties: bool) -> peft.LoraCon
             f"{_KEY}.init_lora_weights = {lora.init_lora_weights!r} starts from linear layers, and "
             f"{targets.parameters[0]} is none; use true, or leave it out of target_modules"
         )
-    doubled = [f".*{re.escape(name)}" for name in targets.double_rank]  # two projections need twice the rank
+    doubled = [f".*{re.escape(name)}" for name in targets.double_rank]  # two stacked projections need twice the rank
     build: Any = peft.LoraConfig  # Any: the type annotations of LoraConfig are narrower than the values that it accepts
     config: peft.LoraConfig = build(
         task_type="CAUSAL_LM" if isinstance(model, PreTrainedModel) else None,

@@ -121,7 +121,7 @@ def portable_config(config: Any, model: nn.Module) -> Any:
     config, translated = copy.deepcopy(config), copy.deepcopy(config)
     try:
         convert_peft_config_for_transformers(translated, model, None)
-    except ValueError:  # for names that PEFT treats as experts, it requires both gate and up projection
+    except ValueError:  # PEFT requires both gate and up projection for names that it treats as experts
         translated.target_modules = ()
     lost = set(config.target_modules or ()) - set(translated.target_modules or ())
     if not lost:
@@ -180,7 +180,7 @@ def describe_adapter(model: Any, target_modules: Sequence[str] | str | None) -> 
     layers = adapted_layers(model)
     adapted = Counter(map(_kind, layers.values(), layers))
     text = "LoRA on " + ", ".join(f"{count} {kind}" for kind, count in adapted.items())
-    if target_modules != ALL_LINEAR:  # only `all-linear` leaves the selection of layers to the program
+    if target_modules != ALL_LINEAR:  # the user chose layers by name, so unadapted layers are not listed
         return text
     heads = [model.get_output_embeddings()] if isinstance(model, PreTrainedModel) else []
     unchanged: Counter[str] = Counter()

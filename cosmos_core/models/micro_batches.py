@@ -37,7 +37,8 @@ def cut_by_length(
         num_ranks: number of data-parallel ranks, which get the micro-batches in turn.
         width: function from the length of the longest row of a micro-batch to the padded length.
     """
-    widths = [width(len(samples[i].input_ids)) for i in ordered[::num_ranks]]  # one entry per set of simultaneous rows
+    # The ranks run rows of similar length in parallel, so one of `num_ranks` rows determines the cost.
+    widths = [width(len(samples[i].input_ids)) for i in ordered[::num_ranks]]
     num_plain = sum(widths[start] * len(widths[start : start + size]) for start in range(0, len(widths), size))
     if sum(widths) >= (1 - _TOLERATED) * num_plain:
         return None

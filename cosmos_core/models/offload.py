@@ -64,6 +64,6 @@ class ComponentOffload:
     def _return_to_host(self) -> None:
         for component, weights in self._on_device.items() if self._is_offloaded else ():
             for weight, on_host in weights:
-                weight.data = on_host  # not copied back, because the weights of components do not change
+                weight.data = on_host  # weights of components never change, so they are not copied back
             component.to("cpu")
         self._on_device.clear()

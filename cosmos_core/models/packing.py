@@ -77,7 +77,7 @@ def enable_packing(
     for dtype in dict.fromkeys([*dtypes, *([compute_dtype] if (has_kernel or not dtypes) and compute_dtype else [])]):
         _set_attention(model, plain)
         differs = not _is_exact(model, roots, plain, dtype)
-        if any_rank(differs) if roots else differs:  # a pipeline rank tests only its own layers
+        if any_rank(differs) if roots else differs:  # pipeline ranks test different layers, so combine the results
             _set_attention(model, plain)
             return "packed sequences have other logits than separate ones"
     return ""
@@ -106,8 +106,8 @@ def can_merge_prompts(model: PreTrainedModel, roots: Sequence[Any], dtype: torch
     with torch.autocast(model.device.type, dtype, enabled=dtype != model.dtype):
         outputs = [_outputs(model, roots, each.inputs) for each in (rows_of(rows, 0, packed=True), shared)]
     model.train(was_training)
-    whole, num_prompt = outputs[0], len(prompt)
-    expected = torch.cat([whole[: len(rows[0])], whole[len(rows[0]) + num_prompt :]])
+    separate_outputs, num_prompt = outputs[0], len(prompt)
+    expected = torch.cat([separate_outputs[: len(rows[0])], separate_outputs[len(rows[0]) + num_prompt :]])
     return _is_close(outputs[1], expected, dtype)
 
 
@@ -186,7 +186,7 @@ def _varlen_attention(states: Sequence[Tensor], kwargs: dict[str, Any]) -> Tenso
     query_PKD, key_PKD, value_PKD = (state.transpose(1, 2).squeeze(0) for state in states)
     output_PKD = varlen_attn(
         query_PKD, key_PKD, value_PKD, on_device, on_device, longest, longest, scale=kwargs.get("scaling"),
-        window_size=(window - 1 if window else -1, 0),  # keys before and after a query; -1: unlimited
+        window_size=(window - 1 if window else -1, 0),  # number of visible keys before and after a query; -1: all
         **(_GROUPED if query_PKD.shape[1] != key_PKD.shape[1] else {}),
     )  # fmt: skip
     assert isinstance(output_PKD, Tensor)
@@ -245,7 +245,7 @@ def _attend_per_sequence(bounds: Bounds | None, attend: Callable[..., Tensor], *
     if bounds is None:
         return attend(*states)
     lengths, prompts = np.diff(bounds.ends).tolist(), bounds.prompts
-    slices = [state.squeeze(0).split(lengths, dim=1) for state in states]  # shapes: K, tokens of the sequence, D
+    slices = [state.squeeze(0).split(lengths, dim=1) for state in states]  # each slice: (K, sequence length, D)
     together: dict[tuple[int, int], list[int]] = {}
     for index, length in enumerate(lengths):
         together.setdefault((round_length(length), prompts[index]), []).append(index)

@@ -111,8 +111,7 @@ def _load_without_videos(cls: Any, source: str, options: dict[str, Any]) -> Proc
 
 
 def _resize(processor: ProcessorMixin, pixels: Mapping[str, int]) -> None:
-    # In processors with `merge_size`, the limits in `size` are numbers of pixels; in other processors, lengths of
-    # edges.
+    # With `merge_size`, the limits in `size` are numbers of pixels; in other processors, lengths of edges.
     if pixels and not hasattr(processor.image_processor, "merge_size"):
         key, value = next(iter(pixels.items()))
         raise ConfigError(

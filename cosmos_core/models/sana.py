@@ -69,7 +69,7 @@ class Sana(DiffusionModel):
 
     @property
     def timestep_scale(self) -> float:
-        """Return the factor by which the network's timesteps are multiplied."""
+        """Return the factor by which timesteps are multiplied before the network gets them."""
         return float(self.folder.settings(self.denoiser_name).get("timestep_scale", 1.0))
 
 

@@ -121,7 +121,7 @@ class Scorer(nn.Module):
         num_top = min(wants.top_k, num_ids) if top_ids_NK is None else top_ids_NK.shape[-1]
         task = _Task(head, wants, num_top, num_ids, dtype, max(1, size // (4 * self.vocabulary)))
         if derivative_N is not None:
-            derivative_N = derivative_N.to(dtype)  # the backward pass compares it with a derivative in the same dtype
+            derivative_N = derivative_N.to(dtype)  # the backward pass compares it with a derivative of this dtype
         weights = head.trained_weights if torch.is_grad_enabled() else []
         outputs = _ChunkedScore.apply(task, hidden_NH, labels_N, top_ids_NK, derivative_N, *weights)
         return dict(zip(task.names, outputs, strict=True)) | balance
@@ -137,7 +137,7 @@ class Scorer(nn.Module):
 
     @property
     def vocabulary(self) -> int:
-        """Return the number of rows of the head."""
+        """Return the number of rows of the output head."""
         return int(self.model.get_output_embeddings().weight.shape[0])
 
     def _body(self, inputs: dict[str, Any]) -> tuple[Tensor, _Head, dict[str, Tensor]]:
@@ -163,11 +163,11 @@ class Scorer(nn.Module):
     def _scale_logits(self, logits_MV: Tensor) -> Tensor:
         """Apply the scaling or soft cap that some model families apply to logits."""
         config = self.model.config.get_text_config()
-        if scale := getattr(config, "logit_scale", None):  # Cohere
+        if scale := getattr(config, "logit_scale", None):  # model family Cohere
             logits_MV = logits_MV * scale
-        if scaling := getattr(config, "logits_scaling", None):  # Granite
+        if scaling := getattr(config, "logits_scaling", None):  # model family Granite
             logits_MV = logits_MV / scaling
-        if cap := getattr(config, "final_logit_softcapping", None):  # Gemma
+        if cap := getattr(config, "final_logit_softcapping", None):  # model family Gemma
             logits_MV = torch.tanh(logits_MV / cap) * cap
         return logits_MV
 
@@ -181,8 +181,7 @@ class Scorer(nn.Module):
         was_training = self.model.training
         self.model.eval()  # dropout would make the two results differ
         ids = torch.arange(1, PROBE_TOKENS + 1, device=self.model.device).unsqueeze(0) % self.vocabulary
-        # The cache of autocast is disabled, because a recomputation in a later pass would not find casts that are
-        # cached here.
+        # The autocast cache is disabled: a recomputation in a later pass would not find casts cached here.
         with _autocast(ids.device, _autocast_dtype(ids.device)):
             whole = self.model(input_ids=ids, use_cache=False).logits
             hidden = getattr(self.model.base_model(input_ids=ids, use_cache=False), "last_hidden_state", None)
@@ -251,7 +250,7 @@ class _Softmax(NamedTuple):
 
     scaled_MV: Tensor
     sums_M1: Tensor
-    """Logsumexp of each row of `scaled_MV`."""
+    """Logsumexp of each row of the scaled logits."""
 
 
 @dataclass(frozen=True, slots=True)

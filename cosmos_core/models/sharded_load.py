@@ -207,7 +207,7 @@ def _plan_loading(
     if needed - info.missing_keys:
         return "transformers makes up some of its weights"
     _make_buffers(built, device)
-    if generation := load_generation_config(model, revision):  # otherwise the generation config comes from config.json
+    if generation := load_generation_config(model, revision):  # without this file, config.json determines the config
         built.generation_config = generation
     built.config._commit_hash = getattr(built.config, "_commit_hash", None) or revision
     _LOADING_PLANS[built] = _LoadingPlan(model, device, groups)
@@ -285,19 +285,19 @@ def _read_group(
     group: _Group, targets: Mapping[str, Sequence[Tensor]], model: PreTrainedModel, done: set[Tensor]
 ) -> None:
     """Fill this rank's shards of the weights of a group; `done` contains the tensors that are already filled."""
-    mine = {name: [t for t in targets.get(name, ()) if local_shard(t).numel()] for name in group.shapes}
-    if not any(mine.values()):
+    local_targets = {name: [t for t in targets.get(name, ()) if local_shard(t).numel()] for name in group.shapes}
+    if not any(local_targets.values()):
         return
     sources, first = group.sources, 0
     if isinstance(group.transform, WeightRenaming):
-        converted: dict[str, Any] = dict.fromkeys(mine, sources[0][2])
+        converted: dict[str, Any] = dict.fromkeys(local_targets, sources[0][2])
     else:
         if _is_expert_stack(group):
-            rows = shard_bounds(next(iter(mine.values()))[0])[0]
+            rows = shard_bounds(next(iter(local_targets.values()))[0])[0]
             sources, first = _select_experts(sources, rows), rows.start
         readers = [partial(source.__getitem__, ...) for _, _, source in sources]
-        converted = _convert(next(iter(mine)), group.transform, sources, readers, model)
-    for name, tensors in mine.items():
+        converted = _convert(next(iter(local_targets)), group.transform, sources, readers, model)
+    for name, tensors in local_targets.items():
         for tensor in tensors:
             _copy(name, tensor, converted[name], first, is_check=tensor in done)
             done.add(tensor)

@@ -211,7 +211,7 @@ def _reload(
     probe = Probe(
         _probe_ids(model).numpy(),
         model.dtype,
-        attention.removeprefix("packed_"),  # padded rows use the attention without the prefix of packed rows
+        attention.removeprefix("packed_"),  # padded rows use the attention function without this prefix
         torch.get_num_threads(),
         first,
         {n: b.dtype for n, b in model.named_buffers() if b.is_floating_point() and b.dtype != torch.float32},

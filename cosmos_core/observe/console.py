@@ -132,7 +132,7 @@ class Display:
 
     def message(self, text: str) -> None:
         """Print one line of text, above the live table if it is shown."""
-        if self._live is not None:  # not under self._lock: the live display takes it while it holds its own lock
+        if self._live is not None:  # taking self._lock could deadlock: the display takes it under its own lock
             self._console.print(Text(text))
             return
         with self._lock:

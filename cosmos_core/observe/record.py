@@ -35,7 +35,7 @@ class Best(Document):
 
 
 class Condition(Document):
-    """Condition of a gate, with the measured value."""
+    """Condition of a gate on a metric, with the measured value and the bound."""
 
     condition: str
     value: float

@@ -51,7 +51,7 @@ class ReportServer(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: ReportServer
-    timeout = 30.0  # seconds until an idle connection is closed, so that it does not keep a thread
+    timeout = 30.0  # timeout of a read in seconds, so that a silent client does not occupy a thread
     server_version, sys_version = "cosmos", ""
 
     def do_GET(self) -> None:

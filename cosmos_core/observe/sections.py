@@ -189,7 +189,7 @@ def services(stage: StageRecord) -> list[list[Any]]:
 
 
 def curves(stage: StageRecord) -> str:
-    """Return the curves of a stage as SVG; empty if fewer than two steps were logged."""
+    """Return the curves of a stage's metrics as SVG; empty if fewer than two steps were logged."""
     return curves_svg(stage.curves, REPORT_PANELS) if len(stage.curves) > 1 else ""
 
 

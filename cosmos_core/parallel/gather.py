@@ -55,8 +55,7 @@ class Gatherer:
                 self._holders.setdefault(name, []).append(rank)
         is_on_cpu = all(local_shard(tensor).device.type == "cpu" for tensor in tensors.values())
         self._is_shared = not any_rank(not is_on_cpu) and _is_one_machine()
-        # Two buffers, because a loop over tensors may still refer to a tensor of the previous call during the next
-        # call.
+        # Two buffers: a loop over tensors may still refer to a tensor of the previous call during the next call.
         self._memories: list[_SharedMemory | None] = [None, None]
 
     def full(self, requested: Mapping[str, FullTensor]) -> dict[str, Tensor]:

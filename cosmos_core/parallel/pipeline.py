@@ -34,7 +34,7 @@ class StagePlaceholder(nn.Module):
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
-        # not registered as a child module, because its weights belong to another pipeline stage
+        # The module is not registered as a child, because its weights belong to another pipeline stage.
         self.__dict__["original"] = original
 
     def forward(self, hidden_BTH: Tensor, *args: Any, **kwargs: Any) -> Tensor:

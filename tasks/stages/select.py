@@ -21,7 +21,7 @@ KIND = StageKind(
     is_numeric=False,
     forwards_metrics=True,
 )
-_OF_ONE_STAGE = ("data",)  # keys of `info` that refer to folders of the chosen stage, which are not linked
+_OF_ONE_STAGE = ("data",)  # keys of `info` with folders of the chosen stage, which a select stage does not pass on
 
 
 def run(stage: Stage) -> Outcome:
@@ -36,7 +36,7 @@ def run(stage: Stage) -> Outcome:
         GateFailed: the metric is NaN in all branches.
     """
     sweep = stage.config.sweep
-    assert sweep is not None  # the kind has `sweep` in its `required_keys`
+    assert sweep is not None  # a select stage without the key `sweep` is refused earlier
     values = {branch.stages: _value(stage, branch, sweep.metric) for branch in sweep.branches}
     candidates = [branch for branch in sweep.branches if not math.isnan(values[branch.stages])]
     if not candidates:

@@ -30,8 +30,7 @@ KIND = StageKind(
         "custom",
         "judge",
     ),
-    # Validation reads its rows in order and once, so settings of shuffling and of the validation schedule have no
-    # effect.
+    # Validation reads its rows once and in order: settings of shuffling and of its schedule have no effect.
     unread=(
         *ROW_KEYS,
         "train.train_policy.dataloader_shuffle",

@@ -67,7 +67,7 @@ class FunctionSink:
         self._function({name: value for name, value in line.items() if name != "step"}, line["step"])
 
     def close(self, exit_code: int) -> None:
-        """Do nothing: a function has nothing to close."""
+        """Do nothing, because a user's function holds no resources."""
 
 
 Opener = Callable[[Stage, int], Sink]
@@ -124,7 +124,7 @@ class _SinkThread:
             self._lines.put(line)
 
     def end(self, exit_code: int) -> None:
-        """Signal that no further line of metrics follows."""
+        """Signal to the thread of the metric sink that no further line of metrics follows."""
         self._exit_code = exit_code
         self._lines.put(None)
 
@@ -145,8 +145,7 @@ class _SinkThread:
 
     def _carry(self, first: dict[str, Any]) -> None:
         sink = self._find(self._name)(self._stage, first["step"])
-        # Send lines of earlier attempts that the metric sink lacks because it was unreachable or the attempt was
-        # killed.
+        # Send earlier lines that the metric sink lacks because it was unreachable or an attempt was killed.
         earlier = takewhile(lambda line: line["time"] != first["time"], read_metrics(self._stage.metrics.path))
         missing = (line for line in earlier if line["step"] < first["step"])
         for line in chain(missing, [first], iter(self._lines.get, None)):

@@ -23,7 +23,7 @@ class TensorboardSink:
         self._writer.add_event(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
 
     def log(self, line: dict[str, Any]) -> None:
-        """Write one line of `metrics.jsonl`, and flush it so that it survives a kill."""
+        """Write one line of `metrics.jsonl`, and flush the file so that the line survives a kill of the process."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
