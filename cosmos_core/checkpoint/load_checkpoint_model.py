@@ -27,24 +27,24 @@ def pinned_step(stage: Stage) -> int:
     Raises:
         ModelError: the upstream training has no complete checkpoint of the step, or, without validation, no best step.
     """
-    which, name = stage.config.checkpoint, source_of(stage.config.model)
-    key = f"checkpoint = {which!r} of stage {name!r}"
+    choice, name = stage.config.checkpoint, source_of(stage.config.model)
+    key = f"checkpoint = {choice!r} of stage {name!r}"
     upstream = stage.inputs[str(name)]
-    if which == "best":
+    if choice == "best":
         best = upstream["info"].get("best")
         if not best:
             raise ModelError(f"{key}: it was not validated, so no step is the best; set validation.enable = true")
-        which = best["step"]
+        choice = best["step"]
     folder = Path(upstream["path"]) / "checkpoints"
-    if int(which) not in saved_steps(folder):
+    if int(choice) not in saved_steps(folder):
         steps = ", ".join(map(str, saved_steps(folder))) or "none"
         raise ModelError(
-            f"{key}: there is no checkpoint of step {which}, only {steps}; train with train.ckpt.enable_checkpoint = "
+            f"{key}: there is no checkpoint of step {choice}, only {steps}; train with train.ckpt.enable_checkpoint = "
             f"true, and raise train.ckpt.max_keep to keep more"
         )
-    if reason := resume_obstacle(folder, int(which), None):
-        raise ModelError(f"{key}: {step_folder(folder, int(which))}: {reason}; choose another step")
-    return int(which)
+    if reason := resume_obstacle(folder, int(choice), None):
+        raise ModelError(f"{key}: {step_folder(folder, int(choice))}: {reason}; choose another step")
+    return int(choice)
 
 
 def pinned_model(stage: Stage, step: int, start: Callable[[Stage], Any] | None = None) -> Any:

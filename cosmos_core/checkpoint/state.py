@@ -114,8 +114,8 @@ def empty_tensors(state: TrainState, saved: Mapping[str, tuple[torch.Size, torch
     for name, (shape, dtype) in saved.items():
         parameter = parameters.get(name.removeprefix(_OPTIMIZER).partition(".")[2])
         if name.startswith(_OPTIMIZER) and parameter is not None:
-            like = parameter if parameter.shape == shape else torch.empty(shape)
-            targets[name] = torch.empty_like(like, dtype=dtype, requires_grad=False)
+            template = parameter if parameter.shape == shape else torch.empty(shape)
+            targets[name] = torch.empty_like(template, dtype=dtype, requires_grad=False)
         elif name.startswith(tuple(f"{table}." for table in _TABLES)):
             is_split = isinstance(live.get(name), DTensor)
             targets[name] = live[name] if is_split else torch.empty(shape, dtype=dtype)
@@ -133,8 +133,8 @@ def adopt_optimizer_tensors(state: TrainState, tensors: Mapping[str, Tensor]) ->
         if key.startswith(_OPTIMIZER):
             slot, _, name = key.removeprefix(_OPTIMIZER).partition(".")
             slots.setdefault(indices[id(parameters_by_name[name])], {})[slot] = tensor
-    joined = {index: _merge_slots(parts) for index, parts in slots.items()}
-    state.optimizer.load_state_dict({"state": joined, "param_groups": live["param_groups"]})
+    optimizer_state = {index: _merge_slots(parts) for index, parts in slots.items()}
+    state.optimizer.load_state_dict({"state": optimizer_state, "param_groups": live["param_groups"]})
 
 
 def init_missing_weight_sets(state: TrainState, tensors: Mapping[str, Tensor]) -> None:
