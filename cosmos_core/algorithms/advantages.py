@@ -46,16 +46,16 @@ def advantages(
     """
     valid = [[r for r in rewards if r is not None and math.isfinite(r)] for rewards in groups]
     rule = _centre if algo == "grpo" and not normalise_std else ADVANTAGE_RULES[algo]
-    credited = rule([np.asarray(each, dtype=np.float64) for each in valid])
+    group_advantages = rule([np.asarray(each, dtype=np.float64) for each in valid])
     if algo.startswith("reinforce++"):
         tokens = num_tokens or [[1] * len(rewards) for rewards in groups]
         lengths = [
             [n for r, n in zip(rewards, values_of_group, strict=True) if r is not None and math.isfinite(r)]
             for rewards, values_of_group in zip(groups, tokens, strict=True)
         ]
-        flat = iter(whiten(np.concatenate([*credited, np.zeros(0)]), np.concatenate([*lengths, np.zeros(0)])))
-        credited = [np.array([next(flat) for _ in each]) for each in valid]
-    iterators = [iter(values_G) for values_G in credited]
+        flat = iter(whiten(np.concatenate([*group_advantages, np.zeros(0)]), np.concatenate([*lengths, np.zeros(0)])))
+        group_advantages = [np.array([next(flat) for _ in each]) for each in valid]
+    iterators = [iter(values_G) for values_G in group_advantages]
     values = [
         [float(next(values_of_group)) if r is not None and math.isfinite(r) else None for r in rewards]
         for rewards, values_of_group in zip(groups, iterators, strict=True)

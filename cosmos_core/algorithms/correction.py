@@ -101,8 +101,8 @@ def importance_weights(
         )
         mean_B1 = k3_BT.sum(-1, keepdim=True) / kept_BT.sum(-1, keepdim=True).clamp(min=1)
         accepted_BT = accepted_BT & (mean_B1 <= (math.inf if correction.mean_k3 is None else correction.mean_k3))
-        most = math.inf if correction.max_k3 is None else correction.max_k3
-        accepted_BT = accepted_BT & (k3_BT.amax(-1, keepdim=True) <= most)
+        max_k3 = math.inf if correction.max_k3 is None else correction.max_k3
+        accepted_BT = accepted_BT & (k3_BT.amax(-1, keepdim=True) <= max_k3)
     weights_BT = apply_mask(weights_BT, accepted_BT) / correction.scale
     metrics = {
         "rollout/weight": token_metric(weights_BT, mask_BT),
@@ -121,11 +121,11 @@ def self_normalise(correction: Correction, rows: Iterable[tuple[Tensor, Tensor, 
     has the log-probabilities of a sample under the old policy, those under the rollout policy, and the loss mask, shape
     T each.
     """
-    plain = replace(correction, geometric=None, mean_k3=None, max_k3=None)
+    rule = replace(correction, geometric=None, mean_k3=None, max_k3=None)
     total, count = 0.0, 0
     for old_T, rollout_T, mask_T in rows:
         num_tokens = int(mask_T.sum())
-        sum_ = importance_weights(old_T[None], rollout_T[None], mask_T[None], plain)[0].sum(dtype=torch.float64).item()
+        sum_ = importance_weights(old_T[None], rollout_T[None], mask_T[None], rule)[0].sum(dtype=torch.float64).item()
         is_sequence = correction.rule.startswith("sequence")
         total += sum_ / (num_tokens + _MEAN_EPSILON) if is_sequence else sum_
         count += min(1, num_tokens) if is_sequence else num_tokens

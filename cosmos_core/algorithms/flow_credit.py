@@ -143,25 +143,25 @@ class RewardMonitor:
 
     def metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         """Return the monitoring metrics of the groups of a train step, and log a warning if the alarm starts."""
-        now = {"reward": _mean([s.value for g in groups for s in g.scores]), "diversity": diversity(groups)}
+        current = {"reward": _mean([s.value for g in groups for s in g.scores]), "diversity": diversity(groups)}
         for name in self._watched:
-            now[name] = _mean([s.metrics.get(name) for g in groups for s in g.scores])
-        for name, value in now.items():
+            current[name] = _mean([s.metrics.get(name) for g in groups for s in g.scores])
+        for name, value in current.items():
             first_values = self._first.setdefault(name, [])
             if len(first_values) < self._num_first and math.isfinite(value):
                 first_values.append(value)
-        first = {name: float(np.mean(values)) for name, values in self._first.items() if values}
-        relative = now["diversity"] / first["diversity"] if first.get("diversity") else 1.0
-        rises = now["reward"] > first.get("reward", math.inf)
+        baselines = {name: float(np.mean(values)) for name, values in self._first.items() if values}
+        relative = current["diversity"] / baselines["diversity"] if baselines.get("diversity") else 1.0
+        rises = current["reward"] > baselines.get("reward", math.inf)
         suspects = ["diversity"] if relative < self._least else []
         for name in self._watched if rises else ():
-            if name in first and now[name] < first[name] - (1 - self._least) * abs(first[name]):
+            if name in baselines and current[name] < baselines[name] - (1 - self._least) * abs(baselines[name]):
                 suspects.append(name)
-        self._warn(suspects, now, first)
+        self._warn(suspects, current, baselines)
         return {
-            "watch/diversity": now["diversity"],
+            "watch/diversity": current["diversity"],
             "watch/relative_diversity": relative,
-            **{f"watch/{name}": now[name] for name in self._watched if math.isfinite(now[name])},
+            **{f"watch/{name}": current[name] for name in self._watched if math.isfinite(current[name])},
             "watch/alarm": float(bool(suspects)),
         }
 

@@ -188,8 +188,8 @@ class Grpo(Algorithm):
             samples, teacher = score_with_teacher(self.teacher, samples, view, self._wants)
         for number, (batch, whole) in enumerate([*zip(batches, all_samples, strict=True)] * self.config.mu_iterations):
             inputs = (old and old[batch], reference and reference[batch], teacher and teacher[batch])
-            further = (returns and returns[batch], self._high_entropy(samples[batch], view), correction)
-            update = self._update(_UpdateInputs(samples[batch], whole, *inputs, *further, is_first=number == 0))
+            other_inputs = (returns and returns[batch], self._high_entropy(samples[batch], view), correction)
+            update = self._update(_UpdateInputs(samples[batch], whole, *inputs, *other_inputs, is_first=number == 0))
             yield replace(update, metrics=metrics)
         self._num_steps += 1
         if self.config.reference_reset_interval and self._num_steps % self.config.reference_reset_interval == 0:
