@@ -187,8 +187,8 @@ def reseed(sampling: Sampling, times: int) -> Sampling:
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the tokens that end a completion, from the generation config and the tokenizer."""
     configured = getattr(model.generation_config, "eos_token_id", None)
-    listed = configured if isinstance(configured, (list, tuple)) else [configured]
-    return sorted({token for token in [*listed, tokenizer.eos_token_id] if token is not None})
+    configured_ids = configured if isinstance(configured, (list, tuple)) else [configured]
+    return sorted({token for token in [*configured_ids, tokenizer.eos_token_id] if token is not None})
 
 
 def check_prompts(prompts: Sequence[Prompt], max_model_len: int) -> None:
@@ -223,10 +223,10 @@ def completion(  # noqa: PLR0913 - one parameter per property of a completion
     if vision is not None and (count := vision.num_before_images(token_ids)) < len(token_ids):
         token_ids, logprobs, is_stopped = token_ids[:count], logprobs[:count], False
     segments, start = [], 0
-    for end, of_version in (*earlier, (len(token_ids), version)):
+    for end, segment_version in (*earlier, (len(token_ids), version)):
         end = min(end, len(token_ids))
         if end > start:
-            segments.append(Segment(tuple(token_ids[start:end]), True, tuple(logprobs[start:end]), of_version))
+            segments.append(Segment(tuple(token_ids[start:end]), True, tuple(logprobs[start:end]), segment_version))
         start = max(start, end)
     if not segments:
         segments = [Segment((), True, (), version)]

@@ -182,20 +182,20 @@ class EnginePool:
         An engine that neither replies nor makes a forward pass for `patience` seconds is killed.
         """
         start = time.monotonic()
-        moved = {id(member): (start, member.passes) for member, _ in replies}
+        progress = {id(member): (start, member.passes) for member, _ in replies}
         while waiting := [(member, reply) for member, reply in replies if not reply.done()]:
             self.check()
             wait([reply for _, reply in waiting], timeout=POLL_SECONDS)
             self._beat()
             now = time.monotonic()
             for member, reply in waiting:
-                since, passes = moved[id(member)]
+                since, passes = progress[id(member)]
                 if member.passes != passes:
-                    moved[id(member)] = now, member.passes
+                    progress[id(member)] = now, member.passes
                 elif now - since > self.patience and not reply.done():
                     logger.warning("an engine did not reply for %.0f s; it is ended and started again", self.patience)
                     member.handle.kill()
-                    moved[id(member)] = now, passes
+                    progress[id(member)] = now, passes
 
     def _run(self) -> None:
         try:

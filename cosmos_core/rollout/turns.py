@@ -111,7 +111,7 @@ class Turns(EngineWrapper):
         ended = [pair for group in groups for pair in self._add_turns(group)]
         unfinished = {id(conversation.group): conversation.group for conversation, _ in ended}
         self._submit_next_turns([conversation for conversation, is_over in ended if not is_over])
-        return [whole for group in unfinished.values() if (whole := group.whole()) is not None]
+        return [complete_group for group in unfinished.values() if (complete_group := group.whole()) is not None]
 
     def _abort(self) -> None:
         """Discard all requests in flight."""
@@ -129,8 +129,8 @@ class Turns(EngineWrapper):
         unfinished = _Unfinished(group.prompt, samplings.pop(0), group.step)
         if not samplings:
             del self._first[group.prompt.id, group.step]
-        started = [_Conversation(unfinished, k) for k in range(len(group.completions))]
-        return [(each, self._add_turn(each, turn)) for each, turn in zip(started, group.completions, strict=True)]
+        conversations = [_Conversation(unfinished, k) for k in range(len(group.completions))]
+        return [(each, self._add_turn(each, turn)) for each, turn in zip(conversations, group.completions, strict=True)]
 
     def _add_turn(self, conversation: _Conversation, turn: Completion) -> bool:
         """Add a turn of the policy; return whether the conversation has ended."""

@@ -40,8 +40,8 @@ def vllm_problem(name: str) -> str:
         return "vLLM is not installed"
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
-        needs = f"needs compute capability {_CAPABILITY / 10}, and this GPU has {major}.{minor}"
-        return "" if major * 10 + minor >= _CAPABILITY else f"vLLM's kernel of {name} {needs}"
+        requirement = f"needs compute capability {_CAPABILITY / 10}, and this GPU has {major}.{minor}"
+        return "" if major * 10 + minor >= _CAPABILITY else f"vLLM's kernel of {name} {requirement}"
     if name == "w4a16" and not torch.cpu._is_avx512_supported():
         return "vLLM's kernel of w4a16 on CPU needs AVX-512, which this processor does not have"
     return ""
@@ -55,9 +55,9 @@ def prompt_logits(folder: Path, rows: Sequence[list[int]]) -> Iterator[Tensor]:
     """
     set_environment()
     vllm = import_vllm()
-    most = max(map(len, rows)) + 1
+    max_length = max(map(len, rows)) + 1
     llm = vllm.LLM(
-        model=str(folder), dtype="bfloat16", max_model_len=most, max_num_batched_tokens=max(most, 2048),
+        model=str(folder), dtype="bfloat16", max_model_len=max_length, max_num_batched_tokens=max(max_length, 2048),
         enforce_eager=True, distributed_executor_backend="uni", enable_prefix_caching=False,
         enable_chunked_prefill=False, skip_tokenizer_init=True, generation_config="vllm", disable_log_stats=True,
         use_tqdm_on_load=False,
