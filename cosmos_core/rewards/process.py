@@ -129,20 +129,20 @@ class _Popen(popen_spawn_posix.Popen):
             reduction.dump(process_obj, content)
         finally:
             set_spawning_popen(None)
-        self.sentinel, their_end = os.pipe()
-        their_input, our_output = os.pipe()
-        self.finalizer = util.Finalize(self, util.close_fds, (self.sentinel, our_output))  # type: ignore[attr-defined]
+        self.sentinel, child_end = os.pipe()
+        child_input, parent_end = os.pipe()
+        self.finalizer = util.Finalize(self, util.close_fds, (self.sentinel, parent_end))  # type: ignore[attr-defined]
         try:
-            command = spawn.get_command_line(tracker_fd=tracker, pipe_handle=their_input)
-            descriptors = (*self._fds, tracker, their_input, their_end)  # type: ignore[attr-defined]
+            command = spawn.get_command_line(tracker_fd=tracker, pipe_handle=child_input)
+            descriptors = (*self._fds, tracker, child_input, child_end)  # type: ignore[attr-defined]
             inherited = [(os.POSIX_SPAWN_DUP2, each, each) for each in descriptors]
             self.pid = os.posix_spawn(
                 spawn.get_executable(), command, environment_for_user_code(process_obj.names), file_actions=inherited
             )
         finally:
-            os.close(their_input)
-            os.close(their_end)
-        with open(our_output, "wb", closefd=False) as file:
+            os.close(child_input)
+            os.close(child_end)
+        with open(parent_end, "wb", closefd=False) as file:
             file.write(content.getbuffer())
 
 
@@ -159,9 +159,9 @@ def begin(env: Sequence[str], parent_pid: int) -> None:
 def _take_no_memory_of_others() -> None:
     """Limit this process to the memory of the machine, and let the OOM killer choose it first."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    _, most = resource.getrlimit(resource.RLIMIT_DATA)
-    least = memory if most == resource.RLIM_INFINITY else min(memory, most)
-    resource.setrlimit(resource.RLIMIT_DATA, (least, most))
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
+    soft_limit = memory if hard_limit == resource.RLIM_INFINITY else min(memory, hard_limit)
+    resource.setrlimit(resource.RLIMIT_DATA, (soft_limit, hard_limit))
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # some sandboxes have no /proc
         file.write("1000")
 

@@ -113,11 +113,11 @@ def load_served(name: str, entry: str, settings: Settings) -> Scorer:
             f'"path/file.py:thing"{suggestion(name, names)}'
         )
     reward = load_reward(name)
-    if lacking := [
+    if missing_options := [
         f"options.{each}" for each in _OF_OPTIONS if each in reward.keywords and each not in settings.options
     ]:
         raise RewardError(
-            f"the reward {name!r} needs {' and '.join(lacking)}, which no request has; for example options = "
+            f"the reward {name!r} needs {' and '.join(missing_options)}, which no request has; for example options = "
             "{ max_tokens = 1024, overlong = { buffer_length = 256, penalty_factor = 1.0 } }"
         )
     return FunctionReward(name, reward, settings)

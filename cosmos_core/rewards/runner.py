@@ -152,11 +152,11 @@ class RewardRunner(Workers):
         except BaseException:
             self.close()  # processes that are still busy must not delay the next requests
             raise
-        results = (result for of_call in results_of_calls for result in of_call)
+        results = (result for batch in results_of_calls for result in batch)
         scores = []
         for group, weights in zip(groups, weights_of_groups, strict=True):
-            of_rewards = [[next(results) for _ in group] for _ in weights]
-            scores.append(tuple(self._total(of_completion, weights) for of_completion in zip(*of_rewards, strict=True)))
+            columns = [[next(results) for _ in group] for _ in weights]
+            scores.append(tuple(self._total(row, weights) for row in zip(*columns, strict=True)))
         return scores
 
     def _open(self) -> ProcessPool:
@@ -194,8 +194,8 @@ class RewardRunner(Workers):
         while waiting and attempt <= self._retries + 1 and num_breaks <= _MAX_BROKEN_POOLS:
             pool = self._whole()
             futures = {i: pool.schedule(_score, args=calls[i], timeout=self._timeout) for i in waiting}
-            of_rewards = [(calls[i].reward, future) for i, future in futures.items()]
-            patience = _TimeoutMonitor(of_rewards, self._max_timeouts, self._beat)
+            named_futures = [(calls[i].reward, future) for i, future in futures.items()]
+            patience = _TimeoutMonitor(named_futures, self._max_timeouts, self._beat)
             if not wait_for(futures.values(), self._timeout + START_SECONDS, patience.check):
                 self.close()  # the pool is unusable: a request was lost with its process, or no process started
             waiting, is_broken = [], False

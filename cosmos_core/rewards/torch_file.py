@@ -87,11 +87,11 @@ def _members(content: memoryview) -> dict[str, memoryview]:
     if at < 0 or len(tail) - at < 22:
         raise NoTensor("it has no directory")
     count, size, start = struct.unpack_from("<H2L", tail, at + 10)
-    wide = tail.rfind(b"PK\x06\x06", 0, at)
+    zip64_at = tail.rfind(b"PK\x06\x06", 0, at)
     if 0xFFFF in (count,) or 0xFFFFFFFF in (size, start):
-        if wide < 0 or at - wide < 56:
+        if zip64_at < 0 or at - zip64_at < 56:
             raise NoTensor("it has no directory")
-        count, size, start = struct.unpack_from("<3Q", tail, wide + 32)
+        count, size, start = struct.unpack_from("<3Q", tail, zip64_at + 32)
     if start + size > len(content) or start < len(content) - len(tail):
         raise NoTensor("its directory is too long")
     members: dict[str, memoryview] = {}
@@ -99,13 +99,13 @@ def _members(content: memoryview) -> dict[str, memoryview]:
     for _ in range(count):
         if directory[position : position + 4] != b"PK\x01\x02" or len(directory) - position < 46:
             raise NoTensor("its directory is damaged")
-        method, packed, whole, name_bytes, extra, comment = struct.unpack_from("<10x1H8x2L3H", directory, position)
+        method, packed, length, name_bytes, extra, comment = struct.unpack_from("<10x1H8x2L3H", directory, position)
         [header] = struct.unpack_from("<L", directory, position + 42)
         name = directory[position + 46 : position + 46 + name_bytes].decode("utf-8", "replace")
         position += 46 + name_bytes + extra + comment
-        if method or packed != whole:
+        if method or packed != length:
             raise NoTensor("it is packed")
-        members[name] = _member(content, header, whole)
+        members[name] = _member(content, header, length)
     if len({name.partition("/")[0] for name in members}) != 1:
         raise NoTensor("it is an archive of something else")
     return members
@@ -174,8 +174,8 @@ def _apply(name: str, argument: Any, stack: list[Any]) -> None:
         count = int(name[-1])
         stack[-count:] = [tuple(stack[-count:])]
     elif name == "BINPERSID":
-        what, storage, key, _, count = stack.pop()
-        if what != "storage" or storage.name[0] != "torch":
+        kind, storage, key, _, count = stack.pop()
+        if kind != "storage" or storage.name[0] != "torch":
             raise NoTensor("its numbers are kept elsewhere")
         stack.append(_Storage(storage.name[1], key, count))
     elif name == "REDUCE":

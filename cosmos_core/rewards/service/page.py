@@ -29,7 +29,7 @@ def render(engine: Engine, statuses: Counter[tuple[str, int]]) -> str:
     """Return the HTML of the status page; `statuses` counts responses by route and HTTP status."""
     rows = "".join(_row(name, engine) for name in engine.pools)
     errors = sorted((text for pool in engine.pools.values() for text in pool.errors), reverse=True)[:20]
-    listed = "".join(f"<li>{escape(text)}</li>" for text in errors) or "<li>none</li>"
+    error_items = "".join(f"<li>{escape(text)}</li>" for text in errors) or "<li>none</li>"
     responses = ", ".join(f"{escape(path)} {status}: {count}" for (path, status), count in sorted(statuses.items()))
     state = "ends after what it has accepted" if engine.is_draining else "takes requests"
     waiting = f"{len(engine.pending)} requests wait ({engine.pending_bytes / 2**20:.1f} MiB)"
@@ -39,7 +39,7 @@ def render(engine: Engine, statuses: Counter[tuple[str, int]]) -> str:
         f"<style>{_STYLE}</style><h1>Reward service</h1>"
         f"<p>It {state}; {waiting}; {engine.rate():.1f} items/s over the last minute; {engine.num_accepted} requests "
         f"accepted; {escape(engine.config.queue)} queue; {time.strftime('%Y-%m-%d %H:%M:%S')}.</p>"
-        f"<table><tr>{head}</tr>{rows}</table><h2>Last errors</h2><ul>{listed}</ul><h2>Responses</h2>"
+        f"<table><tr>{head}</tr>{rows}</table><h2>Last errors</h2><ul>{error_items}</ul><h2>Responses</h2>"
         f"<p>{responses or 'none'}</p></html>"
     )
 

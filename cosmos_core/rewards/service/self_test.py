@@ -62,8 +62,8 @@ def _verdict(result: dict[str, Any]) -> str:
     numbers = {key: values for key, values in result["scores"].items() if _is_numbers(values)}
     if not numbers:
         return "fails: it gives no number"
-    shown = "; ".join(f"{key} {', '.join(f'{value:.4f}' for value in values)}" for key, values in numbers.items())
-    return f"works in {result['seconds']:.2f} s: {shown} (what was asked for, noise)"
+    text = "; ".join(f"{key} {', '.join(f'{value:.4f}' for value in values)}" for key, values in numbers.items())
+    return f"works in {result['seconds']:.2f} s: {text} (what was asked for, noise)"
 
 
 def _is_numbers(values: Any) -> bool:
