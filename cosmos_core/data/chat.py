@@ -25,7 +25,7 @@ _KEY = "rollout.multi_turn_config"
 _USER = {"role": "user", "content": "?"}
 _FORMS: tuple[Message, ...] = (
     {"role": "assistant", "content": ""},
-    # Qwen3's template renders the thoughts of the last turn only.
+    # Qwen3's template renders `reasoning_content` only in the last turn.
     {"role": "assistant", "content": "", "reasoning_content": "."},
     {"role": "assistant", "content": "."},
 )
@@ -198,7 +198,7 @@ class ToolText:
 
     def _between(self, form: Message, results: Sequence[tuple[str, ToolResult]]) -> tuple[str, str] | None:
         """Return the end token of the assistant turn and the text after it; None if results change the turn's text."""
-        ids = [f"call{number:05d}" for number in range(len(results))]  # Mistral requires nine characters
+        ids = [f"call{number:05d}" for number in range(len(results))]  # Mistral requires call ids of nine characters
         called = [
             {"type": "function", "id": id_, "function": {"name": name, "arguments": {}}}
             for id_, (name, _) in zip(ids, results, strict=True)

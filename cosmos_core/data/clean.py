@@ -156,7 +156,7 @@ def texts_of(value: Any) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for each in value:
             yield from texts_of(each)
-    elif isinstance(value, bool):  # the label of a completion
+    elif isinstance(value, bool):  # label of a row: whether the completion is desirable
         yield str(value)
     elif hasattr(value, "__dict__"):
         yield from texts_of(list(vars(value).values()))
@@ -212,7 +212,7 @@ class HeldOut:
         self._rows.append(row)
 
     def match(self, row: ComparedRow, keys: Sequence[int]) -> dict[str, Any] | None:
-        """Return the match of a training row with a held-out row; None if there is none."""
+        """Return the match of a training row with a held-out row; None if no held-out row matches."""
         candidates = sorted({position for key in enumerate(keys) for position in self._holders.get(key, ())})
         match = row.match((self._rows[position] for position in candidates), self._threshold)
         return match and {**match, "match": "held_out_row"}

@@ -95,7 +95,7 @@ def read_image(source: Any, root: Path, where: str) -> tuple[ImageRef, Image]:
 
 
 def open_image(ref: ImageRef) -> Image:
-    """Return the image of a prepared row, whose path is absolute.
+    """Return the image to which an `ImageRef` of a prepared row refers, by its bytes or its absolute path.
 
     Raises:
         DataError: the file of the image is missing, or has changed since it was prepared.

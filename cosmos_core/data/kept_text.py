@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from transformers import PreTrainedTokenizerBase
 
-_MOST_LOST = 0.1  # fraction of lost characters from which on `cosmos check` reports an error
+_MOST_LOST = 0.1  # minimum fraction of lost characters that `cosmos check` reports as an error
 _MOST_CHARACTERS = 2_000  # number of characters at the start of a text that are compared
 _NUM_EXAMPLES = 5
 

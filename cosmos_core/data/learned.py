@@ -113,7 +113,7 @@ def _says_something(message: Message) -> bool:
 def _unfound(turns: list[Message], where: str) -> DataError:
     """Return the error to raise if the assistant's turns cannot be located in the rendering."""
     first = next(turn["role"] for turn in turns if turn["role"] not in {"system", "developer"})
-    if first == "assistant":  # skip the row: other chat templates would not render it either
+    if first == "assistant":  # skip the row: other chat templates hide the first turn too
         return SkippedRow(where, "that begins with the assistant, in a way that the chat template hides")
     return DataError(
         f"{where}: the assistant's turns cannot be found in what the chat template renders, which reorders turns, or "

@@ -144,7 +144,7 @@ def _reader(path: Path, split: str, dataset: DatasetConfig, key: str) -> Items:
     if tars := _tars(path):
         return lambda: (item for path in tars for item in _members(path))
     if metadata := next((path / name for name in _METADATA if (path / name).is_file()), None):
-        # one metadata file describes the whole folder
+        # A metadata file lists all media of the folder, so its rows are the data set.
         path, split = metadata, "train" + split[split.find("[") :] if "[" in split else "train"
     elif path.is_dir() and _is_media_folder(path):
         return lambda: _pairs(path)

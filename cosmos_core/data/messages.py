@@ -316,7 +316,7 @@ def read_content(content: Any, where: str, with_images: bool = False) -> Any:
 
 
 def _shows_image(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") in ("image", "image_url")  # a tuple, as `type` may be unhashable
+    return isinstance(part, dict) and part.get("type") in ("image", "image_url")  # no set: `type` may be unhashable
 
 
 def _part(part: Any, where: str) -> dict[str, Any]:
@@ -376,7 +376,7 @@ def with_system(turns: list[Message], system_prompt: str) -> list[Message]:
 
 def columns_of(row: Row) -> str:
     """Return the names of a row's columns for an error message."""
-    names = [repr(name)[1:-1][:40] for name in row]  # escaped, as a name may have a line break
+    names = [repr(name)[1:-1][:40] for name in row]  # escaped, because a column name may have a line break
     return ", ".join(names[:20]) + ", ..." * (len(names) > 20) or "(none)"
 
 

@@ -74,11 +74,11 @@ def apportion(total: int, weights: Sequence[float]) -> list[int]:
 
 
 def rows_of(rows: Any) -> int | Mixture:
-    """Return the mixture of prepared rows, or their number if they are of one data set."""
+    """Return the mixture of prepared rows, or the number of rows if all rows are from one data set."""
     return getattr(rows, "mixture", None) or len(rows)
 
 
-@lru_cache(maxsize=4)  # two epochs that a train step may span, for prompts and for rows of a supervised loss
+@lru_cache(maxsize=4)  # a step may span two epochs, each with orders of prompts and of supervised rows
 def epoch_order(seed: int, epoch: int, rows: int | Mixture, shuffle: bool) -> np.ndarray:
     """Return the row numbers of one epoch in training order: int64, read-only, each of `range(rows)` once; see
     `Mixture.order` for a mixture."""
@@ -107,7 +107,7 @@ def batches_per_epoch(batch_size: int, num_rows: int, drop_last: bool = True) ->
 
 
 def left_over(train: TrainConfig, size: int, num_rows: int) -> str:
-    """Return a notice about rows at the end of an epoch that do not fill a batch of `size`; empty if no row is left.
+    """Return a notice about rows at the end of an epoch that do not fill a batch of `size`; empty if none is left out.
 
     Raises:
         DataError: the rows do not fill one step.

@@ -182,7 +182,7 @@ def _write_split(
                 file.write_batch(chunk.batch)
             counts.add(chunk)
             of_sources[i].add(chunk)
-            # The split LEARNED_HELD_OUT has the rows of the validation split, which checks the rows already.
+            # The split LEARNED_HELD_OUT has the same rows as the validation split, in which they are checked.
             if path.stem != LEARNED_HELD_OUT:
                 of_sources[i].check_refused(sources[i].dataset.max_skipped_fraction, len(sources[i].rows))
             done += chunk.batch.num_rows + len(chunk.skipped)

@@ -306,7 +306,7 @@ def _form(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 class _Entries(NamedTuple):
-    """Encoded texts or media of a split, by key."""
+    """Locations and shapes of the encoded texts or media of a split."""
 
     at: dict[str, dict[str, str]]
     """Location of each encoded item: shard and entry, by the key of the item."""

@@ -45,7 +45,7 @@ def has_split(folder: Path, split: str) -> bool:
 
 
 def mixture_of(file: Path) -> Mixture | None:
-    """Return the mixture of data sets whose rows the file of a split has; None if they are of one data set."""
+    """Return the mixture of data sets in the file of a split; None if all rows are from one data set."""
     statistics = read_object(file.with_name(STATISTICS)).get(file.stem) or {}
     if not (sources := statistics.get("sources")):
         return None

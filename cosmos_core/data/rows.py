@@ -47,7 +47,10 @@ class Rows:
     """Rows of one or several files (parts) with their locations, or a selection of rows, read anew per iteration."""
 
     def __init__(self, parts: Sequence[Part], folder: Path, is_chosen: np.ndarray | None = None) -> None:
-        """Join parts; paths in rows are relative to `folder`; the mask `is_chosen` selects rows (None: all rows)."""
+        """Join the rows of files or splits (`parts`), and select the rows of the mask `is_chosen`; None: all rows.
+
+        Paths in rows are relative to `folder`.
+        """
         self.folder = folder
         self._parts = parts
         self._is_chosen = is_chosen

@@ -88,12 +88,12 @@ class Counts:
 
     @property
     def num_rows(self) -> int:
-        """Return the number of rows that were written."""
+        """Return the number of rows that were written to the prepared file."""
         return sum(len(lengths) for lengths in self._lengths)
 
     @property
     def num_skipped(self) -> int:
-        """Return the number of rows that were left out."""
+        """Return the number of rows that were left out of the prepared file."""
         return sum(each.count for each in self._skipped.values())
 
     @property

@@ -31,10 +31,10 @@ def take_weight(turn: dict[str, Any], role: str, where: str) -> dict[str, int]:
 
 
 def check_parts(content: Any, where: str) -> None:
-    """Refuse content with a part that has a key for selecting what is learned.
+    """Check that no part of a turn's content has a key that selects tokens to learn: a turn is learned as a whole.
 
     Raises:
-        DataError: a part has such a key.
+        DataError: a part has a key of this kind.
     """
     for part in content if isinstance(content, list) else ():
         if keys := [key for key in (*_KEYS, *_PARTIAL_KEYS) if isinstance(part, dict) and key in part]:

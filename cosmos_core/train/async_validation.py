@@ -71,7 +71,7 @@ class AsyncValidation:
             threading.Thread(target=self._run, args=(step, futures), daemon=True, name="validation").start()
 
     def check(self) -> None:
-        """Call `on_end` if the running validation has ended.
+        """Call the function `on_end` with the result if the running validation has ended.
 
         Raises:
             RanksMustRestart: all engines with the validated weights have died.

@@ -67,7 +67,7 @@ def prepare_algorithm(stage: Stage, trainer: Trainer, algorithm: Algorithm) -> N
     """
     assert stage.data is not None
     algorithm.null_text = open_media_prompts(stage.data, "train").null_text
-    if stage.recipe.policy.diffusers.flow_rl.data_beta:  # the schema then requires rows with images or clips
+    if stage.recipe.policy.diffusers.flow_rl.data_beta:  # the schema requires real images or clips for it
         algorithm.data_term = data_term(open_media(stage.data, "train"), stage.recipe, trainer)
 
 

@@ -217,7 +217,7 @@ def _trace(recipe: Recipe, model: str, length: int, progress: Progress) -> tuple
             gradient_checkpointing=checkpointing,
         )
 
-    with torch.device("meta"):  # adapters cannot be added to a model of fake tensors
+    with torch.device("meta"):  # not yet fake tensors, to which PEFT cannot add adapters
         built = build(policy.model_gradient_checkpointing)
         mark_trained_weights(built, policy)
     with FakeTensorMode():

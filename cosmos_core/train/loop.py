@@ -72,7 +72,7 @@ class Loop:
 
     @property
     def best(self) -> Best | None:
-        """Return the best step by validation; None if no step was validated yet."""
+        """Return the train step with the best validation metrics; None if no step was validated yet."""
         return self.validation.best
 
     def run(self) -> dict[str, float]:
@@ -115,7 +115,7 @@ class Loop:
             is_async = is_due and validation.async_validation is not None and not is_last
             saves = self.step % save_freq == 0
             if (is_due or saves) and self._wait_for_validation():
-                # Ignore a new best step of the validation that ended: its checkpoint was saved when it began.
+                # A step that the ended validation made the best one was saved already, when this validation began.
                 best_before = self.best
             if is_async:
                 # Save before the validation ends: the step may prove best when later steps have changed the weights.
@@ -222,7 +222,7 @@ class Loop:
             return Preempted(f"{done}; nothing saved")
         self.checkpointer.wait()
         if (running := self.validation.running) not in (None, self.step):
-            saved = self.checkpointer.latest()  # the resumed run validates the step of this checkpoint again
+            saved = self.checkpointer.latest()  # a resumed run repeats the validation of this checkpoint's step
             return Preempted(f"{done}, while step {running} was validated; the checkpoint is of step {saved}")
         if self.checkpointer.latest() != self.step:
             self._save()

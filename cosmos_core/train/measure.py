@@ -186,7 +186,7 @@ class Completions:
 
 
 def add_samples(path: Path, step: int, groups: Sequence[ScoredGroup], *, is_scored: bool = True) -> None:
-    """Add the first completion of each group to the file of samples, after removing its lines of `step` and later."""
+    """Add the first completion of each group to the file of samples, and remove its lines of `step` and later steps."""
     lines_to_write = []
     if path.exists():
         lines = json_objects(path.read_text(encoding="utf-8", errors="replace").split("\n"))

@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes in use at the peak of a train step, by their use."""
+    """Bytes of memory at the peak of a train step, with one field per use."""
 
     weights: int
     """Bytes of parameters and buffers in `master_dtype`; tied parameters count once."""

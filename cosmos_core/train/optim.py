@@ -18,7 +18,7 @@ from cosmos_core.registry import suggestion
 from cosmos_core.train.muon import MuonWithAdamW, hidden_matrices
 
 GLOBAL = "global"
-"""Key of `optm_lr` for the modules whose path is not a key."""
+"""Key of `optm_lr` with the learning rate of all modules that no other key names."""
 
 
 def build_optimizer(

@@ -39,7 +39,7 @@ class PassRates:
         return self._full(prompt.source) if callable(self._full) else self._full
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts as JSON values."""
+        """Return the counts of sampled groups and of rewards as JSON values."""
         return dict(self._counts)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

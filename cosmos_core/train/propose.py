@@ -72,7 +72,7 @@ def machine() -> Machine:
 
 
 def propose(options: Options, machine: Machine) -> Iterator[Setting]:
-    """Yield the settings of a recipe.
+    """Yield the proposed settings of a recipe for the model and the rows that the options name.
 
     Raises:
         ModelError, DataError: the model or the rows are unusable, or the options must name the columns.

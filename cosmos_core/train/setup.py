@@ -81,7 +81,7 @@ class TrainingResult(NamedTuple):
     step: int
     metrics: dict[str, float]
     best: Best | None = None
-    """The best step by validation; None if no step was validated."""
+    """Train step with the best validation metrics; None if no step was validated."""
     notices: tuple[str, ...] = ()
     """Messages about the training rows, such as rows that no train step uses."""
 
@@ -146,7 +146,7 @@ def open_trainer(stage: Stage) -> Trainer:
     policy = stage.recipe.train.train_policy
     if (
         stage.kind.trains and not policy.scores_rows_once
-    ):  # rows that are scored only before step 1 need no copy: the policy then equals the reference policy
+    ):  # no reference weights if rows are scored before step 1, while the policy equals the reference policy
         for name in policy.named_weights:
             trainer.named.add(name)
     if teacher := stage.recipe.teacher_of(stage.kind):

@@ -33,9 +33,9 @@ class Plan(NamedTuple):
     """Samples of one micro-batch of a data-parallel rank."""
 
     indices: Sequence[int]
-    """Positions of the samples; empty: the rank only takes part in collective operations."""
+    """Positions of the micro-batch in the list of samples; empty: the rank only takes part in collective operations."""
     filler: int
-    """Position of the sample that an empty micro-batch computes as a placeholder."""
+    """Position in the list of samples of the sample that an empty micro-batch computes as a placeholder."""
 
 
 class Trainer:
@@ -52,7 +52,7 @@ class Trainer:
     @property
     def has_separate_gradients(self) -> bool:
         """Return whether the gradient of a sample depends on no other sample of the update and on no random number."""
-        adapter = self.adapter  # its `meta_copy` has all modules, also on a pipeline rank
+        adapter = self.adapter  # `adapter.meta_copy` has all modules of the model, also on a pipeline rank
         return not adapter.has_model_loss and not has_dropout(adapter.meta_copy if adapter.mesh else adapter.model)
 
     def add_model(self, name: str, adapter: ModelAdapter) -> None:

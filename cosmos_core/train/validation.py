@@ -33,7 +33,7 @@ class Validation:
     average: Callable[[], AbstractContextManager[None]] | None = None
     """Function that returns a context manager in which the model has its averaged weights; None: no averaging."""
     best: Best | None = None
-    """The best step; None if no step was validated yet."""
+    """Train step with the best validation metrics; None if no step was validated yet."""
     _measured_at: int = -1
     """Number of the newest validated step, or of an adopted checkpoint's step; -1 if no step was validated."""
     _step: int = 0

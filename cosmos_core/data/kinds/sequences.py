@@ -26,7 +26,7 @@ from cosmos_core.types import ImageRef
 
 
 class Sequences(LearnedRows):
-    """Token sequences to learn: `[i]` is `(input_ids int64, loss_mask uint8)`, copied from the memory-mapped file."""
+    """Token sequences to learn; item i is `(input_ids int64, loss_mask uint8)`, copied from the memory-mapped file."""
 
     def __init__(self, table: pa.Table, path: Path, ids: str = "input_ids", mask: str = "loss_mask") -> None:
         """Wrap a table; `ids` and `mask` are the names of its columns with token ids and loss masks."""
