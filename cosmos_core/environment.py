@@ -139,7 +139,8 @@ def mask_file(file: Path, names: Iterable[str] = ()) -> None:
 
 
 class _Masking:
-    """Text stream that masks secrets in what Python code writes; output of C code and subprocesses is not masked."""
+    """Text stream that masks secrets in the output of Python code; output of C code and of subprocesses is not
+    masked."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

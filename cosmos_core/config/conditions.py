@@ -56,8 +56,8 @@ class Condition:
         return name == self.metric or (is_pattern and fnmatchcase(name, self.metric))
 
     def holds(self, value: float, limit: float | None, margin: float = 0.0) -> bool:
-        """Return True if `value` is better than `limit` by more than `margin`, or at least equal if `margin` is 0. A
-        `limit` of None (no published model) always holds; NaN never does."""
+        """Return True if `value`, worsened by `margin`, compares with `limit` as the condition requires. If `limit` is
+        None (no model was published yet), any value passes; NaN never passes."""
         adjusted = value - math.copysign(margin, 1.0 if self.comparison.startswith(">") else -1.0) if margin else value
         return not math.isnan(value) and (limit is None or _OPERATORS[self.comparison](adjusted, limit))
 

@@ -35,7 +35,7 @@ class Cost:
     seconds: float | None
     gpus: int
     fits: str
-    """Whether the peak memory fits into that of the GPU or host: `yes`, `no: N GiB` or `?`; empty: not estimated."""
+    """Whether the peak memory fits into that of the GPU or host: `yes`, `no: N GiB` or `?`; empty: unknown."""
     known_from: str
     disk: int | None = None
     """Bytes that the stage leaves on disk; None: unknown."""

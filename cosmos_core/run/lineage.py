@@ -42,7 +42,7 @@ class Link:
 
     @property
     def is_broken(self) -> bool:
-        """Return True if the content of this entry is missing, or was changed after a stage read it."""
+        """Return True if the content of this lineage entry is missing, or was changed after a stage read it."""
         return self.note not in {"verified", "recorded"}
 
 

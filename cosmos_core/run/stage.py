@@ -25,7 +25,8 @@ PROFILE_ASKED = "profile_asked"
 ENGINES = "engines.json"
 """Name of the file with the requested number of rollout engines, which `cosmos scale` writes."""
 CHECKED_PROMPTS = "prompts.json"
-"""Name of the file, in the folder of a check, with the first prompts of each split of the prepared rows."""
+"""Name of the file with which `cosmos check` passes the first prompts of prepared rows to the check of another
+stage."""
 CONDITIONS = "conditions.json"
 """Name of the file, in the folder of a gate, with its conditions and measured values; it exists also after a
 refusal."""
