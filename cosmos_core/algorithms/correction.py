@@ -1,6 +1,6 @@
 """Importance weights for tokens that were not sampled from the policy: pi_old / mu, truncated (TIS) or masked.
 
-pi_old is the trainer's policy before the update, and mu is the distribution that the engine sampled from. They differ
+pi_old is the trainer's policy before the update, and mu is the distribution that the engine sampled from. Both differ
 by rounding, by the age of the weights, and where sampling changes the distribution. Under top-p and top-k the engine's
 log-probabilities are normalised over the kept tokens, so pi_old / mu is the kept probability mass; under a repetition
 penalty pi_old / mu is the quotient of the two softmaxes.
