@@ -67,7 +67,7 @@ class LoadReceipt:
 
 
 class Engine(Protocol):
-    """Rollout engine: takes token ids, returns token ids and their log-probabilities. It never changes global random
+    """Rollout engine: takes token ids, returns token ids and their log-probabilities, and never changes global random
     state.
 
     A user-defined engine (`rollout.backend = "file.py:Class"`) is a class with these members, constructed with one

@@ -151,7 +151,7 @@ class SyncGroupSource:
         return {}
 
     def load_state_dict(self, state: dict[str, JsonValue]) -> None:
-        """Do nothing, because the source has no state; see `state_dict`."""
+        """Do nothing, because the source has no state: prompts and seeds are functions of the step."""
 
 
 @dataclass(frozen=True)

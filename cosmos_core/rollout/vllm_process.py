@@ -25,9 +25,9 @@ def keep_process_group() -> Iterator[None]:
 def restore_process() -> Iterator[None]:
     """Undo what vLLM changes in its process: random states, threads, signal handlers, environment.
 
-    vLLM seeds every generator at the start and advances torch's global generator in each step. It replaces
-    `torch.set_num_threads` by a function that refuses calls. It adds libraries to LD_PRELOAD for its children, which
-    would affect the trainer's children. Variables named VLLM_* stay, because vLLM reads them again.
+    vLLM seeds every generator at the start and advances torch's global generator in each step. vLLM also replaces
+    `torch.set_num_threads` by a function that refuses calls, and adds libraries to LD_PRELOAD for its child processes,
+    which would affect the trainer's child processes. Variables named VLLM_* stay, because vLLM reads them again.
     """
     python_state, numpy_state = random.getstate(), np.random.get_state()
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()

@@ -1,8 +1,8 @@
 """vLLM engine of a separate process with tensor-parallel ranks, which are child processes.
 
 vLLM starts the ranks on the GPUs of the engine's process and communicates over its own queues, which also carry the
-weights, bucket by bucket. Ranks and engine end together; the process manager then starts another engine. This was never
-run on GPUs.
+weights, bucket by bucket. Ranks and engine end together; the process manager then starts another engine. Ranks on GPUs
+are untested.
 """
 
 import os
