@@ -234,7 +234,7 @@ class Pool:
 
 
 class Process:
-    """One worker process; see `worker.py` for the messages."""
+    """Worker process of a reward, which exchanges the messages of `worker.py` with the service."""
 
     def __init__(self, program: Program, device: str) -> None:
         self._program, self._device = program, device
