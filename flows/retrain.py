@@ -157,8 +157,7 @@ def _publishing_stages(run: Run) -> list[str]:
 def _train_and_publish(
     run: Run, first: list[str], approve: bool
 ) -> tuple[Any, Literal["", "published", "refused", "declined"]]:
-    """Run the stages `first`, then the stages that publish; return the final state of the flow and the outcome of the
-    run."""
+    """Run the stages `first`, then the stages that publish; return the flow's final state and the run's outcome."""
     unpublished = _before_publication(run)
     last = [stage.name for stage in run.pipeline.stages if stage.name not in unpublished]
     with claim(run):
@@ -190,8 +189,7 @@ def _train_and_publish(
 
 
 def _without_results(run: Run, names: list[str]) -> list[str]:
-    """Return the names of the stages without a complete result, and of the stages that always run again, such as
-    gates."""
+    """Return the names of the stages without a complete result, and of stages that always run, such as gates."""
     results = {name: read_result(run.stage_path(name)) for name in names}
     complete = {name for name, result in results.items() if result and not problem(run.stage_path(name), result)}
     return [

@@ -64,8 +64,7 @@ class StageArtifacts:
         self._next_table = time.monotonic() + _TABLE_SECONDS
 
     def update(self, progress: Position) -> None:
-        """Publish the progress of the worker every 3 seconds, its metrics every 30 seconds and its samples every 10
-        minutes."""
+        """Publish the progress of the worker every 3 s, its metrics every 30 s and its samples every 10 minutes."""
         now = time.monotonic()
         with log_ui_errors():
             if now >= self._next_progress and progress.total:
@@ -87,8 +86,7 @@ class StageArtifacts:
             self._show_card(_card(result), "Result")
 
     def show_refusal(self) -> None:
-        """Publish a card with the conditions of a gate that refused. The card of a gate that passed is published by
-        `finish`."""
+        """Publish a card with the conditions of a gate that refused; `finish` publishes a gate that passed."""
         with log_ui_errors():
             conditions = parsed(read_json(self._stage_path / CONDITIONS) or (), Condition)
             text = f"# {self._stage_path.name}: refused\n\n{conditions_table(conditions)}"
@@ -203,8 +201,7 @@ def _run_card(run: RunRecord) -> str:
 
 
 def approval_text(run_path: Path) -> str:
-    """Return the text of the form in which a person approves a publication: metrics of the stages and conditions of the
-    gates."""
+    """Return the text of the form in which a person approves a publication: metrics of stages, and gate conditions."""
     run = read_run(run_path)
     return "\n".join([f"Publish the model of run {run_path.name}?", "", *_stages(run)])
 

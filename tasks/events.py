@@ -33,8 +33,7 @@ RUN_WAITING = "cosmos.run.waiting"
 
 
 def stage_completed(run: Run, name: str, result: Result, *, was_reused: bool) -> None:
-    """Emit an event that a stage has its result. If the stage has newly published a model, emit an event about the
-    model too."""
+    """Emit an event that a stage has its result and, if it has newly published a model, an event about the model."""
     payload = {"reused": was_reused, "metrics": _finite(result["metrics"])}
     _emit(STAGE_COMPLETED, run, name, payload)
     publishes = run.pipeline.kind_of(run.pipeline.stage(name)).makes == "publication"
@@ -44,8 +43,7 @@ def stage_completed(run: Run, name: str, result: Result, *, was_reused: bool) ->
 
 
 def stage_failed(run: Run, name: str, error: CosmosError) -> None:
-    """Emit an event that a gate refused, or that a stage failed and is not retried. Emit no event for a stopped
-    stage."""
+    """Emit an event that a gate refused, or that a stage failed and is not retried; none for a stopped stage."""
     if not isinstance(error, Preempted):
         event = GATE_FAILED if isinstance(error, GateFailed) else STAGE_FAILED
         _emit(event, run, name, {"error": str(error), "exit_code": error.exit_code})

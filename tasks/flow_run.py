@@ -49,8 +49,7 @@ _CALLS = "calls.json"
 
 
 class Call(Document):
-    """Entry of `calls.json` for one call of a task: the settings of the call, and the stages that the call added to the
-    run."""
+    """Entry of `calls.json` for one call of a task: the settings of the call, and the stages that it added."""
 
     stage: dict[str, Any]
     """Keys of `[[pipeline.stages]]` for the stage that the call adds."""
@@ -205,8 +204,7 @@ class FlowInPython:
 
 
 def _forget(run: Run, calls: dict[str, Call], name: str) -> None:
-    """Remove a call from `calls`, and all calls whose stages depend on its stages; the flow will make these calls
-    again."""
+    """Remove a call, and all calls whose stages depend on its stages; the flow will make these calls again."""
     removed = {each for stage in calls[name].stages for each in run.pipeline.with_dependents(stage)}
     for other in [other for other, call in calls.items() if removed.intersection(call.stages)]:
         del calls[other]

@@ -1,5 +1,4 @@
-"""Registry of stage kinds: one from each module of `tasks/stages`, which defines `KIND`. This module imports no
-Prefect."""
+"""Registry of stage kinds: `KIND` of each module in `tasks/stages`. This module does not import Prefect."""
 
 import importlib
 import pkgutil

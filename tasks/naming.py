@@ -20,8 +20,7 @@ def flow_run_name() -> str:
 
 
 def is_generated(name: str) -> bool:
-    """Return True if `name` is a random name that Prefect has generated for a flow run: two words of Prefect's word
-    list."""
+    """Return True if `name` is a random flow run name that Prefect has generated: two words of its word list."""
     words = name.split("-")
     return len(words) == 2 and _vocabulary().issuperset(words)
 

@@ -90,7 +90,7 @@ def perform_elsewhere(
 
 
 def _follow_child(run: Run, stage: StageConfig, stored: StageSync, on_line: Callable[[str], None]) -> FlowRun:
-    """Poll the child flow run that an earlier parent started, or start a new child flow run; return it when it has
+    """Poll the child flow run of an earlier parent, or of a new one if there is none, and return it when it has
     ended."""
     with get_client(sync_client=True) as client:
         if (child := _running_child(client, run.stage_path(stage.name))) is None:
@@ -245,8 +245,7 @@ def _end_if_lost(client: SyncPrefectClient, stage: StageConfig, run: FlowRun) ->
 
 
 def _cancel(client: SyncPrefectClient, child: Child, grace_seconds: float) -> None:
-    """Cancel the child flow run, so that it saves a checkpoint and ends; wait at most `grace_seconds` seconds for its
-    end."""
+    """Cancel the child flow run, so that it saves a checkpoint and ends; wait at most `grace_seconds` for its end."""
     flow_run = UUID(child.flow_run)
     with suppress(httpx.HTTPError, ObjectNotFound):  # an unreachable server must not prevent this process from stopping
         client.set_flow_run_state(flow_run, Cancelling())

@@ -21,8 +21,7 @@ from tasks.store_sync import StageSync
 
 
 def fingerprint_of(run: Run, stage: StageConfig) -> Fingerprint:
-    """Return the fingerprint of a stage whose inputs are complete, computed with the hardware and libraries of this
-    machine."""
+    """Return the fingerprint of a stage with complete inputs, for the hardware and libraries of this machine."""
     upstream = {name: result["digest"] for name, result in results_of(run, stage).items()}
     return fingerprint(run.pipeline, stage, run.pipeline.kind_of(stage), upstream, run.digests)
 

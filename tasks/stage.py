@@ -202,8 +202,7 @@ def _run_stage(run: Run, name: str) -> State[Any] | Result:
 
 
 def _run_elsewhere(run: Run, name: str) -> State[Any] | Result:
-    """Run a stage on its work pool; if the child flow run ends without a recorded error, count it as a failed
-    attempt."""
+    """Run a stage on its work pool; count a child flow run without a recorded error as a failed attempt."""
     stage, path = run.pipeline.stage(name), run.stage_path(name)
     try:
         result, was_reused = perform_elsewhere(run, stage, lambda line: get_run_logger().info(line))
@@ -265,8 +264,7 @@ def perform(
 
 
 def _failure(error: Exception, path: Path) -> CosmosError:
-    """Convert any error to a CosmosError, so that a bug or a disk error counts as a failed attempt and is not retried
-    endlessly."""
+    """Convert any error to a CosmosError, so that a bug or disk error counts as one failed attempt."""
     if isinstance(error, CosmosError):
         return error
     failure: StageFailed | None = disk_full(error, path)
@@ -284,8 +282,7 @@ def _make_exclusively(
     on_progress: Callable[[Position], None],
     on_line: Callable[[str], None],
 ) -> tuple[Result, bool]:
-    """Make the result of a stage in a worker. If another run is making the same result, wait for that result and adopt
-    it instead."""
+    """Make the result of a stage in a worker, or wait for another run that makes the same result, and adopt it."""
     path, stored, budget = run.stage_path(stage.name), StageSync(run, stage), Budget(run, stage)
     with Lock(fingerprint_folder(run.output_dir, expected.value) / "lock") as shared:
         has_waited = not shared.try_acquire()
@@ -328,8 +325,7 @@ def _make_exclusively(
 
 
 def _saves_of(run: Run, stage: StageConfig) -> str:
-    """Return the URL to which the checkpoints of a training are sent while it runs; empty if the recipe does not send
-    them."""
+    """Return the URL to which checkpoints are sent during a training; empty if the recipe does not send them."""
     ckpt = run.pipeline.recipes[stage.name].train.ckpt
     is_sent = ckpt.upload_s3 == "all" and run.pipeline.kind_of(stage).trains
     return saves_url(ckpt.s3_url(run.pipeline.config.name), stage.name, run.id) if is_sent else ""

@@ -31,8 +31,7 @@ from tasks.layout import supersede_if_changed
 logger = logging.getLogger(__name__)
 
 OUTPUT_DIR = "COSMOS_OUTPUT_DIR"
-"""Name of the environment variable with the folder of runs, for machines that execute stages of runs from an artifact
-store."""
+"""Environment variable with the folder of runs, for machines that execute stages of runs in an artifact store."""
 _RECORD_SECONDS = 10.0
 _CHECKPOINT_SECONDS = 1.0
 
@@ -102,8 +101,7 @@ class StageSync:
             self._lease.release()
 
     def loss(self) -> str:
-        """Return the reason why this machine has lost the lease and must stop working on the stage; empty if it may
-        continue."""
+        """Return the reason why this machine has lost the lease and must stop the stage; empty if it may continue."""
         return self._lease.loss if self._lease else ""
 
     @contextmanager
@@ -183,8 +181,7 @@ class StageSync:
         return self._store.put_run(self._run.path, has_grown=True)
 
     def mirror(self) -> Callable[[], None]:
-        """Return a function that copies state and progress of the stage from the machine that executes it, for display
-        here."""
+        """Return a function that copies state and progress of the stage from the machine that runs it, for display."""
         if self._store is None:
             return lambda: None
         return partial(_once, lambda: self._record().pull(), self._path)
@@ -241,8 +238,7 @@ class StageSync:
 
     @cached_property
     def _name(self) -> str:
-        """Return the name of the run in the store, which differs from the id of the run if the store has another run of
-        that id."""
+        """Return the name of the run in the store, which is not the run's id if another run there has that id."""
         assert self._store is not None
         return self._store.put_run(self._run.path).rpartition("/")[2]
 

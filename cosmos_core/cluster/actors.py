@@ -35,8 +35,7 @@ class ActorGroup:
     shares_gpus: bool = False
     """Whether an actor with n processes uses the GPUs of n ranks instead of additional GPUs."""
     processes: int = 1
-    """Number of compute processes per actor, all on one machine, with one GPU each; an actor that computes itself is
-    one of them."""
+    """Number of compute processes per actor, all on one machine with one GPU each; includes an actor that computes."""
     overlaps: bool = True
     """Whether the actors compute at the same time as the ranks; False: only while the ranks wait."""
 
@@ -57,7 +56,7 @@ class _ObjectActor:
         self._object = make()
 
     def call(self, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any], shared: Any = None) -> Any:
-        """Call a method of the object with `arguments` and `keywords`; if `shared` is not None, it is the last
+        """Call a method of the object with `arguments`, `keywords` and, unless it is None, `shared` as last
         argument."""
         return getattr(self._object, method)(*arguments, *([] if shared is None else [shared]), **keywords)
 
@@ -99,7 +98,7 @@ class ActorHandle:
         return reply
 
     def put(self, value: Any) -> Any:
-        """Store a value for all actors and return a reference to it; actors on this machine read its arrays without a
+        """Store a value for all actors and return a reference; actors on this machine read its arrays without a
         copy."""
         return ray.put(value)
 

@@ -98,8 +98,7 @@ def _folder(lora: LoraConfig) -> Path:
 
 
 def _plain(value: Any) -> Any:
-    """Return a setting in a form for comparison and messages: collections are sorted, and an empty value becomes
-    None."""
+    """Return a setting in a form for comparison and messages: collections are sorted, an empty value becomes None."""
     if isinstance(value, (tuple, list, set)):
         return sorted(value)
     return value or None

@@ -71,8 +71,7 @@ Wants = Any
 diffusion models, or None for the default outputs (`ModelAdapter.default_wants`)."""
 
 Consume = Callable[[Any, dict[str, Tensor]], Tensor | None]
-"""Function that gets a batch and the raw outputs of the model, and returns the loss of the batch if gradients are
-enabled."""
+"""Function from a batch and the raw outputs of the model to the loss of the batch, if gradients are enabled."""
 
 
 class Runner(Protocol):
@@ -158,8 +157,7 @@ class ModelAdapter(Protocol):
         ...
 
     def whole_model(self) -> Any:
-        """Return the model with all weights; with a mesh, a copy on the CPU of the first rank, and None on other
-        ranks."""
+        """Return the model with all weights; with a mesh, a copy on the CPU of the first rank, else None."""
         ...
 
     def export(self, target: Path) -> Export | None:

@@ -62,8 +62,7 @@ class TokenBatch(Batch):
     scored_N: Tensor
     """Indices in the model inputs of the trained tokens whose log-probabilities this rank computes."""
     is_local_N: Tensor | None
-    """Mask over all trained tokens: True for tokens whose log-probabilities this rank computes; None: this rank
-    computes all."""
+    """Mask over all trained tokens: True for tokens whose log-probabilities this rank computes; None: all tokens."""
     learned: Sequence[np.ndarray]
     """Indices of the trained tokens among the S predicted tokens of each sample."""
     derivative_N: Tensor | None = None
@@ -84,8 +83,7 @@ class InputProcessing(NamedTuple):
     files: Mapping[str, bytes] = {}
     """Content of the processor files that exports include, by path in the model's folder."""
     num_ids: int | None = None
-    """Number of token ids of the tokenizer, which may be smaller than the number of rows of the output head; None: all
-    rows."""
+    """Number of token ids of the tokenizer, which may be fewer than the rows of the output head; None: all rows."""
 
 
 class CausalLM:
@@ -308,13 +306,11 @@ class CausalLM:
 
     @property
     def _is_gathered_cast(self) -> bool:
-        """Return True if FSDP gathers weights in `param_dtype`, so that blocks must run under autocast to that
-        dtype."""
+        """Return True if FSDP gathers weights in `param_dtype`, so that blocks must run under autocast to it."""
         return bool(self.mesh and self.mesh.fsdp) and gathers_in_param_dtype(self._train)
 
     def _row_length(self, length: int) -> int:
-        """Return the length to which rows of `length` tokens are padded: efficient for kernels, and divisible by the
-        context-parallel size."""
+        """Return the length to which rows of `length` tokens are padded, for kernels and context parallelism."""
         length = kernel_length(length, self.device, getattr(torch, self._train.param_dtype))
         return length + -length % (self.mesh.context.size() if self.mesh and self.mesh.context else 1)
 

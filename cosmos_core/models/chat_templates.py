@@ -1,5 +1,4 @@
-"""Built-in chat templates for `policy.chat_template`, which replaces the template of a tokenizer or adds a missing
-one."""
+"""Built-in chat templates for `policy.chat_template`, which replaces the chat template of a tokenizer or adds one."""
 
 from pathlib import Path
 

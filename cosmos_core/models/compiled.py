@@ -1,5 +1,4 @@
-"""torch.compile for each block of a model. Blocks of the same class share a graph, and a graph break affects one
-block."""
+"""torch.compile for each block of a model. Blocks of a class share a graph, and a graph break affects one block."""
 
 import logging
 

@@ -58,8 +58,7 @@ class CosmosPredict(SanaVideo):
         return {"prompt_embeds": torch.cat(rows)}
 
     def dropped_text(self, empty: Mapping[str, Tensor]) -> Text:
-        """Return zeros as text inputs for a prompt that prompt dropout removed, as in the training of the base
-        model."""
+        """Return zeros as text inputs for a prompt that prompt dropout removed, as the base model was trained."""
         return {name: torch.zeros_like(value) for name, value in empty.items()}
 
     def nft_prepare_transformer_input(
@@ -109,8 +108,7 @@ class CosmosPredict(SanaVideo):
             block.attn1.set_processor(UlyssesAttention(shards))
 
     def apply_guidance(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
-        """Return the velocity of classifier-free guidance by the formula of this pipeline, in which scale 0 disables
-        guidance."""
+        """Return the velocity with classifier-free guidance by the pipeline's formula, in which scale 0 disables it."""
         return conditional + scale * (conditional - unconditional)
 
     @property
@@ -125,8 +123,7 @@ class CosmosPredict(SanaVideo):
 
     @property
     def num_channels(self) -> int:
-        """Return the number of channels of a latent: the input channels of the network, without the conditioning
-        mask."""
+        """Return the number of channels of a latent: the network's input channels without the conditioning mask."""
         return super().num_channels - 1
 
     @classmethod

@@ -32,8 +32,7 @@ class Wants:
     """Settings of the velocity that a denoiser computes for each sample."""
 
     guidance: float = 1.0
-    """Scale of classifier-free guidance, by the pipeline's formula, for samples with a negative prompt; 1: no
-    guidance."""
+    """Scale of classifier-free guidance, by the pipeline's formula, for samples with a negative prompt; 1: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,13 +140,11 @@ class Denoiser:
     def arrange(
         self, samples: Sequence[FlowSample], ordered: Sequence[int], size: int, num_ranks: int
     ) -> list[list[int]] | None:
-        """Return None: samples of a group have latents of the same shape, so no other arrangement needs less
-        computation."""
+        """Return None: latents of a group have the same shape, so no other arrangement needs less computation."""
         return None
 
     def collate(self, samples: Sequence[FlowSample], indices: Sequence[int], filler: FlowSample) -> FlowBatch:
-        """Collate samples to model inputs, and add noise to their latents. Without samples, collate the sample
-        `filler`."""
+        """Collate samples to model inputs and add noise to latents; without samples, collate the sample `filler`."""
         samples_or_filler = samples or [filler]
         latents = self._stack_latents([sample.latents for sample in samples_or_filler])
         sigma_B = torch.tensor([sample.sigma for sample in samples_or_filler], dtype=torch.float64, device=self.device)
@@ -187,8 +184,7 @@ class Denoiser:
         return [{"velocity": velocity} for velocity in micro.outputs["velocity"]]
 
     def attach_loss_derivative(self, batch: FlowBatch, loss: Callable[[MicroBatch], Tensor]) -> FlowBatch:
-        """Return the batch unchanged: a denoiser cannot save computation by knowing the derivative of the loss in
-        advance."""
+        """Return the batch unchanged: knowing the derivative of the loss in advance saves no computation here."""
         return batch
 
     def check_parallel_plan(self) -> None:

@@ -28,8 +28,7 @@ from cosmos_core.models.pipeline_folder import PipelineFolder
 Text = dict[str, Tensor]
 """Text inputs of a denoiser by name; the first dimension of each tensor is the number of prompts."""
 Predict = Callable[..., Tensor]
-"""`DiffusionModel.predict` with a bound denoiser: function from `(latents, sigma_B, text, num_conditioning_B)` to the
-velocity."""
+"""`DiffusionModel.predict` with a bound denoiser: `(latents, sigma_B, text, num_conditioning_B)` to the velocity."""
 
 TIMESTEPS = 1000.0
 """Default factor from noise level to timestep; `DiffusionModel.num_timesteps` is the factor of a given pipeline."""
@@ -67,8 +66,7 @@ class DiffusionModel:
     def nft_prepare_transformer_input(
         self, latents: Tensor, sigma_B: Tensor, text: Mapping[str, Tensor], num_conditioning_B: Tensor | None = None
     ) -> dict[str, Any]:
-        """Return the arguments of the denoiser by name for latents at their noise levels, for all losses and
-        samplers."""
+        """Return the arguments of the denoiser by name for latents at their noise levels, for losses and samplers."""
         raise NotImplementedError(type(self).__name__)
 
     def visual_embedding(self, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -172,8 +170,7 @@ class DiffusionModel:
         return output.chunk(2, dim=1)[0] if output.shape[1] == 2 * latents.shape[1] else output
 
     def latents_in(self, hidden_states: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Return the latents, of shape `shape`, from the network's input `hidden_states`; the layout differs by
-        family."""
+        """Return the latents, of shape `shape`, from the network's input `hidden_states` in the family's layout."""
         return hidden_states
 
     def apply_guidance(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
@@ -199,8 +196,7 @@ class DiffusionModel:
         raise NotImplementedError(type(self).__name__)
 
     def pipeline_with_logprob(self, sample: Callable[..., Any], predict: Predict, *args: Any, **kwargs: Any) -> Any:
-        """Call `sample`, a sampler that also returns log-probabilities of its steps; families can override this
-        method."""
+        """Call `sample`, a sampler that also returns log-probabilities of its steps; families may override this."""
         return sample(predict, *args, **kwargs)
 
     @cached_property

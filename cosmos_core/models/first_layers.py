@@ -77,8 +77,7 @@ def is_removed(key: str, first: FirstLayers | None) -> bool:
 
 
 def layers_path(model: PreTrainedModel) -> str | None:
-    """Return the name of the module list that has the layers of the language model; None: the model has no such
-    list."""
+    """Return the name of the module list that has the layers of the language model; None: the model has none."""
     config = model.config.get_text_config()
     total, blocks = getattr(config, "num_hidden_layers", 0), set(blocks_of(model))
     embedding = model.get_input_embeddings()

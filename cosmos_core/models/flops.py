@@ -42,14 +42,12 @@ class TrainFlops:
         self._flops_per_pair = 6.0 * getattr(text, "num_hidden_layers", 0) * heads * width
 
     def total(self, costs: Sequence[int]) -> float:
-        """Return the FLOPs of the forward and backward pass of samples; `costs` has the number of tokens of each
-        sample."""
+        """Return the FLOPs of the forward and backward pass of samples; `costs` are their numbers of tokens."""
         return sum(self.flops_per_token * cost + self._flops_per_pair * cost * cost for cost in costs)
 
 
 def _lookup(model: nn.Module) -> nn.Parameter | None:
-    """Return the embedding weight if it is used only for lookups; None if it is tied to the output head, or does not
-    exist."""
+    """Return the embedding weight if it is used only for lookups; None if it is tied to the head, or missing."""
     language: Any = model
     if not hasattr(model, "get_input_embeddings"):
         return None

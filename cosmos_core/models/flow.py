@@ -29,8 +29,7 @@ def noisy_latents(x0: Tensor, noise: Tensor, sigma_B: Tensor) -> Tensor:
 
 
 def velocity(x0: Tensor, noise: Tensor) -> Tensor:
-    """Return the velocity that a network is trained to predict, `noise` - `x0`, which does not depend on the noise
-    level."""
+    """Return the velocity that a network is trained to predict, `noise` - `x0`, the same at every noise level."""
     return noise - x0
 
 
@@ -45,8 +44,7 @@ def noise_estimate(x: Tensor, v: Tensor, sigma_B: Tensor) -> Tensor:
 
 
 def per_sample(values_B: Tensor, like: Tensor) -> Tensor:
-    """Return values per sample, or a scalar, in the dtype of the latents `like` and in a shape that broadcasts over
-    them."""
+    """Return values per sample, or a scalar, in the dtype of the latents `like` and broadcastable over them."""
     return values_B.to(like).reshape(-1, *[1] * (like.ndim - 1)) if values_B.ndim else values_B.to(like)
 
 

@@ -30,8 +30,7 @@ class Levels:
     sigma: Tensor
     next: Tensor
     second_sigma: Tensor
-    """Second noise level of the sampler's schedule. It replaces sigma in 1 / (1 - sigma), which is infinite at sigma =
-    1."""
+    """Second noise level of the schedule, which replaces sigma = 1 in 1 / (1 - sigma), where it is infinite."""
 
 
 class Transition(NamedTuple):
@@ -42,11 +41,9 @@ class Transition(NamedTuple):
     """Standard deviation of the elements of the latents, one value per sample or one for all samples; 0: the step is
     deterministic."""
     rate: Tensor
-    """Noise rate of the stochastic differential equation, std / sqrt(sigma - next sigma), by which the papers divide
-    the KL."""
+    """Noise rate of the stochastic differential equation, std / sqrt(sigma - next sigma); the KL is divided by it."""
     has_density: bool = True
-    """Whether `log_prob` returns the log-density of the Gaussian; False: minus the mean squared distance to the mean
-    (FlowCPS)."""
+    """Whether `log_prob` is the log-density of the Gaussian; False: minus the mean squared distance (FlowCPS)."""
 
 
 Kernel = Callable[[Tensor, Tensor, Levels, float], Transition]
@@ -66,8 +63,7 @@ def flow_sde(x: Tensor, v: Tensor, levels: Levels, eta: float) -> Transition:
 
 
 def dance_grpo_step(x: Tensor, v: Tensor, levels: Levels, eta: float) -> Transition:
-    """Return the stochastic step of DanceGRPO (arXiv 2505.07818), with constant noise rate eta and a drift by the
-    score."""
+    """Return the stochastic step of DanceGRPO (arXiv 2505.07818): constant noise rate eta, drift by the score."""
     sigma, step = levels.sigma, levels.next - levels.sigma
     score = (per_sample(1 - sigma, x) * clean_estimate(x, v, sigma) - x) / per_sample(sigma**2, x)
     mean = x + v * per_sample(step, x) - score * per_sample(0.5 * eta**2 * step, x)
@@ -168,6 +164,5 @@ class DpmSolver2M:
         return (next_sigma / sigma).item() * x - scale * clean - 0.5 * scale * slope
 
     def restart(self) -> None:
-        """Discard the stored clean estimate, for example after a stochastic step, so that the next step is of order
-        1."""
+        """Discard the stored clean estimate, for example after a stochastic step; the next step is of order 1."""
         self._clean = None

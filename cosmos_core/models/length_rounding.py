@@ -12,8 +12,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def round_length(length: int) -> int:
-    """Return `length` rounded up to a multiple of 32 or, above 512, of an eighth of the largest power of two below
-    `length`."""
+    """Return `length` rounded up to a multiple of 32 or, above 512, of an eighth of the next lower power of two."""
     return length + -length % max(32, (1 << length.bit_length()) // 16)
 
 

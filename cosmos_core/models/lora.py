@@ -152,8 +152,7 @@ def names_without_adapter(model: nn.Module) -> dict[str, str]:
 
 
 def is_adapter_alone(model: nn.Module) -> bool:
-    """Return True if training changes only LoRA factors of linear layers, so that all other weights equal the base
-    model."""
+    """Return True if training changes only LoRA factors of linear layers, and all other weights stay unchanged."""
     if not is_adapted(model) or changes_base(model):
         return False
     config: Any = model.peft_config[_NAME]  # type: ignore[union-attr,index]
@@ -257,8 +256,7 @@ def _tied_modules(model: nn.Module) -> list[str]:
 
 
 def _check_head(model: nn.Module, lora: LoraConfig) -> None:
-    """Refuse LoRA dropout on the output head, because the head runs again in the backward pass, with another dropout
-    mask."""
+    """Refuse LoRA dropout on the output head, which runs again in the backward pass, with another dropout mask."""
     if not isinstance(model, PreTrainedModel):
         return
     if lora.lora_dropout and isinstance(model.get_output_embeddings(), LoraLayer):
@@ -269,8 +267,7 @@ def _check_head(model: nn.Module, lora: LoraConfig) -> None:
 
 
 def _plain_name(key: str, wrappers: set[str]) -> str:
-    """Return a state dict key without the name components that PEFT's `wrappers` add; empty for a tensor of the
-    adapter."""
+    """Return a state dict key without the name components of PEFT's `wrappers`; empty for an adapter's tensor."""
     names, components, i = key.split("."), [], 0
     while i < len(names):
         if ".".join(names[:i]) not in wrappers:

@@ -233,8 +233,7 @@ def _stacked_parameters(model: nn.Module) -> list[str]:
 
 
 def _target_name(name: str, targets: Sequence[str]) -> str:
-    """Return the name of a parameter without its layer number, unless one of the matching `targets` includes the
-    number."""
+    """Return the name of a parameter without its layer number, unless one of the matching `targets` has it."""
     kind = kind_of(name)
     return kind if all(len(target) <= len(kind) for target in targets) else name
 

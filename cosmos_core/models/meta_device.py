@@ -1,5 +1,4 @@
-"""Creation of LoRA adapters with data in a model whose base weights are still on the meta device
-(`sharded_load.py`)."""
+"""Creation of LoRA adapters with data in a model whose base weights are on the meta device (`sharded_load.py`)."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -73,8 +73,7 @@ def prompt_length(sample: Sample) -> int:
 
 
 def saves_enough(num_tokens: float, num_shared: float) -> bool:
-    """Return True if sharing prompts reduces `num_tokens` tokens to `num_shared` tokens, and the difference is large
-    enough."""
+    """Return True if sharing prompts, which reduces `num_tokens` tokens to `num_shared`, saves enough tokens."""
     return num_shared <= (1 - _GAIN) * num_tokens
 
 

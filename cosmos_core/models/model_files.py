@@ -187,8 +187,7 @@ def _load_error(component: str, model: str, error: Exception) -> ModelError:
 
 
 def merge_error(model: str) -> ModelError:
-    """Return the error for a model whose tensors transformers cannot merge into one weight, such as the experts of a
-    layer."""
+    """Return the error for tensors that transformers cannot merge into one weight, such as experts of a layer."""
     return ModelError(
         f"{KEY} = {model!r}: of tensors that belong together, like the experts of a layer, some are missing "
         "or of another shape; the weights do not belong to this config.json"

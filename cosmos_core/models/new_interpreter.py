@@ -23,8 +23,7 @@ _POLL_SECONDS = 2.0
 
 
 def fresh_interpreter() -> ProcessPool:
-    """Return a pool with one new Python interpreter, which starts with the first task and shares no state with this
-    process."""
+    """Return a pool with one new Python interpreter, which starts with the first task and shares no state."""
     return ProcessPool(1, initializer=_start, initargs=(os.getpid(),), context=get_context("spawn"))
 
 

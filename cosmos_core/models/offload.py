@@ -1,5 +1,4 @@
-"""Offloading to host memory: of activations until the backward pass, and of pipeline components until their next
-use."""
+"""Offloading to host memory: activations until the backward pass, pipeline components until their next use."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,5 +1,4 @@
-"""Load the causal language model of a stage: tokenizer, processor, weights on the mesh, and choice of trained
-weights."""
+"""Load the causal language model of a stage: tokenizer, processor, sharded weights, and choice of trained weights."""
 
 import logging
 

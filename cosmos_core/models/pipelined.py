@@ -36,8 +36,7 @@ class _MicroBatches(NamedTuple):
 
 
 class StageModule(nn.Module):
-    """Pipeline stage as a module. Its inputs are the number of a micro-batch and the hidden states of the previous
-    stage."""
+    """Pipeline stage as a module; its inputs are the number of a micro-batch and the previous stage's output."""
 
     def __init__(
         self, model: PreTrainedModel, number: int, is_last: bool, train: TrainConfig, dtype: torch.dtype
@@ -46,8 +45,7 @@ class StageModule(nn.Module):
         self.scorer = Scorer(model)
         self.number, self.is_last, self._train, self._dtype = number, is_last, train, dtype
         self.hidden_dtype = model.dtype
-        """Dtype of the hidden states between pipeline stages, stored because `model.dtype` changes while FSDP gathers
-        weights."""
+        """Dtype of hidden states between stages, stored because `model.dtype` changes while FSDP gathers weights."""
         self.micro_batches: _MicroBatches | None = None
         self.names: list[str] = []
         """Names of the outputs of the last pipeline stage, stored because torch's schedules pass only tensors."""

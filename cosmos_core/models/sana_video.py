@@ -44,8 +44,7 @@ class SanaVideo(Sana):
         """Accept any number of context-parallel ranks, because each rank gets whole frames."""
 
     def shard_tokens(self, denoiser: Any, mesh: DeviceMesh) -> None:
-        """Divide the frames of each clip among the ranks of a mesh. Frames stay whole, because blocks convolve over
-        time."""
+        """Divide the frames of each clip among the ranks of a mesh; blocks convolve over time, so frames stay whole."""
         shards, per_frame = Shards(mesh), 1
 
         def adapt(arguments: dict[str, Any]) -> None:
@@ -66,8 +65,7 @@ class SanaVideo(Sana):
 
 
 def channel_statistics(vae: Any, latents: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and standard deviation of each channel of a VAE's latents; 0 and 1 if the VAE does not declare
-    them."""
+    """Return mean and standard deviation of each channel of a VAE's latents; 0 and 1 if it declares none."""
     statistics = []
     for name, default in (("latents_mean", 0.0), ("latents_std", 1.0)):
         values = vae.config.get(name)
@@ -78,8 +76,7 @@ def channel_statistics(vae: Any, latents: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def video_compression(settings: dict[str, Any]) -> tuple[int, int]:
-    """Return the number of frames and of pixels per side that one latent position covers, from the settings of a
-    VAE."""
+    """Return the number of frames and of pixels per side that one latent position covers, from VAE settings."""
     in_time = settings.get("scale_factor_temporal") or settings.get("temporal_compression_ratio")
     in_space = settings.get("scale_factor_spatial") or settings.get("spatial_compression_ratio")
     if in_time and in_space:

@@ -40,8 +40,7 @@ class Wants:
     temperature: float = 1.0
     """Temperature by which logits are divided before all outputs are computed."""
     entropy: Literal["", "value", "gradient"] = ""
-    """Whether to return the entropy of each token's distribution in nats: `value`, `gradient` (with gradient) or
-    empty."""
+    """Whether to return the entropy of each token's distribution in nats, with `gradient` or as `value`; empty: no."""
     top_k: int = 0
     """Number of most likely tokens whose ids and log-probabilities (with gradient) are returned for each token."""
     is_top: bool = False
@@ -80,8 +79,7 @@ class Scorer(nn.Module):
         exceed the ids of the tokenizer."""
 
         self.balance: Balance | None = None
-        """Settings of the load-balancing loss, which is the output `balance` if gradients are enabled; None: no
-        loss."""
+        """Settings of the load-balancing loss, the output `balance` if gradients are enabled; None: no loss."""
 
     def forward(
         self,
@@ -231,8 +229,7 @@ class _Head:
         }
 
     def leaves(self, cast: dict[str, Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors to differentiate: for each trained weight its cast, or the weight itself without a
-        cast."""
+        """Return the tensors to differentiate: for each trained weight its cast, or the weight if it has none."""
         names = [name for name, p in self.module.named_parameters() if p.requires_grad] if self.module else []
         return [cast.get(name, weight) for name, weight in zip(names, weights, strict=True)]
 

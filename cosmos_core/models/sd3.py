@@ -19,8 +19,7 @@ _MOST_TOKENS = 512
 
 
 class SD3(DiffusionModel):
-    """Stable Diffusion 3, whose denoiser gets the token embeddings of three text encoders and the pooled output of
-    two."""
+    """Stable Diffusion 3; text inputs are token embeddings of three text encoders and the pooled output of two."""
 
     lora_targets = (
         "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",

@@ -1,5 +1,4 @@
-"""Runner that runs micro-batches one after another through a model without pipeline stages, whole or sharded by
-FSDP."""
+"""Runner that runs micro-batches in sequence through a model without pipeline stages, whole or sharded by FSDP."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -51,8 +50,7 @@ class SequentialRunner:
 
 @contextmanager
 def forward_context(train: TrainConfig, device: torch.device) -> Iterator[None]:
-    """Run forward passes in the block under autocast to `param_dtype` and, if configured, with offloaded
-    activations."""
+    """Run forward passes in the block under autocast to `param_dtype` and with the activation offload of `train`."""
     has_own_dtype = train.param_dtype != train.master_dtype
     with (
         torch.autocast(device.type, dtype=getattr(torch, train.param_dtype), enabled=has_own_dtype),

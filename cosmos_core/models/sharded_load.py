@@ -304,8 +304,7 @@ def _read_group(
 
 
 def _is_expert_stack(group: _Group) -> bool:
-    """Return True if a group of tensors becomes one weight of stacked experts, of which each has separate tensors in
-    files."""
+    """Return True if a group becomes one weight of stacked experts, each with its own tensors in the files."""
     operations = list(getattr(group.transform, "operations", ()))
     if len(group.shapes) > 1 or not isinstance(operations[0], MergeModulelist) or operations[0].dim != 0:
         return False

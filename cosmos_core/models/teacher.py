@@ -89,14 +89,12 @@ def check_vocabulary(teacher: DistillationConfig, tokenizer: PreTrainedTokenizer
 
 
 def count_ids(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the number of token ids of a tokenizer, the largest id plus one; a model's output head may have more
-    rows."""
+    """Return the number of token ids of a tokenizer, its largest id plus one; an output head may have more rows."""
     return int(max(tokenizer.get_vocab().values())) + 1
 
 
 def teacher_settings(teacher: DistillationConfig, train: TrainConfig) -> TrainConfig:
-    """Return the settings with which the teacher runs: those of the training, with dtypes and sharding of the
-    teacher."""
+    """Return the settings with which the teacher runs: the training's, with dtypes and sharding of the teacher."""
     return train.derived(
         master_dtype=teacher.master_dtype,
         param_dtype=teacher.param_dtype,

@@ -105,8 +105,7 @@ def _prove_copies(family: DiffusionModel, target: Path) -> str:
 def _check_images(
     family: DiffusionModel, model: Any, target: Path, dtype: torch.dtype | None, model_class: str | None
 ) -> list[str]:
-    """Check that the exported pipeline, and the adapter on the base pipeline, generate the same image as the policy in
-    memory."""
+    """Check that the exported pipeline, and the adapter on its base, generate the same image as the policy."""
     export_dtype, settings, num_threads = dtype or model.dtype, family.probe(), torch.get_num_threads()
     with merge_adapter(model):
         policy_images = {"images": _image(family, model, export_dtype)}

@@ -54,23 +54,19 @@ class Shards:
         return all_tokens.narrow(dim, 0, self.count)
 
     def token_mask(self, like: Tensor) -> Tensor:
-        """Return a mask N over the tokens of this rank: 1 for tokens, 0 for padding, in the dtype and device of
-        `like`."""
+        """Return a mask N over this rank's tokens: 1 for tokens, 0 for padding, in dtype and device of `like`."""
         return (self.rank * self.length + torch.arange(self.length, device=like.device) < self.count).to(like.dtype)
 
     def to_heads(self, states_BKND: Tensor) -> Tensor:
-        """Exchange tokens for heads by an all-to-all: from this rank's tokens of all heads to all tokens of its
-        heads."""
+        """Exchange this rank's tokens of all heads for all tokens of this rank's heads, by an all-to-all."""
         return exchange(states_BKND, 1, 2, self.group).narrow(2, 0, self.count)
 
     def to_tokens(self, states_BKND: Tensor) -> Tensor:
-        """Exchange heads for tokens by an all-to-all: from all tokens of this rank's heads to its tokens of all
-        heads."""
+        """Exchange all tokens of this rank's heads for this rank's tokens of all heads, by an all-to-all."""
         return exchange(self._pad(states_BKND, 2, self.length * self.size), 2, 1, self.group)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Return the sum over the ranks. Gradients are summed too, because each rank uses the sum only for its own
-        tokens."""
+        """Return the sum over ranks; gradients are summed too, because a rank uses the sum for its own tokens."""
         total: Tensor = _Sum.apply(tensor, self.group)
         return total
 

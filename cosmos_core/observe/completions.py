@@ -43,8 +43,7 @@ def iter_completions(run: Path, stage: str, step: int | None, order: str, most: 
 
 
 def newest(stage: Path, most: int) -> list[dict[str, Any]]:
-    """Return the first `most` completions with text from the newest logged step of a stage; empty if no step was
-    logged."""
+    """Return the first `most` completions with text from the newest logged step of a stage; empty if none exist."""
     return [line for line in _lines(stage, None) if not line.get("media") and completion_text(line, stage)][:most]
 
 

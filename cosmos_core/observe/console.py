@@ -108,8 +108,7 @@ class Display:
             self._live = None
 
     def update(self, stage: str, state: str, progress: Position | None = None) -> None:
-        """Update the state of a stage. `progress` is the content of its `progress.json`; None keeps the last
-        progress."""
+        """Update the state of a stage; `progress` is the content of its `progress.json`, None keeps the last one."""
         with self._lock:
             line = self._lines.setdefault(stage, _Line())
             self._width = max(self._width, len(stage))
@@ -349,8 +348,7 @@ def _memory(line: _Line) -> list[str]:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Return a sparkline of values: a row of small bars, scaled to the range of the values; empty for fewer than two
-    values."""
+    """Return a sparkline of values: small bars, scaled to the range of values; empty for fewer than two values."""
     if len(values) < 2:
         return ""
     count = min(_SPARKS, len(values))

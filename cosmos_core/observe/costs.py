@@ -27,8 +27,7 @@ class RunCost:
     """Price of one GPU hour; None: unknown."""
     budget: float | None
     estimated_hours: float | None
-    """Estimated GPU hours of the run from `plan --estimate`; None if it was not called, or could not estimate a
-    stage."""
+    """Estimated GPU hours of the run from `plan --estimate`; None if there is no estimate for a stage."""
 
     @property
     def hours(self) -> float:
@@ -72,15 +71,13 @@ def cost_of(run_path: Path) -> RunCost:
 
 
 def shown_cost(run: RunRecord) -> dict[str, str]:
-    """Return the cost of a run as a dict with one entry, label and text, for a list of facts; empty if no stage held
-    GPUs."""
+    """Return the cost of a run as a dict with one entry, label and text; empty if no stage held GPUs."""
     cost = cost_of(run.path)
     return {"cost" if cost.price is not None else "GPUs held": str(cost)} if cost.holds else {}
 
 
 def table_of_costs(output_dir: Path, most: int) -> Table:
-    """Return a table with the GPU hours and costs of the `most` newest runs of a folder, the newest last, and their
-    sums."""
+    """Return a table with GPU hours and costs of the `most` newest runs of a folder, newest last, and their sums."""
     table = Table("run", "pipeline", "outcome")
     for column in ("GPU hours", "cost", "estimate", "budget"):
         table.add_column(column, justify="right")

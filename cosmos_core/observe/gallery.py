@@ -77,8 +77,7 @@ def save(stage: Path, step: int, rows: Sequence[Sequence[GeneratedSample]]) -> l
 
 
 def save_rows(target: Path, rows: Sequence[Sequence[GeneratedSample]]) -> list[list[str]]:
-    """Write the samples of each prompt and their grid into a new folder `target`; return the file names of each
-    prompt."""
+    """Write the samples of each prompt and their grid to a new folder `target`; return the file names by prompt."""
     with replaced_folder(target) as folder:
         names = [[_write(folder, f"{p}-{k}", drawing) for k, drawing in enumerate(row)] for p, row in enumerate(rows)]
         _image(grid(rows)).save(folder / GRID)
@@ -103,8 +102,7 @@ def newest_grid(stage: Path) -> Path | None:
 
 
 def grid(rows: Sequence[Sequence[GeneratedSample]]) -> np.ndarray:
-    """Return one image of all samples, with a row for each prompt, the prompt above its row, and each reward below its
-    sample."""
+    """Return one image of all samples, a row per prompt, the prompt above its row, each reward below its sample."""
     from PIL import Image, ImageDraw
 
     height, width = _cell_size([drawing.still.shape for row in rows for drawing in row])
@@ -126,8 +124,7 @@ def grid(rows: Sequence[Sequence[GeneratedSample]]) -> np.ndarray:
 
 
 def data_uri(path: Path) -> str:
-    """Return a media file as a data: URI, an image as a thumbnail; empty if the file is missing or too large to
-    embed."""
+    """Return a media file as a data: URI, an image as a thumbnail; empty if it is missing or too large to embed."""
     from PIL import Image
 
     try:

@@ -72,8 +72,7 @@ def configure(level: str | int = "INFO", stream: TextIO | None = None) -> None:
 
 
 def quiet_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Return a copy of `env` with added variables that disable telemetry and suppress warnings; variables in `env` are
-    kept."""
+    """Return `env` with added variables that disable telemetry and suppress warnings; variables in `env` win."""
     return {**NO_PHONE_HOME, **_LESS_NOISE, **env}
 
 

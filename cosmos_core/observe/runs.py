@@ -1,5 +1,4 @@
-"""Tables of several runs: a list of the runs in a folder, and a comparison of two runs by settings, metrics and
-time."""
+"""Tables of several runs: a list of the runs in a folder, and a comparison of two by settings, metrics and time."""
 
 import time
 from collections.abc import Iterator

@@ -44,8 +44,7 @@ def sample_row(data: Path, models: Iterable[str | Path]) -> list[tuple[str, bool
 
 
 def _first_row(file: Path) -> dict[str, Any]:
-    """Return the token ids and masks in the first row of an Arrow file by column name; empty if the file cannot be
-    read."""
+    """Return token ids and masks in the first row of an Arrow file by column name; empty if it cannot be read."""
     import pyarrow as pa
 
     try:

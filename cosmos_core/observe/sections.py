@@ -86,8 +86,7 @@ def _is_validation(key: str) -> bool:
 
 
 def samples(run: RunRecord) -> dict[str, Any]:
-    """Return completions of the same prompts from each stage that logs completions, to show them in adjacent
-    columns."""
+    """Return completions of the same prompts from each stage that logs them, to show in adjacent columns."""
     stages = [stage for stage in run.stages if stage.samples and stage.kind.feed != "rollouts"]
     completions = [_newest_by_prompt(stage) for stage in stages]
     everywhere = [prompt for prompt in completions[0] if all(prompt in c for c in completions)] if completions else []
@@ -139,8 +138,7 @@ def setting(run: RunRecord) -> list[tuple[str, Any, bool]]:
 
 
 def label(stage: StageRecord) -> str:
-    """Return the displayed state of a stage. The stage that writes this report is still running and is shown as `this
-    page`."""
+    """Return the displayed state of a stage, for the running stage that writes this report `this page`."""
     return _THIS_PAGE if stage.kind.makes == "page" and stage.status == "running" else stage.status
 
 
@@ -170,14 +168,12 @@ def metrics(stage: StageRecord) -> list[tuple[str, str]]:
 
 
 def info(stage: StageRecord) -> dict[str, Any]:
-    """Return the results of a stage other than metrics, without the conditions of a gate, which have a separate
-    table."""
+    """Return the results of a stage other than metrics, and other than conditions, which have their own table."""
     return {key: value for key, value in stage.info.items() if key != "conditions" and value not in ("", [], {}, None)}
 
 
 def services(stage: StageRecord) -> list[list[Any]]:
-    """Return one row per reward of each reward service that a stage used; a service that reports no rewards has one
-    row."""
+    """Return one row per reward of each reward service of a stage, or one row for a service without rewards."""
     rows: list[list[Any]] = []
     for service in stage.services:
         refused = ", ".join(f"{status}: {count:g}" for status, count in sorted(service.refused.items()))
@@ -209,8 +205,7 @@ def outcome_of(lines: Sequence[Sample | None]) -> str:
 
 
 def rollouts(stage: StageRecord) -> list[Sample]:
-    """Return some rollouts from the first and from the last logged step of a training; empty for a training without
-    rollouts."""
+    """Return some rollouts of the first and the last logged step of a training; empty if it uses no rollouts."""
     if stage.kind.feed != "rollouts":
         return []
     steps = sorted({line.step for line in stage.samples})
@@ -219,8 +214,7 @@ def rollouts(stage: StageRecord) -> list[Sample]:
 
 
 class Operator(Document):
-    """Operator in a profiler trace, with its calls, its milliseconds and its share of the time of the profiled
-    steps."""
+    """Operator in a profiler trace, with its calls, milliseconds and share of the time of the profiled steps."""
 
     operator: str
     calls: int

@@ -80,8 +80,7 @@ def _digests(run: RunRecord, chain: list[str], kind: str) -> str:
 
 
 def _data(run: RunRecord, entries: dict[str, dict[str, Any]], chain: list[str]) -> str:
-    """Return the name of the data set, resolved through the stages in `chain` that prepared its rows, and the number of
-    rows."""
+    """Return the name of the data set, resolved through the stages in `chain`, and its number of rows."""
     source = ""
     for name in chain:
         settings = flat(entries[name].get("overrides") or {})

@@ -47,8 +47,7 @@ def fsdp_arguments(train: TrainConfig, *, casts: bool = True) -> dict[str, Any]:
 
 
 def gathers_in_param_dtype(train: TrainConfig) -> bool:
-    """Return True if FSDP gathers weights of blocks in `param_dtype`, because it differs from the dtype of the
-    weights."""
+    """Return True if FSDP gathers weights of blocks in `param_dtype`, which differs from their own dtype."""
     return train.param_dtype != train.master_dtype
 
 
@@ -197,8 +196,7 @@ def names_of_tied_weights(model: nn.Module) -> list[list[str]]:
 
 
 def group_by_mesh(tensors: Iterable[T]) -> list[list[T]]:
-    """Return the tensors in one list per device mesh, because an operation does not support tensors of different
-    meshes."""
+    """Return the tensors in one list per device mesh, because operations cannot mix different meshes."""
     groups: dict[DeviceMesh | None, list[T]] = {}
     for tensor in tensors:
         groups.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)

@@ -66,8 +66,7 @@ class Gatherer:
         return {name: tensors[name] for name in requested}
 
     def _shared_memory(self, requested: Mapping[str, FullTensor]) -> _SharedMemory | None:
-        """Return unreferenced shared memory that is large enough for the requested tensors; None if a rank cannot map
-        it."""
+        """Return unreferenced shared memory that fits the requested tensors; None if a rank cannot map it."""
         num_bytes = sum(_align(full.num_bytes) for full in requested.values())
         memory = self._memories.pop(0)
         # The collective is also a barrier: a fast rank must not overwrite data that a slow rank still reads.
@@ -79,8 +78,7 @@ class Gatherer:
         return memory
 
     def _gather_through(self, memory: _SharedMemory, requested: Mapping[str, FullTensor]) -> dict[str, Tensor]:
-        """Return the requested full tensors as views of shared memory, after all ranks have written their shards into
-        it."""
+        """Return the requested full tensors as views of shared memory that all ranks have filled with their shards."""
         tensors, start = {}, 0
         for name, full in requested.items():
             tensors[name] = memory.tensor(start, full)
@@ -101,8 +99,7 @@ class Gatherer:
 
 
 class _SharedMemory:
-    """Anonymous memory of `size` bytes that several processes map; the kernel frees it when no process maps it any
-    more."""
+    """Anonymous memory of `size` bytes that several processes map; the kernel frees it with the last mapping."""
 
     def __init__(self, descriptor: int, size: int) -> None:
         self.size = size
@@ -123,8 +120,7 @@ class _SharedMemory:
 
 
 def _open_memory(size: int) -> _SharedMemory | None:
-    """Allocate `size` bytes of memory that all ranks map; return None if memory is short, or if a rank cannot open
-    it."""
+    """Allocate `size` bytes of memory that all ranks map; return None if memory is short or a rank cannot open it."""
     descriptor = -1
     if rank_number() == 0:
         try:

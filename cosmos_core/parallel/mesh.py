@@ -131,6 +131,5 @@ def any_rank(flag: bool) -> bool:
 
 
 def first_error_of_ranks(problem: str | None) -> str | None:
-    """Return on all ranks the first error message, by number of rank, among the messages `problem`; None: no rank has
-    one."""
+    """Return on all ranks the `problem` of the lowest rank with a nonempty error message; None: no rank has one."""
     return next((each for each in all_gather_object(problem) if each), None)

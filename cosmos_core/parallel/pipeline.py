@@ -29,8 +29,7 @@ _PROBE_TOKENS = 3
 
 
 class StagePlaceholder(nn.Module):
-    """Placeholder for a module of another pipeline stage, which returns its input and has the attributes of the
-    module."""
+    """Placeholder for a module of another pipeline stage; it returns its input and has the module's attributes."""
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
@@ -72,8 +71,7 @@ class _RecordingPlaceholder(StagePlaceholder):
 
 
 def layers_of(stage: int, num_stages: int, num_layers: int) -> range:
-    """Return the indices of the layers of a pipeline stage. If layers cannot be divided equally, first stages have one
-    more."""
+    """Return the layer indices of a pipeline stage; if layers are not divisible, first stages have one more."""
     size, more = divmod(num_layers, num_stages)
     start = stage * size + min(stage, more)
     return range(start, start + size + (stage < more))
@@ -128,8 +126,7 @@ def is_tied(model: PreTrainedModel) -> bool:
 
 
 def sum_tied_gradients(model: PreTrainedModel, pipeline: DeviceMesh) -> None:
-    """Sum the gradients of a tied embedding and head over the first and the last pipeline rank, which each have a
-    copy."""
+    """Sum the gradients of a tied embedding and head over the first and last pipeline rank, which have copies."""
     group, rank, last = pipeline.get_group(), pipeline.get_local_rank(), pipeline.size() - 1
     weight = model.get_output_embeddings().weight
     if not is_tied(model) or rank not in {0, last} or weight.grad is None:
@@ -272,8 +269,7 @@ def _difference(model: PreTrainedModel, body: nn.Module, before: Sequence[str], 
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Return True if two arguments of a layer are equal; they may be tensors, or tuples and lists that contain
-    tensors."""
+    """Return True if two arguments of a layer are equal, including tensors and tuples or lists of tensors."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return torch.equal(one, other)
     if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):

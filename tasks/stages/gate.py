@@ -1,5 +1,4 @@
-"""Stage kind `gate`: stop the run unless metrics are good enough, compared with a number or with the published
-model."""
+"""Stage kind `gate`: stop the run unless metrics are good enough compared with a number or the published model."""
 
 from pathlib import Path
 from typing import Any
@@ -55,16 +54,14 @@ def run(stage: Stage) -> Outcome:
 
 
 def _entry(condition: Condition, name: str, value: float, limit: float | None, noise: float) -> dict[str, Any]:
-    """Return the report of a condition of a gate: its text, the measured value, the bound and whether the condition
-    holds."""
+    """Return the report of a gate's condition: its text, the measured value, the bound and whether it holds."""
     entry: dict[str, Any] = {"condition": condition.text, "value": value, "bound": limit}
     entry["passed"] = condition.holds(value, limit, noise)
     return entry | ({"metric": name} if "*" in condition.metric else {}) | ({"noise": noise} if noise else {})
 
 
 def _compare_items(condition: Condition, paired: Paired, confidence: float) -> dict[str, JsonValue]:
-    """Return the result of a comparison per benchmark item for the report of a gate: whether it passes, and its
-    statistics."""
+    """Return whether a comparison per benchmark item passes, and its statistics, for the report of a gate."""
     is_higher = condition.comparison.startswith(">")
     p_value = paired.p_value(condition.offset) if is_higher else paired.reversed.p_value(-condition.offset)
     values = paired.describe(confidence)

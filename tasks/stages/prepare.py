@@ -1,5 +1,4 @@
-"""Stage kind `prepare`: read the rows, check each row and tokenise it once; training ranks only read the prepared
-rows."""
+"""Stage kind `prepare`: read the rows, check and tokenise each row once; training ranks only read the result."""
 
 from cosmos_core.run.libraries import ROWS
 from cosmos_core.types import StageKind

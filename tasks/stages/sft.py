@@ -1,5 +1,4 @@
-"""Stage kind `sft`: supervised fine-tuning, resumable from the newest checkpoint; writes a verified full-precision
-model."""
+"""Stage kind `sft`: supervised fine-tuning, resumable from a checkpoint; writes a verified full-precision model."""
 
 from cosmos_core.run.libraries import TRAINING
 from cosmos_core.types import StageKind

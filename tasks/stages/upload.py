@@ -77,8 +77,7 @@ def run(stage: Stage) -> Outcome:
 
 
 def _there_already(stage: Stage, target: Target, folder: Path, record: dict[str, Any]) -> str:
-    """Return the address of the model if it is already published, so that no upload is needed; otherwise an empty
-    string."""
+    """Return the address of the model if it is already published and needs no upload; otherwise an empty string."""
     if not (hasattr(target, "where") and hasattr(target, "damage")):
         return ""
     try:

@@ -177,13 +177,11 @@ class NamesOfRun:
     group: str
     name: str
     key: str
-    """Identifier that all attempts of the stage share. A stage that is made again has a new folder and thus a new
-    identifier."""
+    """Identifier that all attempts of a stage share; a stage that is made again has a new folder and identifier."""
 
 
 def names_of_run(stage: Stage, sink: str) -> NamesOfRun:
-    """Return the names of a stage's run in a tracking service; the identifier is saved in the subfolder `sink` of the
-    stage."""
+    """Return the names of a stage's run in a tracking service; the identifier is saved in its subfolder `sink`."""
     config, facts = stage.recipe.logging, read_facts(stage.run_path) or Facts()
     title = f"{config.experiment_name or facts.pipeline or 'cosmos'}-{stage.run_path.name}"
     path = stage.path / sink / "id"
