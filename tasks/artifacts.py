@@ -86,7 +86,7 @@ class StageArtifacts:
             self._show_card(_card(result), "Result")
 
     def show_refusal(self) -> None:
-        """Publish a card with the conditions of a gate that refused; `finish` publishes a gate that passed."""
+        """Publish a card with the conditions of a refused gate; `finish` publishes the card of a passed gate."""
         with log_ui_errors():
             conditions = parsed(read_json(self._stage_path / CONDITIONS) or (), Condition)
             text = f"# {self._stage_path.name}: refused\n\n{conditions_table(conditions)}"

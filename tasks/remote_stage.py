@@ -90,8 +90,7 @@ def perform_elsewhere(
 
 
 def _follow_child(run: Run, stage: StageConfig, stored: StageSync, on_line: Callable[[str], None]) -> FlowRun:
-    """Poll the child flow run of an earlier parent, or of a new one if there is none, and return it when it has
-    ended."""
+    """Poll the running child flow run, or a new one if there is none, and return it when it has ended."""
     with get_client(sync_client=True) as client:
         if (child := _running_child(client, run.stage_path(stage.name))) is None:
             Budget(run, stage).check()

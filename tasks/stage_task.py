@@ -84,7 +84,7 @@ class StageTask(Task[Any, StageHandle]):
             return super().submit(*arguments, name=flow.reserve_name(self.kind.name, name), **settings)
 
     def __call__(self, *arguments: Any, return_state: bool = False, **settings: Any) -> Any:
-        """Run the stage until it ends; return its `StageHandle`, or if `return_state` is true, its final state."""
+        """Run the stage until it ends; return its `StageHandle` or, if `return_state` is true, its final state."""
         future: PrefectConcurrentFuture[StageHandle] = self.submit(*arguments, **settings)
         try:
             was_cancelled = wait_unless_cancelled([future.wrapped_future])

@@ -30,7 +30,7 @@ class Levels:
     sigma: Tensor
     next: Tensor
     second_sigma: Tensor
-    """Second noise level of the schedule, which replaces sigma = 1 in 1 / (1 - sigma), where it is infinite."""
+    """Second noise level of the schedule; it replaces sigma = 1, at which 1 / (1 - sigma) is infinite."""
 
 
 class Transition(NamedTuple):

@@ -270,7 +270,7 @@ def _trainer_logits(model: PreTrainedModel, dtype: torch.dtype | None) -> torch.
 
 @torch.no_grad()
 def compute_logits(folder: Path, probe: Probe) -> tuple[np.ndarray, list[object]]:
-    """Load the export in `folder` as a user would; return the logits BTV of the probe, and its tokenizer's data."""
+    """Load the export in `folder` as a user would; return the probe's logits BTV and a tokenizer description."""
     torch.set_num_threads(probe.num_threads)
     has_adapter = (folder / "adapter_config.json").is_file()
     model = _load_with_adapter(folder, probe) if has_adapter else _load_whole(folder, probe)

@@ -72,7 +72,7 @@ def configure(level: str | int = "INFO", stream: TextIO | None = None) -> None:
 
 
 def quiet_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Return `env` with added variables that disable telemetry and suppress warnings; variables in `env` win."""
+    """Return a copy of `env` with added variables that make libraries quiet; variables in `env` are kept."""
     return {**NO_PHONE_HOME, **_LESS_NOISE, **env}
 
 

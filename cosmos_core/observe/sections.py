@@ -138,7 +138,7 @@ def setting(run: RunRecord) -> list[tuple[str, Any, bool]]:
 
 
 def label(stage: StageRecord) -> str:
-    """Return the displayed state of a stage, for the running stage that writes this report `this page`."""
+    """Return the displayed state of a stage; the stage that writes this report is shown as `this page`."""
     return _THIS_PAGE if stage.kind.makes == "page" and stage.status == "running" else stage.status
 
 
