@@ -142,11 +142,8 @@ def _masked_tokens(
 def _masked_piecewise(
     tokenizer: PreTrainedTokenizerBase, text: str, spans: list[Span], where: str
 ) -> tuple[list[int], list[int]]:
-    """Tokenise each text between span borders separately, for tokenizers that return no character offsets.
-
-    Raises:
-        DataError: the tokens differ from those of the whole text.
-    """
+    """Tokenise the texts between span borders separately, for tokenizers without character offsets; raise DataError if
+    the tokens differ from those of the whole text."""
     ids: list[int] = []
     mask: list[int] = []
     borders = [0, *(border for span in spans for border in span), len(text)]

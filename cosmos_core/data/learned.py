@@ -70,11 +70,7 @@ def _turn_spans(render_part: Render, turns: list[Message], full: str, closing: S
 
 
 def _inside_of(chosen: list[Span], marked: list[Span], whole: list[Span], where: str) -> list[Span]:
-    """Return the spans of `marked` that overlap a turn with a loss (`chosen`); `whole` has all assistant turns.
-
-    Raises:
-        DataError: a marked span covers a turn with a loss and a turn without a loss.
-    """
+    """Return the spans of `marked` that overlap a turn with a loss (`chosen`); `whole` has all assistant turns."""
     selected = [span for span in marked if any(_overlap(span, each) for each in chosen)]
     if any(_overlap(span, each) for span in selected for each in whole if each not in chosen):
         raise DataError(
@@ -131,8 +127,7 @@ def _marked_spans(
 ) -> list[Span] | None:
     """Return the spans that the template marks with {% generation %}; None if the template has no such marks.
 
-    Spans are positions of characters. The token mask of transformers is not used, because it is wrong after a character
-    that takes several tokens.
+    Spans are positions of characters, because transformers' token mask is wrong after a character of several tokens.
     """
     template = (
         owner.get_chat_template(tools=tools) if isinstance(owner, PreTrainedTokenizerBase) else owner.chat_template

@@ -131,10 +131,8 @@ def _chosen(total: int, framing: Framing, position: float) -> list[int]:
     count = framing.num_frames
     if framing.sampling == "uniform":
         return np.linspace(0, total - 1, count).round().astype(int).tolist()
-    num_starts = total - count
-    start = {"first": 0, "middle": num_starts // 2}.get(
-        framing.sampling, min(num_starts, int(position * (num_starts + 1)))
-    )
+    latest = total - count
+    start = {"first": 0, "middle": latest // 2}.get(framing.sampling, min(latest, int(position * (latest + 1))))
     return list(range(start, start + count))
 
 

@@ -146,11 +146,9 @@ def _all_splits(stage: Stage, source: Source) -> dict[str, Split]:
         raise DataError(
             f"test_size = {size} of {len(train.rows)} rows leaves none to train on; lower dataset.test_size"
         )
-    held_out_indices = set(shuffled(len(train.rows), stage.seed)[:count].tolist())
-    held_out = train._replace(
-        rows=[row if i in held_out_indices else None for i, row in enumerate(train.rows)], skipped=[]
-    )
-    train = train._replace(rows=[None if i in held_out_indices else row for i, row in enumerate(train.rows)])
+    indices = set(shuffled(len(train.rows), stage.seed)[:count].tolist())
+    held_out = train._replace(rows=[row if i in indices else None for i, row in enumerate(train.rows)], skipped=[])
+    train = train._replace(rows=[None if i in indices else row for i, row in enumerate(train.rows)])
     return {TRAIN: train, VALIDATION: held_out}
 
 

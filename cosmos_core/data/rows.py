@@ -47,10 +47,8 @@ class Rows:
     """Rows of one or several files (parts) with their locations, or a selection of rows, read anew per iteration."""
 
     def __init__(self, parts: Sequence[Part], folder: Path, is_chosen: np.ndarray | None = None) -> None:
-        """Join the rows of files or splits (`parts`), and select the rows of the mask `is_chosen`; None: all rows.
-
-        Paths in rows are relative to `folder`.
-        """
+        """Join the rows of files or splits (`parts`), in which paths are relative to `folder`; the mask `is_chosen`
+        selects rows (None: all rows)."""
         self.folder = folder
         self._parts = parts
         self._is_chosen = is_chosen
@@ -129,10 +127,8 @@ def training_sources(stage: Stage) -> dict[str, AlgorithmConfig]:
         name, key = media_settings(stage.recipe).annotation_path, "custom.dataset.annotation_path"
     if not name:
         return dict(policy.sources)
-    settings = {
-        name: getattr(policy.dataset, name) for name in ("test_size", "max_skipped_fraction", "keep", "pass_rates")
-    }
-    return {key: policy.derived(datasets=(), dataset=DatasetConfig(name=name, **settings))}
+    keys = {name: getattr(policy.dataset, name) for name in ("test_size", "max_skipped_fraction", "keep", "pass_rates")}
+    return {key: policy.derived(datasets=(), dataset=DatasetConfig(name=name, **keys))}
 
 
 def has_local_split(path: Path, split: str) -> bool:

@@ -66,10 +66,8 @@ def rows_of(
     passing: Sequence[Candidate],
     origin: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
-    """Return the rows of a prompt: a conversation per completion, or at most one pair if `config` asks for pairs.
-
-    `passing` are the completions to keep, and `origin` has the columns that name the model.
-    """
+    """Return the rows of a prompt for its kept completions (`passing`): conversations, or at most one pair if `config`
+    sets `pairs`; the columns `origin` are added to each row."""
     if config.pairs:
         best_and_worst = select_pair(sampled, passing, config.min_margin)
         if best_and_worst is None:

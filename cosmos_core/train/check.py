@@ -225,8 +225,7 @@ def _rewards(stage: Stage) -> list[tuple[Rewards, list[str]]]:
 
 
 def _tools(stage: Stage, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Load the tools that the policy may call, check that the chat template can render tool results, and return a
-    report line with the names of the tools."""
+    """Load the tools that the policy may call, and check that the chat template can render the results of tools."""
     config = stage.recipe.rollout.multi_turn_config
     if not config.enable or not config.enable_tools:
         return []

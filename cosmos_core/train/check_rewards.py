@@ -66,11 +66,7 @@ def call_rewards(stage: Stage, weights: Mapping[str, float], splits: Sequence[st
 
 
 def _judged(reward: str, name: str, groups: Sequence[ScoredGroup]) -> str:
-    """Return a message if a reward did not score all made-up completions, else an empty string.
-
-    Raises:
-        RewardError: the reward raised an error for all completions.
-    """
+    """Return a message if a reward did not score all made-up completions, else an empty string."""
     scores = [score for group in groups for score in group.scores]
     missing = [score for score in scores if name not in score.metrics]
     error = next((score.error for score in missing if f"{name}: " in score.error), "")

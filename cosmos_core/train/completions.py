@@ -208,10 +208,7 @@ def _mean(shapes: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _collapse_messages(first: Mapping[str, float], now: Mapping[str, float]) -> dict[str, str]:
-    """Return a message for the length, repetition and entropy of completions; empty if a value has not collapsed.
-
-    `first` has the values of the first steps, `now` the values of the latest steps.
-    """
+    """Return messages about length, repetition and entropy; a message is empty if the value has not collapsed."""
     is_short = now["length"] < first["length"] / 4
     is_repetitive = now["repetition"] > max(0.5, first["repetition"] + 0.25)
     is_certain = now["entropy"] < first["entropy"] / 10

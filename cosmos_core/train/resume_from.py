@@ -59,10 +59,8 @@ def adopt_checkpoint(stage: Stage) -> None:
         if reason != OTHER_CONFIGURATION and folder.parent.name == stage.name and checkpoint not in passed_over:
             logger.warning("checkpoint %s is passed over: %s", checkpoint, reason)
             passed_over.add(checkpoint)
-    policies = [
-        step_folder(folder, step) / "policy" for step, folder in checkpoints if folder.parent.name == stage.name
-    ]
-    complete = [policy for policy in policies if policy.parent not in passed_over and read_manifest(policy)]
+    paths = [step_folder(folder, step) / "policy" for step, folder in checkpoints if folder.parent.name == stage.name]
+    complete = [policy for policy in paths if policy.parent not in passed_over and read_manifest(policy)]
     newest = max(complete, key=lambda policy: (policy / MANIFEST).stat().st_mtime, default=None)
     hint = f"; to go on from other settings: train.resume = '{newest}'" if newest else ""
     logger.warning(

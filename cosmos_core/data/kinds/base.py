@@ -204,9 +204,7 @@ class TokenisedKind(RowKind):
         Raises:
             DataError, SkippedRow: as in `read`.
         """
-        own_names = {
-            standard_name: name for standard_name, name in (("prompt", prompt), ("response", response)) if name
-        }
+        own_names = {key: name for key, name in (("prompt", prompt), ("response", response)) if name}
         return self.reader(ReadRow(row, own_names, where), where, with_images=True)
 
     @abstractmethod
