@@ -80,7 +80,7 @@ class SpreadRolloutFeed(RolloutFeed):
         return CarriedSamples()
 
     def next(self) -> tuple[list[Any], dict[str, float]] | None:
-        """Return the samples and metrics of a train step, of which the last may be smaller; None if the data has ended."""
+        """Return the samples and metrics of a train step; the last step may be smaller; None: the data has ended."""
         if self.step == self.total_steps or (self._source.is_over and not self._carried):
             return None
         missing = max(0, self._steps.batch - len(self._carried))
