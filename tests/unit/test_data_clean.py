@@ -79,7 +79,7 @@ def test_each_planted_match_is_shown_and_only_clear_ones_are_dropped(tmp_path: P
     assert lines[4]["similarity"] == pytest.approx(57 / 59)
     assert (lines[2]["text"], lines[2]["of_text"]) == (text(3), text(3))
     assert len(result.rows) == count + 1 and result.metrics["data/clean_dropped"] == 4
-    assert "1 exact duplicate, 2 near duplicate, 2 benchmark text, 4 dropped" in result.notices[0]
+    assert "1 exact duplicate, 2 near duplicate, 2 benchmark text, 0 held out row, 4 dropped" in result.notices[0]
 
 
 @pytest.mark.parametrize("action", ["drop", "report"])
