@@ -115,7 +115,7 @@ def test_it_changes_how_often_weights_are_sent(change: Change, tmp_path: Path, m
     def sent(recipe: Recipe) -> list[int]:
         """The steps after which a training of seven sends weights."""
         steps: list[int] = []
-        parts: Any = SimpleNamespace(adapter=SimpleNamespace(prove=lambda: None))
+        parts: Any = SimpleNamespace(adapter=SimpleNamespace(check_parallel_plan=lambda: None))
         feed: Any = SimpleNamespace(total_steps=7, steps_per_epoch=7)
         saver: Any = SimpleNamespace(latest=lambda: 7, wait=lambda: None)
         stage = stage_of(tmp_path / "stage", recipe, kind="rl")

@@ -68,7 +68,7 @@ def test_a_class_of_another_tokenizer_is_refused_by_the_check(tmp_path: Path) ->
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": "LlamaTokenizer"}))
     if " " in AutoTokenizer.from_pretrained(folder).decode(AutoTokenizer.from_pretrained(folder).encode("a b")):
         pytest.skip("transformers reads this tokenizer with the class of another one")
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "How many are there?", "completion": "There are two."}\n' * 4)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a b", "completion": "c d"}\n' * 4)
     made = recipe({"type": "sft", "dataset": {"name": str(tmp_path / "rows.jsonl")}})
     with pytest.raises(DataError, match="the tokenizer loses"):
         check.run(make_stage(tmp_path / "stage", "prepare", made, folder))

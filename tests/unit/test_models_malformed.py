@@ -205,7 +205,11 @@ VALUES: dict[str, tuple[str, Damage, str]] = {
     "NaN in a shard": ("sharded", first_value(math.nan), "tensor model.layers.1.mlp.up_proj.weight holds NaN"),
     "a head of its own": ("single", valued(own_head), "ties (to others, but|.*weight to a tensor that has other)"),
     "NaN of torch": ("single", pickled(lambda weights: {k: v * math.nan for k, v in weights.items()}), "holds NaN"),
-    "a lost tensor of torch": ("single", pickled(lambda weights: dict(list(weights.items())[1:])), "1 tensors missing"),
+    "a lost tensor of torch": (
+        "single",
+        pickled(lambda weights: dict(list(weights.items())[1:])),
+        r"\d tensors missing",
+    ),
 }
 
 

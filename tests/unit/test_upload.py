@@ -214,7 +214,7 @@ def test_a_target_is_a_folder_or_the_name_of_a_file_of_ours() -> None:
         assert target.folder == Path("/models/mine")
     with pytest.raises(ConfigError) as caught:
         open_target("ftp://host/models")
-    assert str(caught.value) == "target = 'ftp://host/models': there is no 'ftp'; known: file, hub, s3"
+    assert str(caught.value) == "target = 'ftp://host/models': there is no 'ftp'; known: file, hub, mlflow, s3"
 
 
 USERS_TARGET = """
