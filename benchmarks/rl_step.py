@@ -61,6 +61,7 @@ class Variant:
         self.model = copy.deepcopy(model)
         values = {
             "param_dtype": "float32", "optm_lr": 1e-9, "sequence_packing": case != "padded",
+            "train_batch_per_replica": 4 * MINI_BATCH,
             "train_policy": {"type": "grpo", "mini_batch": MINI_BATCH, "log_entropy": False},
         }  # fmt: skip
         train = TrainConfig.model_validate(values)

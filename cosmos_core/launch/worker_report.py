@@ -1,20 +1,24 @@
 """Report properties of a worker's machine to the Prefect server, for `cosmos doctor --cluster`: versions, clock, free
 disk space, and whether the folders of its deployments exist.
 
-A thread of `cosmos worker` renews the report, which is a Prefect variable with one name per work pool and host.
+A thread of `cosmos worker` renews the report, which is a Prefect variable with one name per work pool and host. It also
+marks flow runs as crashed whose process died before it set a state.
 """
 
+import math
 import os
 import re
 import shutil
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from cosmos_core.machine_properties import git_commit
 
@@ -23,6 +27,9 @@ DIRECTORY = "prefect.deployments.steps.set_working_directory"
 """Step of a deployment that names the folder in which its flow runs start."""
 _SECONDS = 60.0
 _FRESH_SECONDS = 5 * _SECONDS
+_DEAD_SECONDS, _UNSTARTED_SECONDS, _UNKNOWN_SECONDS = 10.0, 60.0, 600.0
+"""Seconds in the state Pending after which a flow run is lost: with a dead process, without a process, and with a
+process that may be on another host."""
 
 
 def start_reporting(pool: str) -> None:
@@ -33,6 +40,7 @@ def start_reporting(pool: str) -> None:
         while True:
             with suppress(Exception), get_client(sync_client=True) as client:  # no error may end the worker
                 report(client, pool)
+                crash_lost_starts(client, pool)
             time.sleep(_SECONDS)
 
     threading.Thread(target=report_forever, daemon=True, name="worker-report").start()
@@ -49,6 +57,37 @@ def report(client: Any, pool: str) -> None:
         client.create_variable(VariableCreate(name=name, value=value))
     except ObjectAlreadyExists:
         client.update_variable(VariableUpdate(name=name, value=value))
+
+
+def crash_lost_starts(client: Any, pool: str, now: datetime | None = None) -> None:
+    """Mark flow runs of a process pool as crashed whose process died before it set a state, or for which no worker
+    started a process. Prefect would leave them in the state Pending."""
+    from prefect.client.schemas import filters
+    from prefect.client.schemas.objects import StateType
+    from prefect.states import Crashed
+
+    if client.read_work_pool(pool).type != "process":
+        return
+    hosts = {worker["host"] for worker, _ in fresh_reports(client) if worker["pool"] == pool}
+    is_pending = filters.FlowRunFilterStateType(any_=[StateType.PENDING])
+    for flow_run in client.read_flow_runs(
+        work_pool_filter=filters.WorkPoolFilter(name=filters.WorkPoolFilterName(any_=[pool])),
+        flow_run_filter=filters.FlowRunFilter(state=filters.FlowRunFilterState(type=is_pending)),
+    ):
+        seconds = ((now or datetime.now(UTC)) - flow_run.state.timestamp).total_seconds()
+        if seconds > max_pending_seconds(flow_run.infrastructure_pid or "", hosts):
+            message = f"pending for {seconds:.0f} s: its process is gone"
+            client.set_flow_run_state(flow_run.id, Crashed(message=message), force=True)
+
+
+def max_pending_seconds(pid: str, hosts: Collection[str]) -> float:
+    """Return how long a flow run may stay in the state Pending. `pid` is its process, on any of the `hosts` that have
+    workers; empty if no process was started."""
+    if not pid:
+        return _UNSTARTED_SECONDS
+    if not pid.isdigit() or set(hosts) != {socket.gethostname()}:
+        return _UNKNOWN_SECONDS
+    return math.inf if psutil.pid_exists(int(pid)) else _DEAD_SECONDS
 
 
 def fresh_reports(client: Any) -> Iterator[tuple[dict[str, Any], float]]:

@@ -6,8 +6,13 @@ from __future__ import annotations
 import ast
 import json
 import logging
+import math
+import os
+import socket
+import subprocess
 import threading
 from contextvars import copy_context
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -25,12 +30,12 @@ from prefect.client.schemas.filters import (
     TaskRunFilter,
     TaskRunFilterTags,
 )
-from prefect.client.schemas.objects import FlowRun, State
-from prefect.states import Cancelling, Running
+from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.states import Cancelling, Pending, Running
 
 from cosmos_core.config.schema.pipeline import PipelineConfig
 from cosmos_core.launch.bootstrap import AUTOMATION, OUTCOMES, bootstrap
-from cosmos_core.launch.worker_report import DIRECTORY, fresh_reports, report
+from cosmos_core.launch.worker_report import DIRECTORY, crash_lost_starts, fresh_reports, max_pending_seconds, report
 from cosmos_core.observe import gallery
 from cosmos_core.run.state import read_state
 from flows.post_train import post_train
@@ -254,6 +259,22 @@ def test_a_worker_reports_its_machine_to_the_server(tmp_path: Path) -> None:
             assert worker["missing_folders"] == missing and worker["prefect"] == prefect.__version__
             assert abs(seconds) < 60 and worker["free_bytes"] > 0
             (tmp_path / "clone" / "flows").mkdir(parents=True, exist_ok=True)
+
+
+def test_a_flow_run_whose_process_died_while_it_was_pending_is_crashed() -> None:
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    here = {socket.gethostname()}
+    limits = [max_pending_seconds(pid, here) for pid in ("", str(dead.pid), str(os.getpid()))]
+    assert limits == [60, 10, math.inf]
+    assert max_pending_seconds(str(dead.pid), here | {"other"}) == 600, "it may be a process of the other"
+    with get_client(sync_client=True) as client:
+        client.create_work_pool(WorkPoolCreate(name="lost", type="process"))
+        deployment = client.create_deployment(client.create_flow(post_train), "lost", work_pool_name="lost")
+        run = client.create_flow_run_from_deployment(deployment, state=Pending())
+        for minutes, state in ((0, StateType.PENDING), (2, StateType.CRASHED)):
+            crash_lost_starts(client, "lost", datetime.now(UTC) + timedelta(minutes=minutes))
+            assert client.read_flow_run(run.id).state_type == state
 
 
 def test_a_flow_run_that_is_tried_again_on_another_machine_has_its_own_lease(tmp_path: Path) -> None:
