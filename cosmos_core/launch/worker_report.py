@@ -25,8 +25,8 @@ from cosmos_core.machine_properties import git_commit
 PREFIX = "cosmos-worker-"
 DIRECTORY = "prefect.deployments.steps.set_working_directory"
 """Step of a deployment that names the folder in which its flow runs start."""
-_SECONDS = 60.0
-_FRESH_SECONDS = 5 * _SECONDS
+_SECONDS = 20.0
+_FRESH_SECONDS = 300.0
 _DEAD_SECONDS, _UNSTARTED_SECONDS, _UNKNOWN_SECONDS = 10.0, 60.0, 600.0
 """Seconds in the state Pending after which a flow run is lost: with a dead process, without a process, and with a
 process that may be on another host."""
