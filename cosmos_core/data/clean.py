@@ -99,18 +99,18 @@ def _matches(
     held = HeldOut(config.near_duplicates)
     for each in held_out:
         for _, where, texts in _readable(stage, each, pack):
-            row = _compared_row(where, texts)
+            row = _compared_row(where, texts, *_normal_turns(texts))
             held.add(row, row.keys(bands))
     with tempfile.TemporaryFile(dir=stage.path) as file:
         compared = ComparedRows(file)
         for number, where, texts in _readable(stage, rows, pack):
-            turns = [words_of(normalised(text)) for text in texts] if config.decontaminate_against else []
+            normal, turns = _normal_turns(texts)
             if match := benchmarks.match(turns):
                 is_clear = match["similarity"] >= config.min_overlap
                 yield number, is_clear, {"row": where, **match}
                 if is_clear:
                     continue
-            row = _compared_row(where, texts)
+            row = _compared_row(where, texts, normal, turns)
             own_keys = row.keys(bands)
             if match := held.match(row, own_keys):
                 yield number, False, match
@@ -132,10 +132,15 @@ def _readable(stage: Stage, rows: Rows, pack: Callable[[Row, str], Row] | None) 
             yield number, where, list(texts_of(kind.read(pack(row, where) if pack else row, where, policy)))
 
 
-def _compared_row(where: str, texts: list[str]) -> "ComparedRow":
+def _normal_turns(texts: Iterable[str]) -> tuple[list[str], list[list[str]]]:
+    """Return the normalised texts of a row, and the words of each."""
     normal = list(map(normalised, texts))
+    return normal, list(map(words_of, normal))
+
+
+def _compared_row(where: str, texts: list[str], normal: list[str], turns: list[list[str]]) -> "ComparedRow":
     digest = blake2b("\0".join(normal).encode("utf-8", "surrogatepass"), digest_size=16).digest()
-    grams = np.unique(ngrams(hashes_of([*chain.from_iterable(map(words_of, normal))]), _SHINGLE))
+    grams = np.unique(ngrams(hashes_of([*chain.from_iterable(turns)]), _SHINGLE))
     text = "\n".join(texts)[:_MOST_CHARACTERS].encode("utf-8", "replace").decode()
     return ComparedRow(digest, where, text, grams)
 

@@ -13,10 +13,10 @@ import socket
 import threading
 import time
 from collections.abc import Collection, Iterator
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import psutil
 
@@ -37,10 +37,14 @@ def start_reporting(pool: str) -> None:
     from prefect.client.orchestration import get_client  # two threads must not import Prefect at once
 
     def report_forever() -> None:
+        pending_since: dict[UUID, float] = {}
         while True:
-            with suppress(Exception), get_client(sync_client=True) as client:  # no error may end the worker
-                report(client, pool)
-                crash_lost_starts(client, pool)
+            try:
+                with get_client(sync_client=True) as client:
+                    report(client, pool)
+                    crash_lost_starts(client, pool, pending_since)
+            except Exception:  # noqa: BLE001 - no error may end the worker
+                pending_since.clear()  # a process that waits for the server to respond is not lost
             time.sleep(_SECONDS)
 
     threading.Thread(target=report_forever, daemon=True, name="worker-report").start()
@@ -59,9 +63,13 @@ def report(client: Any, pool: str) -> None:
         client.update_variable(VariableUpdate(name=name, value=value))
 
 
-def crash_lost_starts(client: Any, pool: str, now: datetime | None = None) -> None:
+def crash_lost_starts(client: Any, pool: str, pending_since: dict[UUID, float]) -> None:
     """Mark flow runs of a process pool as crashed whose process died before it set a state, or for which no worker
-    started a process. Prefect would leave them in the state Pending."""
+    started a process. Prefect would leave them in the state Pending.
+
+    `pending_since` is kept from one call to the next: the time, by `time.monotonic`, at which each flow run was first
+    seen in the state Pending.
+    """
     from prefect.client.schemas import filters
     from prefect.client.schemas.objects import StateType
     from prefect.states import Crashed
@@ -70,11 +78,14 @@ def crash_lost_starts(client: Any, pool: str, now: datetime | None = None) -> No
         return
     hosts = {worker["host"] for worker, _ in fresh_reports(client) if worker["pool"] == pool}
     is_pending = filters.FlowRunFilterStateType(any_=[StateType.PENDING])
-    for flow_run in client.read_flow_runs(
+    pending = client.read_flow_runs(
         work_pool_filter=filters.WorkPoolFilter(name=filters.WorkPoolFilterName(any_=[pool])),
         flow_run_filter=filters.FlowRunFilter(state=filters.FlowRunFilterState(type=is_pending)),
-    ):
-        seconds = ((now or datetime.now(UTC)) - flow_run.state.timestamp).total_seconds()
+    )
+    for ended in pending_since.keys() - {flow_run.id for flow_run in pending}:
+        del pending_since[ended]
+    for flow_run in pending:
+        seconds = time.monotonic() - pending_since.setdefault(flow_run.id, time.monotonic())
         if seconds > max_pending_seconds(flow_run.infrastructure_pid or "", hosts):
             message = f"pending for {seconds:.0f} s: its process is gone"
             client.set_flow_run_state(flow_run.id, Crashed(message=message), force=True)
