@@ -174,8 +174,8 @@ def _apply(name: str, argument: Any, stack: list[Any]) -> None:
         count = int(name[-1])
         stack[-count:] = [tuple(stack[-count:])]
     elif name == "BINPERSID":
-        kind, storage, key, _, count = stack.pop()
-        if kind != "storage" or storage.name[0] != "torch":
+        tag, storage, key, _, count = stack.pop()
+        if tag != "storage" or storage.name[0] != "torch":
             raise NoTensor("its numbers are kept elsewhere")
         stack.append(_Storage(storage.name[1], key, count))
     elif name == "REDUCE":
