@@ -1,8 +1,8 @@
 """Serve the reports of a folder of runs over HTTP, read-only, so that links to reports work from other machines.
 
-The server returns only `/RUN/report.html`, and only to clients with the token as password of basic authentication and
-any user name. The reports of private runs, whose folders only their owners can read, are not served. TLS requires a
-reverse proxy.
+The server returns only `/RUN/report.html` and the logs to which it links, and only to clients that send the token as
+password of basic authentication, with any user name. Private runs, whose folders only their owners can read, are not
+served. TLS requires a reverse proxy.
 """
 
 import base64
@@ -19,9 +19,10 @@ URL = "COSMOS_REPORTS_URL"
 """Environment variable with the URL at which other machines reach the report server."""
 TOKEN = "COSMOS_REPORTS_TOKEN"
 _MIN_TOKEN_LENGTH = 16
-_PATH = re.compile(rf"/([A-Za-z0-9][\w.-]*)/{re.escape(PAGE)}", re.ASCII)
+_MAX_LOG_BYTES = 16 * 2**20
+_NAME = r"[A-Za-z0-9][\w.-]*"
+_PATH = re.compile(rf"/({_NAME})/({re.escape(PAGE)}|stages/{_NAME}/logs/{_NAME}\.log)", re.ASCII)
 _HEADERS = {
-    "Content-Type": "text/html; charset=utf-8",
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:; media-src data:",
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
@@ -58,8 +59,10 @@ class _Handler(BaseHTTPRequestHandler):
         status, content, headers = 404, b"there is no such report", dict(_HEADERS)
         if not _is_allowed(self.headers.get("Authorization", ""), self.server.token):
             status, content, headers["WWW-Authenticate"] = 401, b"a token is needed", 'Basic realm="reports"'
-        elif page := self._page():
-            status, content = 200, page
+        elif (served := self._read()) is not None:
+            status, content = 200, served
+        kind = "html" if status == 200 and self.path.endswith(PAGE) else "plain"
+        headers["Content-Type"] = f"text/{kind}; charset=utf-8"
         self.send_response(status)
         for name, value in (headers | {"Content-Length": str(len(content))}).items():
             self.send_header(name, value)
@@ -69,14 +72,24 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
-    def _page(self) -> bytes | None:
-        match = _PATH.fullmatch(self.path)
-        file = self.server.output_dir / (match[1] if match else "") / PAGE
+    def _read(self) -> bytes | None:
+        """Return the content of the requested file; None if it does not exist or must not be served."""
+        if (match := _PATH.fullmatch(self.path)) is None:
+            return None
+        run_path = self.server.output_dir / match[1]
+        file = run_path / match[2]
         try:  # symbolic links are not followed, because they may lead to any file of the server's user
-            is_served = match and file.resolve() == file and not _is_private(file.parent)
-            return file.read_bytes() if is_served else None
+            return _read_end(file) if file.resolve() == file and not _is_private(run_path) else None
         except OSError:
             return None
+
+
+def _read_end(file: Path) -> bytes:
+    """Return a page, or the last 16 MiB of a log."""
+    with file.open("rb") as stream:
+        if file.suffix == ".log":
+            stream.seek(max(0, file.stat().st_size - _MAX_LOG_BYTES))
+        return stream.read()
 
 
 def _is_private(run_path: Path) -> bool:

@@ -29,7 +29,10 @@ def outputs(tmp_path: Path) -> Path:
     (tmp_path / "outputs/linked").symlink_to(tmp_path / "secret")
     (tmp_path / "outputs/run-2").mkdir()
     (tmp_path / "outputs/run-2/report.html").symlink_to(tmp_path / "secret/report.html")
-    for name in ("report.html", "run.json"):
+    (tmp_path / "outputs/run-1/stages/sft/logs").mkdir()
+    (tmp_path / "outputs/run-1/stages/sft/logs/attempt_1.log").write_text("<b>step 1</b>")
+    (tmp_path / "outputs/run-1/stages/sft/logs/attempt_2.log").symlink_to(tmp_path / "secret/report.html")
+    for name in ("report.html", "run.json", "stages/sft/state.json", "stages/sft/logs/notes.txt"):
         (tmp_path / "outputs/run-1" / name).write_text(f"content of {name}")
     return tmp_path / "outputs"
 
@@ -51,14 +54,19 @@ def test_nobody_without_the_token_gets_a_report(port: int, password: str | None)
         assert httpx.get(url, headers={"Authorization": header}).status_code == 401
 
 
-def test_with_the_token_it_is_the_page_and_nothing_else_of_the_folder(port: int) -> None:
+def test_with_the_token_it_is_the_page_its_logs_and_nothing_else_of_the_folder(port: int) -> None:
     client = httpx.Client(auth=("anybody", TOKEN))
     url = f"http://127.0.0.1:{port}/run-1/report.html"
     response = client.get(url)
     assert (response.status_code, response.text) == (200, "content of report.html")
     assert "default-src 'none'" in response.headers["Content-Security-Policy"]
     assert client.head(url).content == b""
+    log = client.get(f"http://127.0.0.1:{port}/run-1/stages/sft/logs/attempt_1.log")
+    assert (log.status_code, log.text) == (200, "<b>step 1</b>")
+    assert log.headers["Content-Type"] == "text/plain; charset=utf-8"
     others = [
+        "run-1/stages/sft/logs/attempt_2.log", "run-1/stages/sft/logs/notes.txt", "run-1/stages/sft/logs/",
+        "run-1/stages/sft/state.json", "run-1/stages/../stages/sft/logs/attempt_1.log",
         "", "report.html", "../secret/report.html", "..%2fsecret/report.html", "run-1/run.json", "none/report.html",
         "run-1/stages/sft/report.html", "linked/report.html", "run-2/report.html", "private/report.html",
         "./report.html", "run-1/../run-1/report.html", "run-1/report.html?x", "run-1%00/report.html", "a" * 9000,
